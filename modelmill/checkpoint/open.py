@@ -1,0 +1,196 @@
+"""Open a checkpoint, whatever container it is in, under Hugging Face names, config and values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.checkpoint.delta import DeltaContainer
+from modelmill.checkpoint.folder import TOKENIZER_FILES, read_json, read_small
+from modelmill.checkpoint.gguf import GgufFile
+from modelmill.checkpoint.gguf_hf import GgufAsHf
+from modelmill.checkpoint.pth import INDEX as PTH_INDEX
+from modelmill.checkpoint.pth import PthFiles
+from modelmill.checkpoint.safetensors import INDEX as SAFETENSORS_INDEX
+from modelmill.checkpoint.safetensors import SafetensorsFiles
+from modelmill.core.errors import CheckpointError, UnknownArchitecture
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+CHUNK = 1 << 22
+
+
+@dataclass
+class Checkpoint:
+    """A model's weights, config and tokenizer files, always under Hugging Face names.
+
+    `raw` is the container under its own names (GGUF: blk.0.attn_q.weight); `view` the same values under
+    Hugging Face names, and the same object where they agree.
+    """
+
+    path: Path
+    container: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    raw: Container
+    view: Container
+    side_files: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def model_type(self) -> str:
+        """The config's model_type: the name of the model file that computes it."""
+        return str(self.config["model_type"])
+
+    def names(self) -> list[str]:
+        return self.view.names()
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype under the Hugging Face name; raises TensorMismatch for an unknown one."""
+        return self.view.info(name)
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU in its native dtype (GGUF block types as float32).
+
+        It may share a mapped file's memory: copy before writing in place.
+        """
+        return self.view.get(name)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name: as they lie in a folder, or gguf_vocab.json made from a GGUF."""
+        return dict(self.side_files)
+
+    def fingerprint(self, progress: Progress | None = None) -> str:
+        """sha256 over everything: config, tokenizer files and the whole content of the weight files."""
+        files = sorted(self.raw.files())
+        total = sum(file.stat().st_size for file in files)
+        digest = hashlib.sha256(self._facts())
+        done = 0
+        for file in files:
+            content = hashlib.sha256()
+            with file.open("rb") as stream:
+                while chunk := stream.read(CHUNK):
+                    content.update(chunk)
+                    done += len(chunk)
+                    if progress is not None:
+                        progress(done, total)
+            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode() + content.digest())
+        return digest.hexdigest()
+
+    def quick_fingerprint(self) -> str:
+        """sha256 over names, sizes, modification times, tensor headers and config: tells that nothing was
+        touched since, without reading the weights."""
+        digest = hashlib.sha256(self._facts())
+        for file in sorted(self.raw.files()):
+            fact = file.stat()
+            digest.update(f"\0{file.name}\0{fact.st_size}\0{fact.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
+    def _facts(self) -> bytes:
+        """Config, tokenizer files' digests and tensor headers in one canonical form."""
+        headers = [(i.name, list(i.shape), i.dtype) for i in map(self.view.info, sorted(self.view.names()))]
+        side = {name: hashlib.sha256(data).hexdigest() for name, data in self.side_files.items()}
+        facts = [self.container, self.config, self.generation_config, headers, side]
+        return json.dumps(facts, sort_keys=True, default=str).encode()
+
+
+def open_checkpoint(path: Path, *, delta: Path | None = None) -> Checkpoint:
+    """Open a Hugging Face folder, or a single .gguf, .safetensors, .bin or .pth file.
+
+    delta: a second checkpoint whose tensors are added to the first one's (Vicuna's way of publishing).
+    Nothing but headers is read, and code that a checkpoint brings (auto_map) is never run. Raises
+    CheckpointError where something is missing, CorruptCheckpoint where a file lies about itself.
+    """
+    path = Path(path)
+    base = _open_one(path)
+    if delta is None:
+        return base
+    added = _open_one(Path(delta))
+    view = DeltaContainer(base.view, added.view)
+    return Checkpoint(
+        path=path,
+        container=base.container,
+        config={**base.config, **added.config},
+        generation_config={**base.generation_config, **added.generation_config},
+        raw=view,
+        view=view,
+        side_files=added.side_files or base.side_files,
+    )
+
+
+def _open_one(path: Path) -> Checkpoint:
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is neither a folder nor a regular file")
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.suffix == ".safetensors":
+        return _with_config(path.parent, path, "safetensors", SafetensorsFiles([path]))
+    if path.suffix in (".bin", ".pth", ".pt"):
+        return _with_config(path.parent, path, "pth", PthFiles([path]))
+    raise CheckpointError(f"{path}: not a .gguf, .safetensors, .bin or .pth file; give a checkpoint's folder")
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    if (folder / SAFETENSORS_INDEX).is_file():
+        return _with_config(folder, folder, "safetensors", SafetensorsFiles.from_index(folder))
+    if (folder / "model.safetensors").is_file():
+        weights = SafetensorsFiles([folder / "model.safetensors"])
+        return _with_config(folder, folder, "safetensors", weights)
+    if (folder / PTH_INDEX).is_file():
+        return _with_config(folder, folder, "pth", PthFiles.from_index(folder))
+    if (folder / "pytorch_model.bin").is_file():
+        return _with_config(folder, folder, "pth", PthFiles([folder / "pytorch_model.bin"]))
+    for suffix, opener in (
+        (".gguf", lambda file: _open_gguf(file)),
+        (".safetensors", lambda file: _with_config(folder, folder, "safetensors", SafetensorsFiles([file]))),
+        (".pth", lambda file: _with_config(folder, folder, "pth", PthFiles([file]))),
+    ):
+        found = sorted(file for file in folder.iterdir() if file.suffix == suffix and file.is_file())
+        if len(found) == 1:
+            return opener(found[0])
+        if found:
+            raise CheckpointError(f"{folder}: holds {len(found)} {suffix} files and no index; name one of them")
+    raise CheckpointError(
+        f"{folder}: holds no weights (model.safetensors, its index, pytorch_model.bin or a .gguf file)"
+    )
+
+
+def _with_config(folder: Path, path: Path, container: str, weights: Container) -> Checkpoint:
+    config = read_json(folder / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise UnknownArchitecture(f"{folder / 'config.json'}: names no model_type; add the family's name")
+    generation_file = folder / "generation_config.json"
+    return Checkpoint(
+        path=path,
+        container=container,
+        config=config,
+        generation_config=read_json(generation_file) if generation_file.is_file() else {},
+        raw=weights,
+        view=weights,
+        side_files={name: read_small(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()},
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    raw = GgufFile(path)
+    view = GgufAsHf(raw)
+    return Checkpoint(
+        path=path,
+        container="gguf",
+        config=view.config,
+        generation_config=view.generation_config,
+        raw=raw,
+        view=view,
+        side_files={"gguf_vocab.json": view.vocabulary()},
+    )

@@ -1,0 +1,230 @@
+"""Rename rules: which tensors of a checkpoint become which tensors of a model, and how.
+
+A model file lists its `Rule`s under the names Hugging Face gives the tensors. `plan_renames` checks them
+against what a checkpoint holds (nothing missing, nothing left over) before any value is read; `apply` then
+makes one target tensor at a time, so that no more than one target and one source are in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from modelmill.checkpoint.container import TensorInfo, listed
+from modelmill.core.errors import TensorMismatch
+
+Shape = tuple[int, ...]
+Get = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One tensor of the model, made from one or more tensors of the checkpoint.
+
+    how: a step, or several joined by "+", read left to right:
+        "copy"        the one source as it is
+        "cat0"        the sources' rows one after the other
+        "cat1"        the sources' columns side by side
+        "transpose"   [a, b] -> [b, a]
+        "part0:i/n"   the i-th (from 0) of n equal parts of the rows
+        so "transpose+part0:0/3" takes q out of GPT-2's c_attn; `STEPS` is the list.
+    optional: sources that are all absent make no target instead of an error.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    how: str = "copy"
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A rule whose sources are the names this checkpoint really uses."""
+
+    target: str
+    sources: tuple[str, ...]
+    how: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """A way to make one tensor of several; `shape` says what comes out without reading any value.
+
+    join: reads its sources itself, one at a time. Both raise TensorMismatch for shapes that do not fit.
+    """
+
+    shape: Callable[[Sequence[Shape], str], Shape]
+    join: Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]
+
+
+def plan_renames(
+    rules: Sequence[Rule],
+    drops: Sequence[str],
+    available: Collection[str],
+    prefixes: Sequence[str] = ("",),
+) -> list[Resolved]:
+    """Match every rule with the checkpoint's names.
+
+    drops: regular expressions (matched in full, with and without a prefix) for tensors nobody needs.
+    prefixes: what hub files add in front of names, or leave out ("transformer.", "model.").
+    Raises TensorMismatch naming up to a dozen missing and a dozen left-over tensors.
+    """
+    resolved: list[Resolved] = []
+    used: set[str] = set()
+    missing: list[str] = []
+    for rule in rules:
+        found = [_find(source, available, prefixes) for source in rule.sources]
+        if rule.optional and not any(found):
+            continue
+        if all(found):
+            sources = tuple(name for name in found if name is not None)
+            resolved.append(Resolved(rule.target, sources, rule.how))
+        used.update(name for name in found if name is not None)
+        missing.extend(source for source, name in zip(rule.sources, found, strict=True) if name is None)
+    dropped = [re.compile(drop) for drop in drops]
+    left = [name for name in available if name not in used and not _drops(name, dropped, prefixes)]
+    if missing or left:
+        raise TensorMismatch(_mismatch(sorted(set(missing)), left))
+    targets = [entry.target for entry in resolved]
+    assert len(set(targets)) == len(targets), "two rules make the same target"
+    return resolved
+
+
+def apply(resolved: Resolved, get: Get, info: Callable[[str], TensorInfo] | None = None) -> torch.Tensor:
+    """The target tensor, on the CPU, in its sources' (promoted) dtype.
+
+    With `info` the target is allocated first and filled source by source, so that peak memory is the target
+    and one source; without it all sources are held at once. The result may share a mapped file's memory:
+    copy before writing. Raises TensorMismatch where the sources' shapes do not fit together.
+    """
+    sources: Iterator[torch.Tensor]
+    if info is not None:
+        facts = [(info(name).shape, info(name).torch_dtype) for name in resolved.sources]
+        sources = (get(name) for name in resolved.sources)
+    else:
+        held = [get(name) for name in resolved.sources]
+        facts = [(tuple(tensor.shape), tensor.dtype) for tensor in held]
+        sources = iter(held)
+    shapes: list[Shape] = [shape for shape, _ in facts]
+    dtype = reduce(torch.promote_types, (kind for _, kind in facts))
+    try:
+        for text in resolved.how.split("+"):
+            step, argument = _step(text)
+            shapes = [step.shape(shapes, argument)]
+            sources = iter((step.join(sources, shapes[0], dtype, argument),))
+    except TensorMismatch as error:
+        raise TensorMismatch(f"{resolved.target} (from {listed(resolved.sources)}): {error}") from None
+    return next(sources)
+
+
+def result_info(resolved: Resolved, info: Callable[[str], TensorInfo]) -> TensorInfo:
+    """Shape, dtype and bytes of what `apply` will return, without reading a value."""
+    sources = [info(name) for name in resolved.sources]
+    shapes: list[Shape] = [source.shape for source in sources]
+    try:
+        for text in resolved.how.split("+"):
+            step, argument = _step(text)
+            shapes = [step.shape(shapes, argument)]
+    except TensorMismatch as error:
+        raise TensorMismatch(f"{resolved.target} (from {listed(resolved.sources)}): {error}") from None
+    dtype = reduce(torch.promote_types, (source.torch_dtype for source in sources))
+    result = TensorInfo(resolved.target, shapes[0], str(dtype).removeprefix("torch."), 0)
+    return TensorInfo(result.name, result.shape, result.dtype, result.numel * dtype.itemsize)
+
+
+def _find(source: str, available: Collection[str], prefixes: Sequence[str]) -> str | None:
+    """The checkpoint's name for `source`: as it is, without one of the prefixes, or with one."""
+    spellings = [source]
+    spellings += [source.removeprefix(prefix) for prefix in prefixes if source.startswith(prefix)]
+    spellings += [prefix + source for prefix in prefixes]
+    return next((name for name in spellings if name in available), None)
+
+
+def _drops(name: str, patterns: Sequence[re.Pattern[str]], prefixes: Sequence[str]) -> bool:
+    spellings = {name, *(name.removeprefix(p) for p in prefixes), *(p + name for p in prefixes)}
+    return any(pattern.fullmatch(spelling) for pattern in patterns for spelling in spellings)
+
+
+def _mismatch(missing: Sequence[str], left: Collection[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"the model needs {len(missing)} tensor(s) the checkpoint lacks: {listed(missing)}")
+    if left:
+        parts.append(f"the checkpoint holds {len(left)} tensor(s) the model has no place for: {listed(left)}")
+    if missing and left:
+        hint = "does config.json belong to these weights (model_type)?"
+    elif missing:
+        hint = "is the download complete, and is num_hidden_layers in config.json right?"
+    else:
+        hint = "is num_hidden_layers in config.json right, or is this a variant with extra parts?"
+    return "; ".join(parts) + "; " + hint
+
+
+def _step(text: str) -> tuple[Step, str]:
+    name, _, argument = text.partition(":")
+    assert name in STEPS, f"no rename step {name!r}; there are {', '.join(STEPS)}"
+    return STEPS[name], argument
+
+
+def _one(shapes: Sequence[Shape]) -> Shape:
+    assert len(shapes) == 1, "this rename step takes one source"
+    return shapes[0]
+
+
+def _cat_shape(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
+    def shape(shapes: Sequence[Shape], _: str) -> Shape:
+        others = {(len(s), s[:axis] + s[axis + 1 :]) for s in shapes}
+        if len(others) != 1 or len(shapes[0]) <= axis:
+            raise TensorMismatch(f"shapes {', '.join(map(str, map(list, shapes)))} do not fit together")
+        first = shapes[0]
+        return (*first[:axis], sum(s[axis] for s in shapes), *first[axis + 1 :])
+
+    return shape
+
+
+def _cat(axis: int) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]:
+    def join(sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: str) -> torch.Tensor:
+        target = torch.empty(shape, dtype=dtype)
+        start = 0
+        for source in sources:
+            target.narrow(axis, start, source.shape[axis]).copy_(source)
+            start += source.shape[axis]
+        return target
+
+    return join
+
+
+def _transpose_shape(shapes: Sequence[Shape], _: str) -> Shape:
+    shape = _one(shapes)
+    if len(shape) != 2:
+        raise TensorMismatch(f"shape {list(shape)} is not a matrix and cannot be transposed")
+    return (shape[1], shape[0])
+
+
+def _part(argument: str) -> tuple[int, int]:
+    index, _, count = argument.partition("/")
+    assert index.isdigit() and count.isdigit() and int(index) < int(count), f"part0:{argument}"
+    return int(index), int(count)
+
+
+def _part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    shape, (_, count) = _one(shapes), _part(argument)
+    if not shape or shape[0] % count:
+        raise TensorMismatch(f"shape {list(shape)} does not split into {count} equal parts of rows")
+    return (shape[0] // count, *shape[1:])
+
+
+STEPS: dict[str, Step] = {
+    "copy": Step(lambda shapes, _: _one(shapes), lambda sources, *_: next(sources)),
+    "cat0": Step(_cat_shape(0), _cat(0)),
+    "cat1": Step(_cat_shape(1), _cat(1)),
+    "transpose": Step(_transpose_shape, lambda sources, *_: next(sources).t().contiguous()),
+    "part0": Step(
+        _part_shape,
+        lambda sources, shape, _, argument: next(sources).narrow(0, _part(argument)[0] * shape[0], shape[0]),
+    ),
+}
