@@ -1,0 +1,25 @@
+"""modelmill turns a checkpoint into a verified engine, and runs, evaluates and serves it.
+
+``from modelmill import LLM, SamplingParams``; the heavy parts are imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.core.errors import ModelmillError
+from modelmill.core.types import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "ModelmillError", "SamplingParams", "__version__", "build_engine"]
+
+_LAZY = {"LLM": ("modelmill.llm", "LLM"), "build_engine": ("modelmill.build.builder", "build_engine")}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        module, attribute = _LAZY[name]
+        return getattr(import_module(module), attribute)
+    raise AttributeError(f"module 'modelmill' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""``python -m modelmill`` is the ``modelmill`` command."""
+
+from modelmill.cli.main import main
+
+main()

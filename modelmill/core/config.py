@@ -1,0 +1,94 @@
+"""The options, frozen once parsed.
+
+What changes the artifact is in BuildConfig (written to the manifest), what may change per start is in
+RunConfig, what may change per request is in SamplingParams. Field metadata carries the help text, so that
+the command line and the docs are made from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from modelmill.core.errors import UsageError
+
+DTYPES = ("float32", "float16", "bfloat16")
+TARGETS = ("cpu", "cuda")
+T = TypeVar("T")
+
+
+def option(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **more: Any) -> Any:
+    """A dataclass field with its help text (and ``choices``, ``flags``) for the command line."""
+    metadata = {"help": help, **more}
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """Everything that decides what an engine contains. "auto" is resolved by ``build.plan`` into a new object."""
+
+    dtype: str = option("auto", "activation and weight type", choices=("auto", *DTYPES))
+    quantization: str = option("none", "weight recipe", choices=("none", "int8"), flags=("-q",))
+    quantize_head: bool = option(False, "quantize the output head too")
+    method: str = option("nearest", "rounding method of the recipe", choices=("nearest",))
+    calibration: str | None = option(None, "jsonl of texts (`article` or `text`) for recipes that need statistics")
+    max_model_len: int | None = option(None, "longest prompt + answer in tokens; default: what the model allows")
+    target: str = option("auto", "device the engine is laid out for", choices=("auto", *TARGETS))
+    kernels: Mapping[str, str] = option(factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",))
+    seed: int = option(0, "seed of everything random in a build")
+
+    def __post_init__(self) -> None:
+        _choice(self, "dtype", ("auto", *DTYPES))
+        _choice(self, "target", ("auto", *TARGETS))
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise UsageError(f"--max-model-len must be at least 1, not {self.max_model_len}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What may differ from one start of an engine to the next."""
+
+    device: str = option("auto", "cpu, cuda or cuda:N")
+    max_model_len: int | None = option(None, "lower the engine's longest sequence")
+    max_num_seqs: int = option(256, "most sequences computed in one step")
+    max_num_batched_tokens: int = option(8192, "most tokens computed in one step (longer prompts go in chunks)")
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that weights and KV cache may take")
+    kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from the memory that is free")
+    page_size: int = option(16, "tokens in a page of the KV cache", choices=(8, 16, 32, 64))
+    enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings")
+    cuda_graphs: bool = option(True, "replay decode steps as CUDA graphs")
+    threads: int | None = option(None, "CPU threads; default: the physical cores this process may use")
+    kernels: Mapping[str, str] = option(factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",))
+    seed: int = option(0, "seed for requests that bring none")
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise UsageError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        if self.page_size not in (8, 16, 32, 64):
+            raise UsageError(f"--page-size must be 8, 16, 32 or 64, not {self.page_size}")
+
+
+def from_dict(kind: type[T], raw: Mapping[str, Any], where: str) -> T:
+    """``kind(**raw)``; an unknown key is a UsageError that names it and ``where`` it stood."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(raw) - known)
+    if unknown:
+        raise UsageError(f"{where}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return kind(**raw)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A JSON-able dict of a config, keys in field order."""
+    return asdict(config)
+
+
+def _choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in allowed:
+        raise UsageError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(allowed)}")

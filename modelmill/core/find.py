@@ -1,0 +1,28 @@
+"""The folder is the registry: things are found by their file's name, never registered."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+
+def names(package: str) -> list[str]:
+    """Names of the modules in a package folder, without importing them, private ones left out."""
+    path = importlib.import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+
+
+def find(package: str, name: str) -> ModuleType | None:
+    """The module ``package.name``, imported; None where the folder holds no such file."""
+    if name not in names(package):
+        return None
+    return importlib.import_module(f"{package}.{name}")
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The known name most like ``name``, for error messages; None where nothing is alike."""
+    import difflib
+
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return match[0] if match else None

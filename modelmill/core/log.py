@@ -1,0 +1,10 @@
+"""Logging: one logger tree, quiet unless asked; prompts and keys are never logged."""
+
+from __future__ import annotations
+
+import logging
+
+
+def get(name: str) -> logging.Logger:
+    """A logger below ``modelmill``."""
+    return logging.getLogger(name if name.startswith("modelmill") else f"modelmill.{name}")

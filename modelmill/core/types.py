@@ -1,0 +1,204 @@
+"""The plain messages that travel between text, runtime and server: no tensors, no behaviour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from modelmill.core.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 100
+MAX_STOPS = 64
+MAX_STOP_CHARS = 4096
+MAX_BIAS = 1024
+MAX_BEAMS = 32
+
+
+class Finish(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. ``None`` means unset: the engine's own defaults (the checkpoint's
+    generation_config) apply, then the neutral value. A field set here always wins.
+
+    temperature 0 is greedy. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one prompt n
+    times; ``num_beams`` > 1 searches with beams instead of sampling and returns the ``n`` best.
+    Raises RequestError for values outside their range.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    ignore_eos: bool = False
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+    def __post_init__(self) -> None:
+        stop = self.stop
+        if isinstance(stop, str):
+            stop = (stop,)
+        object.__setattr__(self, "stop", tuple(stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        self._check()
+
+    def _check(self) -> None:
+        _int("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _int("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _int("seed", self.seed, -(2**63), 2**64 - 1)
+        _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _int("num_beams", self.num_beams, 1, MAX_BEAMS)
+        _number("length_penalty", self.length_penalty, -100.0, 100.0)
+        if self.num_beams > 1 and self.n > self.num_beams:
+            raise RequestError(f"n={self.n} asks for more than num_beams={self.num_beams} beams; lower n")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        if len(self.stop) > MAX_STOPS or any(not isinstance(s, str) or not s for s in self.stop):
+            raise RequestError(f"stop takes up to {MAX_STOPS} non-empty strings")
+        if any(len(s) > MAX_STOP_CHARS for s in self.stop):
+            raise RequestError(f"a stop string may have up to {MAX_STOP_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOPS:
+            raise RequestError(f"stop_token_ids takes up to {MAX_STOPS} ids")
+        for token in self.stop_token_ids:
+            _int("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.logit_bias) > MAX_BIAS:
+            raise RequestError(f"logit_bias takes up to {MAX_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            _int("logit_bias key", token, 0, 2**31 - 1)
+            _number("logit_bias value", bias, -100.0, 100.0)
+
+    def resolved(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """A copy in which every unset field has its value: ours, else ``defaults``, else the neutral one.
+
+        A field set explicitly beats the defaults as a group where they would change its meaning: an explicit
+        temperature 0 stays greedy whatever ``defaults`` say.
+        """
+        neutral = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+        }
+        known = {f.name for f in fields(self)}
+        filled: dict[str, Any] = {}
+        for name, value in {**neutral, **{k: v for k, v in defaults.items() if k in known}}.items():
+            if getattr(self, name) is None and value is not None:
+                filled[name] = value
+        return replace(self, **filled)
+
+    @property
+    def greedy(self) -> bool:
+        """True where the argmax is taken; call on resolved parameters."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+@dataclass(frozen=True)
+class Insert:
+    """A stretch of a prompt whose embeddings come from elsewhere (an image).
+
+    position, length: in tokens. digest: identifies the content (and its shape) in the prefix key.
+    handle: opaque to the runtime until the model asks for it.
+    """
+
+    position: int
+    length: int
+    digest: str
+    handle: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless ignored."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+    inserts: tuple[Insert, ...] = ()
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural-log probability of one token and its rank (1 = most likely) at a position."""
+
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """One step's news about one sequence of a request.
+
+    index: which of the n sequences. id is None where only the finish is told (abort) or prompt logprobs.
+    logprobs: the sampled token's and the top ones, by id. finish: set on the last event.
+    stop: the token id that ended it, where it was one (that id is not part of the answer).
+    """
+
+    request: str
+    index: int
+    id: int | None
+    logprobs: Mapping[int, Logprob] | None = None
+    finish: Finish | None = None
+    stop: int | None = None
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    cached_tokens: int = 0
+    replay: tuple[int, ...] | None = None
+    score: float | None = None
+
+
+def _int(name: str, value: Any, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be a whole number, not {value!r}")
+    if not low <= value <= high:
+        raise RequestError(f"{name}={value} is outside {low}…{high}")
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, not {value!r}")
+    if value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise RequestError(f"{name}={value} is outside {bracket}{low:g}, {high:g}]")

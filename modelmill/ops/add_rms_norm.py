@@ -1,0 +1,38 @@
+"""Residual add and RMSNorm in one pass: the residual stream is read and written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.rms_norm import SHAPES, rms_norm
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (rms_norm(x + residual), x + residual), the sum rounded to x's dtype first.
+
+    x, residual: [..., H], same dtype. weight: [H]. Variants may reuse the residual's memory for the sum.
+    """
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """The shapes of rms_norm, with a residual of ten times the branch's scale."""
+    for rows, width in SHAPES:
+        x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
+        residual = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=10.0)
+        weight = randn(width, device=device, dtype=dtype, seed=width) + 1
+        moved = 4 * nbytes(x) + nbytes(weight)
+        yield Case(
+            f"{rows}x{width}",
+            {"x": x, "residual": residual, "weight": weight, "eps": 1e-5},
+            moved,
+            writes=("residual",),
+        )

@@ -1,0 +1,24 @@
+"""GELU's tanh form ("gelu_new"), as GPT-2 uses it (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), any shape."""
+    return F.gelu(x, approximate="tanh")
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """GPT-2's inner width and an odd one."""
+    for rows, width in ((1, 4096), (7, 101), (64, 3072)):
+        x = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=2.0)
+        yield Case(f"{rows}x{width}", {"x": x}, 2 * nbytes(x))

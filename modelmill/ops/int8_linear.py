@@ -1,0 +1,50 @@
+"""Matrix product with int8 weights, one float scale per output channel; activations stay floating point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+def int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [T, K] float; weight: [N, K] int8; scale: [N] float32; bias: [N] of x's dtype. Returns [T, N] of x's dtype.
+
+    The product with the integers is taken in x's dtype (small integers are exact in bfloat16 and float16), the
+    scale is applied to the float32 sums.
+    """
+    product = (
+        F.linear(x.float(), weight.float()) if x.dtype == torch.float32 else F.linear(x, weight.to(x.dtype)).float()
+    )
+    out = product * scale
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype)
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round to nearest, symmetric, per row: (int8 [N, K], float32 [N]). A zero row gets scale 1."""
+    wide = weight.float()
+    scale = wide.abs().amax(-1) / 127.0
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.round(wide / scale[:, None]).clamp(-127, 127).to(torch.int8), scale
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """As for linear."""
+    shapes = [(1, 576, 1536), (5, 100, 33), (33, 576, 960), (1, 1536, 576), (2, 65, 7)]
+    if device != "cpu":
+        shapes += [(1, 4096, 12288), (1, 4096, 4096), (1, 4096, 22016), (1, 11008, 4096), (8, 4096, 4096)]
+    for rows, k, n in shapes:
+        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
+        q, scale = quantize(randn(n, k, device=device, dtype=torch.float32, seed=k + n, scale=k**-0.5))
+        bias = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
+        moved = nbytes(x, q, scale, bias) + rows * n * x.element_size()
+        yield Case(f"{rows}x{k}->{n}", {"x": x, "weight": q, "scale": scale, "bias": bias}, moved, 2 * rows * k * n)

@@ -1,0 +1,26 @@
+"""LayerNorm (Ba et al. 2016, arXiv:1607.06450)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [..., H]; weight, bias: [H]; statistics in float32. Returns the shape and dtype of x."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """GPT-2 widths and an odd one."""
+    for rows, width in ((1, 768), (7, 1024), (3, 100), (512, 1600)):
+        x = randn(rows, width, device=device, dtype=dtype, seed=rows * width) + 0.5
+        weight = randn(width, device=device, dtype=dtype, seed=width) + 1
+        bias = randn(width, device=device, dtype=dtype, seed=width + 1)
+        yield Case(f"{rows}x{width}", {"x": x, "weight": weight, "bias": bias, "eps": 1e-5}, 2 * nbytes(x))

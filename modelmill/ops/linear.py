@@ -1,0 +1,38 @@
+"""Dense matrix product with a weight held as rows of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+
+# Products of K terms: bounds are for cases whose outputs have unit scale (weights drawn with 1/sqrt(K)).
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x: [T, K]; weight: [N, K]; bias: [N] or None; all of one dtype. Returns [T, N]."""
+    return F.linear(x, weight, bias)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Decode (one and a few rows) and prefill, odd sizes; the 7B shapes only on a GPU."""
+    shapes = [(1, 576, 1536), (5, 100, 33), (33, 576, 960), (1, 1536, 576), (2, 65, 7)]
+    if device != "cpu":
+        shapes += [
+            (1, 4096, 12288),
+            (1, 4096, 4096),
+            (1, 4096, 22016),
+            (1, 11008, 4096),
+            (8, 4096, 4096),
+            (64, 4096, 4096),
+        ]
+    for rows, k, n in shapes:
+        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
+        weight = randn(n, k, device=device, dtype=dtype, seed=k + n, scale=k**-0.5)
+        bias = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
+        moved = nbytes(x, weight, bias) + rows * n * x.element_size()
+        yield Case(f"{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": bias}, moved, 2 * rows * k * n)

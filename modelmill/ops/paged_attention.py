@@ -1,0 +1,122 @@
+"""Causal attention over a paged KV cache (Kwon et al. 2023, arXiv:2309.06180), prefill and decode in one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query: int,  # noqa: ARG001  launch sizes: only the kernels need them
+    max_context: int,  # noqa: ARG001
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Each query attends to the keys of its own sequence up to its own position.
+
+    q: [T, heads, D], the sequences' new tokens one after another. k_cache, v_cache: [pages, kv_heads, page_size, D],
+    already holding the new tokens. block_tables: [B, P] int32 page numbers. query_start: [B + 1] int32 offsets into T.
+    context_lens: [B] int32, keys of each sequence including the new ones; the last query of a sequence sits at
+    context_len − 1. max_query, max_context: upper bounds of the rows (host integers, for launch sizes). window: a query
+    at p sees keys > p − window. Query heads h share the KV head h // (heads / kv_heads). A sequence with
+    context_len 0 is padding; its output rows are undefined. Returns [T, heads·D] in q's dtype.
+    """
+    _, kv_heads, page_size, dim = k_cache.shape
+    tokens, heads, _ = q.shape
+    out = torch.zeros_like(q)
+    starts, lengths = query_start.tolist(), context_lens.tolist()
+    for b, length in enumerate(lengths):
+        first, last = starts[b], starts[b + 1]
+        if length == 0 or first == last:
+            continue
+        pages = block_tables[b, : -(-length // page_size)].long()
+        k = k_cache[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].to(q.dtype)
+        v = v_cache[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].to(q.dtype)
+        rows = q[first:last].transpose(0, 1)
+        mask = _mask(last - first, length, window, q.device)
+        gqa = heads != kv_heads
+        mixed = F.scaled_dot_product_attention(rows[None], k[None], v[None], mask, scale=scale, enable_gqa=gqa)[0]
+        out[first:last] = mixed.transpose(0, 1)
+    return out.view(tokens, heads * dim)
+
+
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Which keys each of the last ``queries`` positions sees: [queries, keys] bool; None where all see all."""
+    if queries == 1 and (window is None or keys <= window):
+        return None
+    row = torch.arange(keys - queries, keys, device=device)[:, None]
+    column = torch.arange(keys, device=device)[None]
+    seen = column <= row
+    return seen if window is None else seen & (column > row - window)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Decode, prefill, chunks with history and mixtures; GQA; windows; odd lengths; head sizes 8 to 128."""
+    shapes: list[tuple[str, int, int, int, list[tuple[int, int]], int | None]] = [
+        ("decode", 9, 3, 64, [(1, 1), (1, 17), (1, 100)], None),
+        ("prefill", 4, 4, 128, [(33, 33), (1, 1)], None),
+        ("chunk", 8, 2, 64, [(5, 37), (16, 16), (1, 50)], None),
+        ("window", 4, 2, 32, [(40, 40), (1, 60), (3, 33)], 16),
+        ("tiny", 2, 1, 8, [(3, 3), (1, 9)], None),
+        ("odd", 5, 5, 80, [(7, 19)], None),
+    ]
+    if device != "cpu":
+        shapes += [
+            ("decode-7b-1", 32, 32, 128, [(1, 4096)], None),
+            ("decode-7b-64", 32, 32, 128, [(1, 1024)] * 64, None),
+        ]
+    for number, (name, heads, kv_heads, dim, lengths, window) in enumerate(shapes):
+        yield _case(name, heads, kv_heads, dim, lengths, window, device, dtype, number)
+
+
+def _case(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    lengths: list[tuple[int, int]],
+    window: int | None,
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> Case:
+    page_size = 16
+    counts = [-(-context // page_size) for _, context in lengths]
+    pages = sum(counts) + 2
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for b, count in enumerate(counts):
+        tables[b, :count] = torch.tensor(order[:count], dtype=torch.int32)
+        order = order[count:]
+    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    contexts = torch.tensor([c for _, c in lengths], dtype=torch.int32)
+    q = randn(int(starts[-1]), heads, dim, device=device, dtype=dtype, seed=seed)
+    k = randn(pages, kv_heads, page_size, dim, device=device, dtype=dtype, seed=seed + 1)
+    v = randn(pages, kv_heads, page_size, dim, device=device, dtype=dtype, seed=seed + 2)
+    args = {
+        "q": q,
+        "k_cache": k,
+        "v_cache": v,
+        "block_tables": tables.to(device),
+        "query_start": starts.to(device),
+        "context_lens": contexts.to(device),
+        "max_query": max(n for n, _ in lengths),
+        "max_context": max(c for _, c in lengths),
+        "scale": dim**-0.5,
+        "window": window,
+    }
+    kv_bytes = 2 * sum(c for _, c in lengths) * kv_heads * dim * k.element_size()
+    flops = 4 * heads * dim * sum(n * c - n * (n - 1) // 2 for n, c in lengths)
+    return Case(name, args, kv_bytes + 2 * nbytes(q), flops)

@@ -1,0 +1,30 @@
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), as LLaMA computes it in 16 bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+SHAPES = ((1, 64), (3, 576), (7, 100), (1024, 4096), (5, 8193), (1, 4096))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise rows in float32, cast to x's dtype, then multiply by the weight.
+
+    x: [..., H] float32/16/bf16. weight: [H], x's dtype. Returns the shape and dtype of x.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Odd and usual shapes; the last two are the decode and the prefill row counts that are benchmarked."""
+    for rows, width in SHAPES:
+        x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
+        weight = randn(width, device=device, dtype=dtype, seed=width) + 1
+        yield Case(f"{rows}x{width}", {"x": x, "weight": weight, "eps": 1e-5}, 2 * nbytes(x) + nbytes(weight))

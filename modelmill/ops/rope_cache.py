@@ -1,0 +1,82 @@
+"""Per-head norm of q and k (Qwen3), RoPE (Su et al. 2021, arXiv:2104.09864), logn and the KV-cache write, in one op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.rms_norm import rms_norm
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+def rope_cache(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    heads: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Split qkv, norm q and k per head, rotate, scale q, and store k and v.
+
+    qkv: [T, (heads + 2·kv_heads)·D], q | k | v. k_cache, v_cache: [pages, kv_heads, page_size, D], written in place.
+    slots: [T] int64, page·page_size + offset; a negative slot is not written (padding). cos, sin: [T, D/2] float32,
+    or None for models without RoPE. q_scale: [T] float32, multiplies q after the rotation (logn). q_norm, k_norm: [D].
+    Returns q: [T, heads, D] in qkv's dtype.
+    """
+    _, kv_heads, page_size, dim = k_cache.shape
+    tokens = qkv.shape[0]
+    parts = qkv.view(tokens, heads + 2 * kv_heads, dim)
+    q, k, v = parts.split([heads, kv_heads, kv_heads], 1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    if cos is not None and sin is not None:
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if q_scale is not None:
+        q = (q * q_scale[:, None, None]).to(qkv.dtype)
+    page, offset = slots.div(page_size, rounding_mode="floor"), slots % page_size
+    if not slots.is_cuda and bool((slots < 0).any()):
+        keep = slots >= 0
+        page, offset, k, v = page[keep], offset[keep], k[keep], v[keep]
+    k_cache[page, :, offset] = k.to(k_cache.dtype)
+    v_cache[page, :, offset] = v.to(v_cache.dtype)
+    return q.contiguous()
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Half-rotation: pairs (i, i + D/2). x: [T, heads, D]."""
+    first, second = x.float().chunk(2, -1)
+    c, s = cos[:, None, :], sin[:, None, :]
+    return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """MHA, GQA, MQA; head sizes 64, 80 and 128; with and without norms, rotation and logn; shuffled slots."""
+    shapes = ((1, 9, 3, 64), (13, 4, 4, 128), (5, 8, 1, 80), (32, 32, 32, 128), (3, 2, 2, 8))
+    for number, (tokens, heads, kv_heads, dim) in enumerate(shapes):
+        pages = tokens // 16 + 3
+        generator = torch.Generator().manual_seed(number)
+        slots = torch.randperm(pages * 16, generator=generator)[:tokens].to(device)
+        angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=number, scale=3.0)
+        qkv = randn(tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype, seed=number + 10)
+        cache = [torch.full((pages, kv_heads, 16, dim), 7.0, device=device, dtype=dtype) for _ in range(2)]
+        args = {"qkv": qkv, "k_cache": cache[0], "v_cache": cache[1], "slots": slots, "heads": heads}
+        if number != 2:
+            args |= {"cos": angle.cos(), "sin": angle.sin()}
+        if number in (1, 4):
+            args |= {"q_scale": torch.linspace(1.0, 1.5, tokens, device=device)}
+        if number in (3, 4):
+            args |= {
+                "q_norm": randn(dim, device=device, dtype=dtype, seed=1) + 1,
+                "k_norm": randn(dim, device=device, dtype=dtype, seed=2) + 1,
+            }
+        name = f"{tokens}x{heads}/{kv_heads}x{dim}"
+        yield Case(name, args, 2 * nbytes(qkv), writes=("k_cache", "v_cache"))

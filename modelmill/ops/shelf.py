@@ -1,0 +1,125 @@
+"""The shelf of ops: which variant of each op serves a device.
+
+An op is a file ``ops/<op>.py`` with a function of its own name, the torch reference: it defines what the op
+computes. A faster variant is a file of the same name in ``ops/cpu``, ``ops/triton`` or ``ops/cuda`` with
+
+* ``available(device) -> str | None``: None where it can run, else the reason why it cannot;
+* ``run(...)``: the same signature and meaning as the reference;
+* optionally ``supports(...) -> bool``: whether these arguments are served; the reference serves the others.
+
+``resolve`` picks once, at load; the result is passed in every Step and can be printed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from modelmill.core.errors import UsageError
+from modelmill.core.find import find, nearest
+
+OPS = (
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "rope_cache",
+    "paged_attention",
+    "silu_mul",
+    "gelu_tanh",
+    "linear",
+    "int8_linear",
+)
+SHELVES = ("cuda", "triton", "cpu")
+PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The chosen callables, one per op; ``chosen`` names each variant for printing."""
+
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    layer_norm: Callable[..., torch.Tensor]
+    rope_cache: Callable[..., torch.Tensor]
+    paged_attention: Callable[..., torch.Tensor]
+    silu_mul: Callable[..., torch.Tensor]
+    gelu_tanh: Callable[..., torch.Tensor]
+    linear: Callable[..., torch.Tensor]
+    int8_linear: Callable[..., torch.Tensor]
+    chosen: Mapping[str, str]
+
+
+def reference(op: str) -> Callable[..., Any]:
+    """The torch reference of an op."""
+    return getattr(import_module(f"modelmill.ops.{op}"), op)
+
+
+def variants(op: str) -> dict[str, ModuleType]:
+    """Every faster variant of an op, by shelf name; those whose packages are absent are left out."""
+    found = {}
+    for shelf in SHELVES:
+        try:
+            module = find(f"modelmill.ops.{shelf}", op)
+        except ImportError:
+            continue
+        if module is not None:
+            found[shelf] = module
+    return found
+
+
+def resolve(device: str, overrides: Mapping[str, str] | None = None) -> Ops:
+    """Pick a variant of every op for ``device`` ("cpu", "cuda", "cuda:1").
+
+    overrides: {op: variant}, variant one of torch, triton, cuda, cpu. Raises UsageError for an unknown op or a
+    variant that does not exist or cannot run on the device.
+    """
+    overrides = dict(overrides or {})
+    for op in overrides:
+        if op not in OPS:
+            hint = nearest(op, list(OPS))
+            raise UsageError(
+                f"no op is called {op!r}" + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(OPS)}")
+            )
+    kind = torch.device(device).type
+    picked: dict[str, Any] = {}
+    chosen: dict[str, str] = {}
+    for op in OPS:
+        wanted = (overrides[op],) if op in overrides else PREFERENCE[kind]
+        picked[op], chosen[op] = _pick(op, wanted, kind, forced=op in overrides)
+    return Ops(**picked, chosen=chosen)
+
+
+def _pick(op: str, wanted: tuple[str, ...], kind: str, *, forced: bool) -> tuple[Callable[..., Any], str]:
+    offered = variants(op)
+    for name in wanted:
+        if name == "torch":
+            return reference(op), "torch"
+        reason = offered[name].available(kind) if name in offered else "no such variant"
+        if reason is None:
+            return _guarded(op, offered[name]), name
+        if forced:
+            raise UsageError(
+                f"--kernel {op}={name} cannot be used on {kind}: {reason}; there are torch, {', '.join(offered)}"
+            )
+    return reference(op), "torch"
+
+
+def _guarded(op: str, module: ModuleType) -> Callable[..., Any]:
+    """``module.run``, with the reference where the variant does not support the arguments."""
+    supports = getattr(module, "supports", None)
+    run: Callable[..., Any] = module.run
+    if supports is None:
+        return run
+    plain = reference(op)
+
+    @functools.wraps(run)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs) if supports(*args, **kwargs) else plain(*args, **kwargs)
+
+    return choose

@@ -1,0 +1,25 @@
+"""SwiGLU's gate (Shazeer 2020, arXiv:2002.05202): silu(gate) · up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up: [T, 2·I], the gate in the first I columns, up in the last. Returns [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Decode and prefill rows of small and 7B widths, and an odd one."""
+    for rows, inner in ((1, 1536), (5, 101), (64, 11008), (1, 11008)):
+        x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)
+        yield Case(f"{rows}x{inner}", {"gate_up": x}, nbytes(x) * 3 // 2)
