@@ -1,0 +1,70 @@
+"""The independent reference of the acceptance contract: dense float32, one layer in memory, raw names.
+
+Nothing here is shared with the engine's models, nn, ops, weights or rename rules: an error there must not
+be able to hide behind the same error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from modelmill.accept.reference import decoder, gpt2, qwen
+from modelmill.accept.reference.dense import Affine, HeadTrace, LayerTrace, LayerWeights, ModuleIO, Reference
+from modelmill.accept.reference.gguf_names import GgufSource, gguf_config, gguf_rope
+from modelmill.accept.reference.source import Container, Opened, Source
+from modelmill.core.errors import UnknownArchitecture
+
+__all__ = [
+    "Affine",
+    "Container",
+    "HeadTrace",
+    "LayerTrace",
+    "LayerWeights",
+    "ModuleIO",
+    "Opened",
+    "Reference",
+    "open_reference",
+]
+
+FAMILIES = (decoder, gpt2, qwen)
+
+
+def open_reference(checkpoint: Opened, dtype: torch.dtype = torch.float32) -> Reference:
+    """The reference of an opened checkpoint (its ``raw`` container and ``config``), in float32 or float64.
+
+    Raises UnknownArchitecture when no reference computes this family, TensorMismatch when a tensor is absent.
+    """
+    container: Container = checkpoint.raw
+    if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
+        return _open_gguf(container, dtype)
+    config = dict(checkpoint.config)
+    family = _family(config)
+    source = Source(container, dtype, family.STRIP)
+    if family is gpt2:
+        return gpt2.Gpt2Reference(source, config)
+    if family is qwen:
+        return qwen.QwenReference(source, config)
+    return decoder.DecoderReference(source, config)
+
+
+def _open_gguf(container: Container, dtype: torch.dtype) -> Reference:
+    config = gguf_config(container)
+    family = _family(config)
+    source = GgufSource(container, dtype, config)
+    if family is gpt2:
+        return gpt2.Gpt2Reference(source, config)
+    if family is qwen:
+        return qwen.QwenReference(source, config)
+    return decoder.DecoderReference(source, config, gguf_rope(container, config))
+
+
+def _family(config: Mapping[str, Any]) -> Any:
+    kind = config.get("model_type")
+    for family in FAMILIES:
+        if kind in family.MODEL_TYPES:
+            return family
+    known = ", ".join(sorted(name for family in FAMILIES for name in family.MODEL_TYPES))
+    raise UnknownArchitecture(f"no reference computes model_type {kind!r}; known are {known}")

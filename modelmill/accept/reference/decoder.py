@@ -1,0 +1,177 @@
+"""llama, mistral, qwen2, qwen3: one plain pre-norm decoder with RMSNorm, rotary attention and a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.dense import (
+    ACTIVATIONS,
+    Affine,
+    LayerTrace,
+    LayerWeights,
+    ModuleIO,
+    Reference,
+    attend,
+    project,
+    rms_norm,
+)
+from modelmill.accept.reference.rope import Rope, rope_from_config, rotate
+from modelmill.accept.reference.source import Source
+from modelmill.core.errors import UnknownArchitecture
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+STRIP = "model."
+# What the original configuration classes assume where config.json is silent.
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+LENGTHS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+NORMS = {
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+PROJECTIONS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+class DecoderReference(Reference):
+    """The plain decoder. A bias rule of None means: wherever the container has one (GGUF has no flag)."""
+
+    EMBEDDING = "model.embed_tokens.weight"
+    FINAL_NORM = "model.norm.weight"
+
+    def __init__(self, source: Source, config: dict[str, Any], rope: Rope | None = None) -> None:
+        super().__init__(source, config)
+        self.model_type = str(config["model_type"])
+        self.hidden_size = int(config["hidden_size"])
+        self.num_layers = int(config["num_hidden_layers"])
+        self.num_heads = int(config["num_attention_heads"])
+        self.num_kv_heads = int(
+            config.get("num_key_value_heads") or KV_HEADS.get(self.model_type, self.num_heads)
+        )
+        plain_dim = 128 if self.model_type == "qwen3" else self.hidden_size // self.num_heads
+        self.head_dim = int(config.get("head_dim") or plain_dim)
+        self.eps = float(config.get("rms_norm_eps", 1e-6))
+        self.activation = ACTIVATIONS.get(str(config.get("hidden_act", "silu")))
+        if self.activation is None:
+            raise UnknownArchitecture(f"hidden_act {config['hidden_act']!r} is not known here")
+        self.vocab_size = source.shape(self.EMBEDDING)[0]
+        length = int(config.get("max_position_embeddings") or LENGTHS[self.model_type])
+        self.rope = rope or rope_from_config(config, self._rotary_dim(), length)
+        self.biased = self._bias_rules()
+        self.windows = [self._window(index) for index in range(self.num_layers)]
+
+    def _rotary_dim(self) -> int:
+        options = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
+        part = options.get("partial_rotary_factor") or self.config.get("partial_rotary_factor") or 1.0
+        return int(self.head_dim * part)
+
+    def _bias_rules(self) -> dict[str, bool | None]:
+        """Module → has a bias. qwen2 has it on q, k, v always; the others where the config says so."""
+        attention, mlp = self.config.get("attention_bias", False), self.config.get("mlp_bias", False)
+        if self.model_type == "mistral":
+            attention = mlp = attention if attention is None else False
+        qkv, out = (True, False) if self.model_type == "qwen2" else (attention, attention)
+        if self.model_type in ("qwen2", "qwen3"):
+            mlp = mlp if mlp is None else False
+        rules = {"q": qkv, "k": qkv, "v": qkv, "o_proj": out, "gate": mlp, "up": mlp, "down": mlp}
+        return {name: rule if rule is None else bool(rule) for name, rule in rules.items()}
+
+    def _window(self, index: int) -> int | None:
+        """Sliding window of a layer in tokens, or None for full attention."""
+        if self.model_type == "mistral":
+            return self.config.get("sliding_window", 4096)
+        window = self.config.get("sliding_window")
+        if self.model_type == "llama" or not self.config.get("use_sliding_window", False):
+            return None
+        kinds = self.config.get("layer_types")
+        if kinds is not None:
+            return window if kinds[index] == "sliding_attention" else None
+        return window if index >= self.config.get("max_window_layers", 28) else None
+
+    # -- weights ---------------------------------------------------------------------------------------
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.source.rows(self.EMBEDDING, ids)
+
+    def head_weight_name(self) -> str:
+        tied = self.config.get("tie_word_embeddings", False) or not self.source.has("lm_head.weight")
+        return self.EMBEDDING if tied else "lm_head.weight"
+
+    def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+        return rms_norm(x, weights, eps)
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        if index is None:
+            return Affine(self.source.get(self.FINAL_NORM))
+        return Affine(self.source.get(f"model.layers.{index}.{NORMS[name]}.weight"))
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        norms = ["input_norm", "mlp_norm"] + (["q_norm", "k_norm"] if self.model_type == "qwen3" else [])
+        weights = {name: self.norm_weights(index, name) for name in norms}
+        for name, part in PROJECTIONS.items():
+            stem = f"model.layers.{index}.{part}"
+            rule = self.biased[name]
+            biased = self.source.has(f"{stem}.bias") if rule is None else rule
+            bias = self.source.get(f"{stem}.bias") if biased else None
+            weights[name] = Affine(self.source.get(f"{stem}.weight"), bias)
+        return weights
+
+    # -- one layer -------------------------------------------------------------------------------------
+    def rope_for(self, prompt_length: int) -> Rope:
+        """The rotation of a request with such a prompt."""
+        del prompt_length  # dynamic scaling gets it with the tables; only Qwen v1 changes the rotation itself
+        return self.rope
+
+    def query_scale(self, count: int) -> Tensor:
+        """[count]: what turned queries are multiplied with, position by position."""
+        return torch.ones(count, dtype=self.dtype)
+
+    def _heads(self, flat: Tensor, weights: LayerWeights, name: str, prompt_length: int) -> Tensor:
+        """Projection [T, heads·dim] → head norm (where there is one) → turned [T, heads, dim]."""
+        x = flat.reshape(flat.shape[0], -1, self.head_dim)
+        norm = weights.get(f"{name}_norm")
+        if norm is not None:
+            x = rms_norm(x, norm, self.eps)
+        turned = rotate(x, *self.rope_for(prompt_length).tables(x.shape[0], prompt_length, x.dtype))
+        return turned * self.query_scale(x.shape[0])[:, None, None] if name == "q" else turned
+
+    @torch.no_grad()
+    def run_layer(self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int) -> LayerTrace:
+        trace: LayerTrace = {}
+
+        def record(name: str, output: Tensor, *inputs: Tensor) -> Tensor:
+            trace[name] = ModuleIO(inputs, output)
+            return output
+
+        def linear(name: str, value: Tensor) -> Tensor:
+            return record(name, project(value, weights[name]), value)
+
+        assert self.activation is not None
+        count = x.shape[0]
+        normed = record("input_norm", rms_norm(x, weights["input_norm"], self.eps), x)
+        q, k, v = (linear(name, normed) for name in ("q", "k", "v"))
+        q_rot = self._heads(q, weights, "q", prompt_length)
+        k_rot = self._heads(k, weights, "k", prompt_length)
+        record("q_rot", q_rot.reshape(count, -1), q)
+        record("k_rot", k_rot.reshape(count, -1), k)
+        values = v.reshape(count, -1, self.head_dim)
+        mixed = attend(q_rot, k_rot, values, self.head_dim**-0.5, self.windows[index])
+        record("attn", mixed, trace["q_rot"].output, trace["k_rot"].output, v)
+        attention = linear("o_proj", mixed)
+        middle = record("post_attn_residual", x + attention, x, attention)
+        normed = record("mlp_norm", rms_norm(middle, weights["mlp_norm"], self.eps), middle)
+        gate, up = linear("gate", normed), linear("up", normed)
+        act = record("act", self.activation(gate) * up, gate, up)
+        down = linear("down", act)
+        record("output", middle + down, middle, down)
+        return trace

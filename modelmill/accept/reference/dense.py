@@ -1,0 +1,205 @@
+"""The shape of every reference, and the dense arithmetic they share.
+
+A reference computes a whole sequence at once, in float32 (or float64), holding the weights of one layer.
+Every step is recorded under one set of module names, the same for all families:
+
+    input_norm · q · k · v · q_rot · k_rot · attn · o_proj · post_attn_residual ·
+    mlp_norm · gate · up (gpt2: fc) · act · down · output          then  final_norm · logits
+
+``q``, ``k``, ``v`` are the projections [T, heads·dim]; ``q_rot``, ``k_rot`` come after head norms, rotation
+and logn (absent in gpt2); ``attn`` is what enters o_proj; ``output`` is the residual stream out of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from modelmill.accept.reference.source import Source
+from modelmill.core.errors import RequestError
+
+# Query rows handled at once: bounds the score matrix to QUERY_ROWS × T per head.
+QUERY_ROWS = 512
+
+
+class ModuleIO(NamedTuple):
+    """What went into a module and what came out of it."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+class Affine(NamedTuple):
+    """The weights of one module: a projection's weight is [out, in], a norm's is [width]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+LayerTrace: TypeAlias = dict[str, ModuleIO]
+HeadTrace: TypeAlias = dict[str, ModuleIO]
+LayerWeights: TypeAlias = dict[str, Affine]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Reference:
+    """One checkpoint, computed plainly. Families fill in the weights and the layer."""
+
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
+    max_length: int | None = None
+    eps: float
+    config: dict[str, Any]
+
+    def __init__(self, source: Source, config: dict[str, Any]) -> None:
+        self.source = source
+        self.dtype = source.dtype
+        self.config = config
+
+    # -- what a family fills in ------------------------------------------------------------------------
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [T] → the residual stream [T, hidden] that enters layer 0."""
+        raise NotImplementedError
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Module name → its weights, read now; nothing is kept."""
+        raise NotImplementedError
+
+    def run_layer(self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int) -> LayerTrace:
+        """One layer on x [T, hidden] with weights read before."""
+        raise NotImplementedError
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """The weights of one norm: ``name`` within layer ``index``, or (None, "final_norm")."""
+        raise NotImplementedError
+
+    def norm_eps(self, index: int | None, name: str) -> float:
+        """The epsilon of that norm (today one for all norms of a checkpoint)."""
+        if (index is None) != (name == "final_norm"):
+            raise KeyError(f"final_norm goes with no layer, the others with one: {index}, {name}")
+        return self.eps
+
+    def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+        """The family's norm over the last axis."""
+        raise NotImplementedError
+
+    def head_weight_name(self) -> str:
+        """Source name of the matrix that makes logits: lm_head's, or the embedding where they are tied."""
+        raise NotImplementedError
+
+    # -- what all families share -----------------------------------------------------------------------
+    def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
+        """The reference norm on any input [..., width]; tiny inputs (rms ≈ √eps) bring the epsilon to light."""
+        return self.apply_norm(x.to(self.dtype), self.norm_weights(index, name), self.norm_eps(index, name))
+
+    @torch.no_grad()
+    def layer(self, index: int, x: Tensor, *, prompt_length: int) -> LayerTrace:
+        """Layer ``index`` on its input x [T, hidden]: every module's inputs and output, in order."""
+        return self.run_layer(index, self.layer_weights(index), x.to(self.dtype), prompt_length)
+
+    @torch.no_grad()
+    def head(self, x: Tensor) -> HeadTrace:
+        """Final norm, then logits [T, vocab]; the vocabulary is walked in blocks of rows."""
+        x = x.to(self.dtype)
+        normed = self.run_norm(None, "final_norm", x)
+        blocks = [normed @ rows.T for rows in self.source.row_blocks(self.head_weight_name())]
+        return {
+            "final_norm": ModuleIO((x,), normed),
+            "logits": ModuleIO((normed,), torch.cat(blocks, dim=-1)),
+        }
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Tensor | Sequence[int],
+        *,
+        prompt_length: int | None = None,
+        on_layer: Callable[[int, LayerTrace], None] | None = None,
+    ) -> Tensor:
+        """Logits [T, vocab] of a whole sequence whose first ``prompt_length`` tokens were one prefill."""
+        return self.forward_many([ids], prompt_lengths=[prompt_length], on_layer=on_layer)[0]
+
+    @torch.no_grad()
+    def forward_many(
+        self,
+        sequences: Sequence[Tensor | Sequence[int]],
+        *,
+        prompt_lengths: Sequence[int | None] | None = None,
+        on_layer: Callable[[int, LayerTrace], None] | None = None,
+    ) -> list[Tensor]:
+        """``forward`` for several sequences of their own lengths, reading each layer's weights once."""
+        tokens = [torch.as_tensor(ids, dtype=torch.long) for ids in sequences]
+        given = prompt_lengths or [None] * len(tokens)
+        lengths = [len(ids) if length is None else length for ids, length in zip(tokens, given, strict=True)]
+        streams = [self.embed(self._checked(ids)) for ids in tokens]
+        for index in range(self.num_layers):
+            weights = self.layer_weights(index)
+            for row, length in enumerate(lengths):
+                trace = self.run_layer(index, weights, streams[row], length)
+                if on_layer is not None:
+                    on_layer(index, trace)
+                streams[row] = trace["output"].output
+        return [self.head(x)["logits"].output for x in streams]
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        if ids.ndim != 1 or not len(ids):
+            raise RequestError("the reference takes one flat, non-empty sequence of ids")
+        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
+            raise RequestError(f"ids must lie in 0..{self.vocab_size - 1}, the checkpoint's vocabulary")
+        if self.max_length is not None and len(ids) > self.max_length:
+            raise RequestError(f"{len(ids)} tokens exceed the {self.max_length} positions of this checkpoint")
+        return ids
+
+
+def rms_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
+    """x / √(mean x² + eps) · weight over the last axis."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights.weight
+
+
+def layer_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
+    """(x − mean) / √(variance + eps) · weight + bias over the last axis."""
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weights.weight
+    return scaled if weights.bias is None else scaled + weights.bias
+
+
+def project(x: Tensor, weights: Affine) -> Tensor:
+    """x [T, in] → [T, out]."""
+    y = x @ weights.weight.T
+    return y if weights.bias is None else y + weights.bias
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """Causal softmax attention, dense.
+
+    q [T, heads, dim], k and v [T, kv_heads, dim] → [T, heads·dim]. Query head h reads key head
+    h // (heads / kv_heads). With a window w, position i sees the positions i-w+1 .. i.
+    """
+    count, heads, dim = q.shape
+    group = heads // k.shape[1]
+    out = torch.empty_like(q)
+    column = torch.arange(count)
+    for start in range(0, count, QUERY_ROWS):
+        row = column[start : start + QUERY_ROWS, None]
+        hidden = column[None, :] > row
+        if window is not None:
+            hidden |= column[None, :] <= row - window
+        for head in range(heads):
+            scores = q[start : start + QUERY_ROWS, head] @ k[:, head // group].T * scale
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+            out[start : start + QUERY_ROWS, head] = weights @ v[:, head // group]
+    return out.reshape(count, heads * dim)

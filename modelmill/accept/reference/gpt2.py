@@ -1,0 +1,102 @@
+"""gpt2: learned positions, LayerNorm with bias, one fused qkv, tanh-GELU; projections stored [in, out]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.dense import (
+    ACTIVATIONS,
+    Affine,
+    LayerTrace,
+    LayerWeights,
+    ModuleIO,
+    Reference,
+    attend,
+    layer_norm,
+    project,
+)
+from modelmill.accept.reference.source import Source
+from modelmill.core.errors import UnknownArchitecture
+
+MODEL_TYPES = ("gpt2",)
+STRIP = "transformer."
+NORMS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
+PROJECTIONS = {"o_proj": "attn.c_proj", "fc": "mlp.c_fc", "down": "mlp.c_proj"}
+
+
+class Gpt2Reference(Reference):
+    """GPT2LMHeadModel. ``q_rot`` and ``k_rot`` are absent from its traces; ``fc`` stands for gate and up."""
+
+    def __init__(self, source: Source, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.num_layers = int(config.get("n_layer") or config["num_hidden_layers"])
+        self.hidden_size = int(config.get("n_embd") or config["hidden_size"])
+        self.num_heads = int(config.get("n_head") or config["num_attention_heads"])
+        self.eps = float(config.get("layer_norm_epsilon", 1e-5))
+        activation = str(config.get("activation_function", "gelu_new"))
+        if activation not in ACTIVATIONS:
+            raise UnknownArchitecture(f"activation_function {activation!r} is not known here")
+        self.activation = ACTIVATIONS[activation]
+        self.vocab_size = source.shape("transformer.wte.weight")[0]
+        self.max_length = source.shape("transformer.wpe.weight")[0]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        places = torch.arange(len(ids))
+        tokens = self.source.rows("transformer.wte.weight", ids)
+        return tokens + self.source.rows("transformer.wpe.weight", places)
+
+    def head_weight_name(self) -> str:
+        tied = self.config.get("tie_word_embeddings", True) or not self.source.has("lm_head.weight")
+        return "transformer.wte.weight" if tied else "lm_head.weight"
+
+    def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+        return layer_norm(x, weights, eps)
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        stem = "transformer.ln_f" if index is None else f"transformer.h.{index}.{NORMS[name]}"
+        return Affine(self.source.get(f"{stem}.weight"), self.source.get(f"{stem}.bias"))
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        get, stem = self.source.get, f"transformer.h.{index}"
+        weights = {name: self.norm_weights(index, name) for name in NORMS}
+        fused, bias = get(f"{stem}.attn.c_attn.weight").T, get(f"{stem}.attn.c_attn.bias")
+        for part, name in enumerate(("q", "k", "v")):
+            rows = slice(part * self.hidden_size, (part + 1) * self.hidden_size)
+            weights[name] = Affine(fused[rows], bias[rows])
+        for name, path in PROJECTIONS.items():
+            weights[name] = Affine(get(f"{stem}.{path}.weight").T, get(f"{stem}.{path}.bias"))
+        return weights
+
+    def _score_scale(self, index: int) -> float:
+        scale = 1.0
+        if self.config.get("scale_attn_weights", True):
+            scale = (self.hidden_size // self.num_heads) ** -0.5
+        return scale / (index + 1) if self.config.get("scale_attn_by_inverse_layer_idx") else scale
+
+    @torch.no_grad()
+    def run_layer(self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int) -> LayerTrace:
+        del prompt_length  # learned positions do not depend on it
+        trace: LayerTrace = {}
+
+        def record(name: str, output: Tensor, *inputs: Tensor) -> Tensor:
+            trace[name] = ModuleIO(inputs, output)
+            return output
+
+        def linear(name: str, value: Tensor) -> Tensor:
+            return record(name, project(value, weights[name]), value)
+
+        normed = record("input_norm", layer_norm(x, weights["input_norm"], self.eps), x)
+        q, k, v = (linear(name, normed) for name in ("q", "k", "v"))
+        heads = [t.reshape(x.shape[0], self.num_heads, -1) for t in (q, k, v)]
+        mixed = record("attn", attend(heads[0], heads[1], heads[2], self._score_scale(index)), q, k, v)
+        attention = linear("o_proj", mixed)
+        middle = record("post_attn_residual", x + attention, x, attention)
+        normed = record("mlp_norm", layer_norm(middle, weights["mlp_norm"], self.eps), middle)
+        wide = linear("fc", normed)
+        act = record("act", self.activation(wide), wide)
+        down = linear("down", act)
+        record("output", middle + down, middle, down)
+        return trace

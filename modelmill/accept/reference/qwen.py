@@ -1,0 +1,108 @@
+"""Qwen v1 (QWenLMHeadModel): the plain decoder with its own names, dynamic NTK per request, and logn.
+
+α comes from the length of the prompt and stays through decode; logn stretches the query (after rotation)
+at positions beyond the trained length, counted from 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.decoder import DecoderReference
+from modelmill.accept.reference.dense import Affine, LayerWeights
+from modelmill.accept.reference.rope import Rope
+from modelmill.accept.reference.source import Source
+from modelmill.core.errors import TensorMismatch
+
+MODEL_TYPES = ("qwen",)
+STRIP = "transformer."
+# Keys of the first release beside today's.
+OLD_KEYS = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "padded_vocab_size",
+}
+PROJECTIONS = {"o_proj": "attn.c_proj", "gate": "mlp.w2", "up": "mlp.w1", "down": "mlp.c_proj"}
+NORMS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
+
+
+def modern_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with today's keys filled in from the old ones, where only those are given."""
+    filled = dict(config)
+    for new, old in OLD_KEYS.items():
+        if filled.get(new) is None and config.get(old) is not None:
+            filled[new] = config[old]
+    return filled
+
+
+class QwenReference(DecoderReference):
+    """``prompt_length`` decides α for the whole sequence, so a request keeps it across every boundary."""
+
+    EMBEDDING = "transformer.wte.weight"
+    FINAL_NORM = "transformer.ln_f.weight"
+
+    def __init__(self, source: Source, config: dict[str, Any]) -> None:
+        config = modern_keys(config)
+        width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        dim = int(config.get("kv_channels") or width // heads)
+        self.seq_length = int(config.get("seq_length") or config.get("max_position_embeddings") or 2048)
+        self.dynamic_ntk = bool(config.get("use_dynamic_ntk", False))
+        self.logn = bool(config.get("use_logn_attn", False))
+        base = float(config.get("rotary_emb_base") or 10000.0)
+        rope = Rope(int(dim * float(config.get("rotary_pct", 1.0))), base, self.seq_length)
+        config |= {
+            "head_dim": dim,
+            "num_key_value_heads": heads,
+            "rms_norm_eps": config.get("layer_norm_epsilon", 1e-6),
+        }
+        super().__init__(source, config, rope)
+
+    def alpha(self, prompt_length: int) -> float:
+        """max(2^(⌈log2(L / seq_length) + 1⌉) − 1, 1)."""
+        if not self.dynamic_ntk:
+            return 1.0
+        return max(2.0 ** math.ceil(math.log2(prompt_length / self.seq_length) + 1) - 1, 1.0)
+
+    def rope_for(self, prompt_length: int) -> Rope:
+        d = self.rope.dim
+        return replace(self.rope, theta=self.rope.theta * self.alpha(prompt_length) ** (d / (d - 2)))
+
+    def query_scale(self, count: int) -> Tensor:
+        """[count]: ln p / ln seq_length at position p > seq_length (counted from 1), else 1."""
+        if not self.logn:
+            return super().query_scale(count)
+        place = torch.arange(1, count + 1, dtype=torch.float64)
+        stretch = place.log() / math.log(self.seq_length)
+        return torch.where(place > self.seq_length, stretch, 1.0).to(self.dtype)
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        if index is None:
+            return Affine(self.source.get(self.FINAL_NORM))
+        return Affine(self.source.get(f"transformer.h.{index}.{NORMS[name]}.weight"))
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        get, stem = self.source.get, f"transformer.h.{index}"
+        weights = {name: self.norm_weights(index, name) for name in NORMS}
+        fused, bias = get(f"{stem}.attn.c_attn.weight"), get(f"{stem}.attn.c_attn.bias")
+        width = self.num_heads * self.head_dim
+        if fused.shape[0] != 3 * width:
+            raise TensorMismatch(
+                f"{stem}.attn.c_attn.weight has {fused.shape[0]} rows, its config asks for 3 × {width}"
+            )
+        for part, name in enumerate(("q", "k", "v")):
+            rows = slice(part * width, (part + 1) * width)
+            weights[name] = Affine(fused[rows], bias[rows])
+        biased = not self.config.get("no_bias", True)
+        for name, path in PROJECTIONS.items():
+            weights[name] = Affine(
+                get(f"{stem}.{path}.weight"), get(f"{stem}.{path}.bias") if biased else None
+            )
+        return weights

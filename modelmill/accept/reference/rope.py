@@ -1,0 +1,155 @@
+"""Rotary position tables, dense: one row of cosines and sines per position of the whole sequence.
+
+Half rotation: channel i turns with channel i + dim/2 by the angle position · frequency_i. Kinds of scaling:
+
+* default   frequency_i = theta^(-2i/dim)
+* linear    every frequency divided by ``factor``
+* dynamic   theta grows with the length, once that exceeds the trained length (``max_position``)
+* llama3    low frequencies divided by ``factor``, high ones kept, a straight ramp between
+* yarn      the ramp goes by the number of turns within the trained length; cos and sin carry a temperature
+* factors   one divisor per frequency, given as a tensor (how GGUF files store llama3)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.core.errors import UnknownArchitecture
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions turn into angles.
+
+    ``dim``: rotated channels per head. ``max_position``: the length the model was trained on.
+    ``options``: the raw scaling dictionary (factor, low_freq_factor, …). ``factors``: [dim/2] or None.
+    """
+
+    dim: int
+    theta: float
+    max_position: int
+    kind: str = "default"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    factors: Tensor | None = None
+
+    def tables(self, count: int, prompt_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin [count, dim/2] for positions 0..count-1; the first ``prompt_length`` came in one prefill.
+
+        The angle is the product of position and frequency in ``dtype`` itself: that is how the original
+        models were trained and run, so float32 keeps float32's rounding.
+        """
+        positions = torch.arange(count, dtype=dtype)[:, None]
+        angles = positions * self.frequencies(count, prompt_length, dtype)
+        temperature = self.temperature()
+        return angles.cos() * temperature, angles.sin() * temperature
+
+    def frequencies(self, count: int, prompt_length: int, dtype: torch.dtype) -> Tensor:
+        """Radians per position: [1, dim/2], or [count, dim/2] where they depend on the position (dynamic)."""
+        exponents = (torch.arange(0, self.dim, 2, dtype=dtype) / self.dim)[None, :]
+        if self.kind == "dynamic":
+            return 1.0 / self._dynamic_theta(count, prompt_length).to(dtype)[:, None] ** exponents
+        plain = 1.0 / self.theta**exponents
+        if self.kind == "default":
+            return plain
+        if self.kind == "linear":
+            return plain / float(self.options["factor"])
+        if self.kind == "llama3":
+            return self._llama3(plain)
+        if self.kind == "yarn":
+            return self._yarn(plain)
+        if self.kind == "factors" and self.factors is not None:
+            return plain / self.factors.to(dtype)[None, :]
+        raise UnknownArchitecture(
+            f"RoPE scaling {self.kind!r} is not known here; known are {', '.join(KINDS)}"
+        )
+
+    def temperature(self) -> float:
+        """What cos and sin are multiplied with: 1, except for yarn."""
+        if self.kind != "yarn":
+            return 1.0
+        given = self.options.get("attention_factor")
+        if given is not None:
+            return float(given)
+        over, under = self.options.get("mscale"), self.options.get("mscale_all_dim")
+        factor = self._yarn_factor()
+        if over and under:
+            return _yarn_temperature(factor, float(over)) / _yarn_temperature(factor, float(under))
+        return _yarn_temperature(factor, 1.0)
+
+    def _dynamic_theta(self, count: int, prompt_length: int) -> Tensor:
+        """[count] float64: theta for the length that was known when each position was computed.
+
+        A prompt position knows the whole prompt; a decoded one at position p knows p + 1 tokens.
+        """
+        position = torch.arange(count, dtype=torch.float64)
+        known = torch.where(position < prompt_length, float(prompt_length), position + 1)
+        known = known.clamp(min=float(self.max_position))
+        factor = float(self.options["factor"])
+        growth = factor * known / self.max_position - (factor - 1)
+        return self.theta * growth ** (self.dim / (self.dim - 2))
+
+    def _trained_length(self) -> float:
+        return float(self.options.get("original_max_position_embeddings") or self.max_position)
+
+    def _llama3(self, plain: Tensor) -> Tensor:
+        factor, low, high = (
+            float(self.options[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
+        )
+        turns = self._trained_length() * plain / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return keep * plain + (1 - keep) * plain / factor
+
+    def _yarn_factor(self) -> float:
+        factor = self.options.get("factor")
+        return float(factor) if factor is not None else self.max_position / self._trained_length()
+
+    def _yarn(self, plain: Tensor) -> Tensor:
+        def channel(turns: float) -> float:
+            """The (fractional) frequency index that turns so often within the trained length."""
+            wavelength = self._trained_length() / turns
+            return self.dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
+
+        first = channel(float(self.options.get("beta_fast") or 32))
+        last = channel(float(self.options.get("beta_slow") or 1))
+        if self.options.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.dim - 1)
+        if first == last:
+            last += 0.001
+        index = torch.arange(self.dim // 2, dtype=plain.dtype)[None, :]
+        stretch = ((index - first) / (last - first)).clamp(0, 1)
+        return stretch * plain / self._yarn_factor() + (1 - stretch) * plain
+
+
+def _yarn_temperature(factor: float, slope: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * slope * math.log(factor) + 1.0
+
+
+def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> Rope:
+    """The Rope of a Hugging Face config: ``rope_theta`` + ``rope_scaling``, or both in ``rope_parameters``."""
+    options = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    kind = str(options.get("rope_type") or options.get("type") or "default")
+    theta = options.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if config.get("original_max_position_embeddings"):
+        options["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    if kind not in KINDS[:-1]:
+        raise UnknownArchitecture(
+            f"RoPE scaling {kind!r} is not known here; known are {', '.join(KINDS[:-1])}"
+        )
+    return Rope(dim, float(theta), max_position, kind, options)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [T, heads, head_dim] by tables [T, dim/2]; channels beyond dim pass through unturned."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

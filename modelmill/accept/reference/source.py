@@ -1,0 +1,88 @@
+"""Where a reference reads its weights: the raw container, under the names of the original model code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from modelmill.core.errors import TensorMismatch
+
+# Rows of a vocabulary matrix that are widened to float at once.
+BLOCK_ROWS = 4096
+
+
+class Info(Protocol):
+    """What is known of a tensor before it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Container(Protocol):
+    """A checkpoint file or folder with its own names."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    def names(self) -> list[str]: ...
+    def info(self, name: str) -> Info: ...
+    def get(self, name: str) -> Tensor: ...
+
+
+class Opened(Protocol):
+    """What the reference needs of an opened checkpoint."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def raw(self) -> Any: ...
+
+
+class Source:
+    """Tensors of a Hugging Face container; ``prefix`` is what its names begin with ("model." or "")."""
+
+    def __init__(self, container: Container, dtype: torch.dtype, strip: str = "") -> None:
+        self.container = container
+        self.dtype = dtype
+        self._names = frozenset(container.names())
+        self._strip = strip
+
+    def raw_name(self, name: str) -> str:
+        """The container's own name: as given, or without the outer prefix that some files lack."""
+        if name not in self._names and self._strip and name.startswith(self._strip):
+            return name[len(self._strip) :]
+        return name
+
+    def native(self, name: str) -> Tensor:
+        """The tensor in its stored dtype (quantized ones expanded) and the original model's orientation."""
+        raw = self.raw_name(name)
+        if raw not in self._names:
+            raise TensorMismatch(f"the checkpoint has no tensor {raw}; it is incomplete or of another family")
+        return self.container.get(raw)
+
+    def has(self, name: str) -> bool:
+        """Whether the container holds this tensor."""
+        return self.raw_name(name) in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, without reading it where the container knows."""
+        raw = self.raw_name(name)
+        if raw not in self._names:
+            raise TensorMismatch(f"the checkpoint has no tensor {raw}; it is incomplete or of another family")
+        return tuple(self.container.info(raw).shape)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor in the reference's dtype."""
+        return self.native(name).to(self.dtype)
+
+    def rows(self, name: str, index: Tensor) -> Tensor:
+        """Some rows of a matrix, widened after they were picked."""
+        return self.native(name)[index].to(self.dtype)
+
+    def row_blocks(self, name: str) -> Iterator[Tensor]:
+        """A matrix in blocks of rows, so that a vocabulary never lies in memory widened as a whole."""
+        matrix = self.native(name)
+        for start in range(0, matrix.shape[0], BLOCK_ROWS):
+            yield matrix[start : start + BLOCK_ROWS].to(self.dtype)
