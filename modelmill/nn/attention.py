@@ -1,0 +1,95 @@
+"""Self-attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from modelmill.nn.linear import Linear
+from modelmill.nn.norm import HeadNorm
+from modelmill.nn.step import Step
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of one step, computed once for all layers: cos, sin [T, D/2] float32; q_scale [T] (logn) or None."""
+
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Sizes and switches of one layer's attention."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    head_norm: bool = False
+    eps: float = 1e-6
+    window: int | None = None
+
+
+class Attention(nn.Module):
+    """qkv projection → rotate and store → attend → output projection."""
+
+    def __init__(self, spec: AttentionSpec, layer: int) -> None:
+        super().__init__()
+        width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        self.qkv_proj = Linear(spec.hidden, width, spec.qkv_bias)
+        self.rotate = RotateStore(spec, layer)
+        self.mix = Mix(spec, layer)
+        self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
+
+    def forward(self, x: torch.Tensor, rope: Rope, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        q = self.rotate(self.qkv_proj(x, step), rope, step)
+        return self.o_proj(self.mix(q, step), step)
+
+
+class RotateStore(nn.Module):
+    """Splits qkv, norms and rotates q and k, writes k and v to their slots, returns q."""
+
+    def __init__(self, spec: AttentionSpec, layer: int) -> None:
+        super().__init__()
+        self.heads, self.layer, self.eps = spec.heads, layer, spec.eps
+        self.q_norm = HeadNorm(spec.head_dim) if spec.head_norm else None
+        self.k_norm = HeadNorm(spec.head_dim) if spec.head_norm else None
+
+    def forward(self, qkv: torch.Tensor, rope: Rope, step: Step) -> torch.Tensor:
+        """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        k_cache, v_cache = step.kv.k[self.layer], step.kv.v[self.layer]
+        return step.ops.rope_cache(
+            qkv, k_cache, v_cache, step.slots, self.heads, rope.cos, rope.sin, rope.q_scale, q_norm, k_norm, self.eps
+        )
+
+
+class Mix(nn.Module):
+    """Each query mixes the values of the keys that it sees."""
+
+    def __init__(self, spec: AttentionSpec, layer: int) -> None:
+        super().__init__()
+        self.layer, self.window, self.scale = layer, spec.window, spec.head_dim**-0.5
+
+    def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, heads, D] → [T, heads·D]."""
+        return step.ops.paged_attention(
+            q,
+            step.kv.k[self.layer],
+            step.kv.v[self.layer],
+            step.block_tables,
+            step.query_start,
+            step.context_lens,
+            step.max_query,
+            step.max_context,
+            self.scale,
+            self.window,
+        )

@@ -1,0 +1,120 @@
+"""The pre-norm decoder that LLaMA, Mistral and the Qwens share; a model file fills in its sizes and names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from modelmill.nn.attention import Attention, AttentionSpec, Rope
+from modelmill.nn.embedding import Embedding, Head
+from modelmill.nn.kv import KVShape
+from modelmill.nn.mlp import GatedMLP
+from modelmill.nn.norm import RMSNorm
+from modelmill.nn.rotary import RopeSpec, Rotary
+from modelmill.nn.step import Step
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and switches. windows: per layer the attention window or None. logn: Qwen v1's seq_length, or None."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    max_len: int
+    rope: RopeSpec
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norm: bool = False
+    tied: bool = False
+    windows: tuple[int | None, ...] = ()
+    logn: int | None = None
+
+    def attention(self, layer: int) -> AttentionSpec:
+        """What layer ``layer``'s attention is made of."""
+        return AttentionSpec(
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.qkv_bias,
+            self.out_bias,
+            self.head_norm,
+            self.eps,
+            self.windows[layer] if self.windows else None,
+        )
+
+
+class DecoderLayer(nn.Module):
+    """norm → attention → add and norm → gated MLP; the residual travels beside the branch."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden, config.eps)
+        self.attn = Attention(config.attention(index), index)
+        self.mlp_norm = RMSNorm(config.hidden, config.eps)
+        self.mlp = GatedMLP(config.hidden, config.inner, config.mlp_bias)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(branch, residual), both [T, H]; their sum is the layer's output."""
+        x, residual = self.attn_norm(x, residual, step)
+        x = self.attn(x, rope, step)
+        x, residual = self.mlp_norm(x, residual, step)
+        return self.mlp(x, step), residual
+
+
+class Decoder(nn.Module):
+    """Token ids → logits. ``config``, ``kv`` and ``rope_rule``/``rope_key`` are what the runtime asks of a model."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.kv = KVShape(config.layers, config.kv_heads, config.head_dim)
+        self.embed = Embedding(config.vocab, config.hidden)
+        self.rotary = Rotary(config.rope)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.eps)
+        self.head = Head(config.hidden, config.vocab)
+
+    @property
+    def rope_rule(self) -> str:
+        """Which length decides a token's rope key: fixed, prompt or running."""
+        return self.rotary.rule
+
+    def rope_key(self, length: int) -> int:
+        """The rope key for a deciding length."""
+        return self.rotary.key(length)
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits [R, V] float32 of the rows that the step asks for."""
+        rope = self.rope(step)
+        x: torch.Tensor = self.embed(step.ids, step)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, step)
+        if step.logit_rows is not None:
+            x = x[step.logit_rows]
+            residual = None if residual is None else residual[step.logit_rows]
+        x, _ = self.norm(x, residual, step)
+        return self.head(x, step)
+
+    def rope(self, step: Step) -> Rope:
+        """The step's rotation, and Qwen v1's logn factors in the activations' rounding."""
+        cos, sin = self.rotary(step.positions, step.rope_keys)
+        if self.config.logn is None:
+            return Rope(cos, sin)
+        place = step.positions.float() + 1
+        factor = torch.log(place) / math.log(self.config.logn)
+        factor = torch.where(place > self.config.logn, factor, torch.ones_like(factor))
+        return Rope(cos, sin, factor.to(self.embed.weight.dtype).float())

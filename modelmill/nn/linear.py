@@ -1,0 +1,28 @@
+"""A linear layer that delegates to the weight it holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from modelmill.nn.step import Step
+from modelmill.weights.held import HeldWeight
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b. Which form W has is the held weight's business; it is put in place by the loader.
+
+    shape: (N, K). bias: [N] or None.
+    """
+
+    held: HeldWeight
+    bias: torch.Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.shape = (out_features, in_features)
+        self.register_buffer("bias", torch.empty(out_features, device="meta") if bias else None)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, K] → [T, N]."""
+        return self.held.matmul(x, self.bias, step.ops)

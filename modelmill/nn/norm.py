@@ -1,0 +1,53 @@
+"""Normalisations. RMSNorm carries the residual stream: it adds, normalises, and returns both."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from modelmill.nn.step import Step
+
+
+class RMSNorm(nn.Module):
+    """(x, residual) → (normed, new residual); residual None starts the stream."""
+
+    weight: torch.Tensor
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", torch.empty(width, device="meta"))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: [T, H]."""
+        if residual is None:
+            return step.ops.rms_norm(x, self.weight, self.eps), x
+        return step.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x, residual) → (normed, new residual), with mean and bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", torch.empty(width, device="meta"))
+        self.register_buffer("bias", torch.empty(width, device="meta"))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: [T, H]."""
+        total = x if residual is None else x + residual
+        return step.ops.layer_norm(total, self.weight, self.bias, self.eps), total
+
+
+class HeadNorm(nn.Module):
+    """The weight of a norm over one head (Qwen3's q and k); applied inside the rope_cache op."""
+
+    weight: torch.Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(dim, device="meta"))

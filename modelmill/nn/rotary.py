@@ -1,0 +1,158 @@
+"""Rotary position embeddings and all their scalings (Su et al. 2021, arXiv:2104.09864).
+
+A rotation may depend on a length: Qwen v1's dynamic NTK takes it from the request's prompt and keeps it, LLaMA's
+"dynamic" takes it from the prompt during prefill and from the position afterwards. The runtime therefore asks the model
+for a *rope key* per token (``rule`` says from which length) and hands the keys back in the Step. Key 0: unscaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.core.errors import CheckpointError
+
+RULES = ("fixed", "prompt", "running")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """dim: rotated channels per head. scaling: the raw ``rope_scaling`` dict. trained: positions of the training."""
+
+    dim: int
+    base: float
+    trained: int
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    ntk_length: int | None = None
+    factors: tuple[float, ...] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The scaling's name; "default" where there is none."""
+        if self.ntk_length is not None:
+            return "qwen_ntk"
+        return str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
+
+
+class Rotary(nn.Module):
+    """positions, keys → (cos, sin), each [T, D/2] float32.
+
+    rule: which length decides the key ("fixed": none). Raises CheckpointError for a scaling it does not know.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, spec: RopeSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rule = {"qwen_ntk": "prompt", "dynamic": "running"}.get(spec.kind, "fixed")
+        inv_freq, self.factor = _frequencies(spec)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def key(self, length: int) -> int:
+        """The key of a token whose deciding length is ``length``."""
+        if self.rule == "prompt":
+            alpha = ntk_alpha(length, self.spec.ntk_length or length)
+            return 0 if alpha == 1 else alpha
+        if self.rule == "running":
+            return 0 if length <= self.spec.trained else length
+        return 0
+
+    def forward(self, positions: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions, keys: [T] int64."""
+        inv_freq = self.inv_freq if self.rule == "fixed" else self._by_key(keys)
+        angles = positions.float()[:, None] * inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
+
+    def _by_key(self, keys: torch.Tensor) -> torch.Tensor:
+        """Frequencies of each token, [T, D/2]; tokens with key 0 get the unscaled ones exactly."""
+        spec = self.spec
+        if self.rule == "prompt":
+            stretch = keys.double()
+        else:
+            factor = float(spec.scaling.get("factor", 1.0))
+            stretch = factor * keys.double() / spec.trained - (factor - 1.0)
+        stretch = torch.where(keys == 0, torch.ones_like(stretch), stretch)
+        base = spec.base * stretch ** (spec.dim / (spec.dim - 2))
+        exponent = torch.arange(0, spec.dim, 2, device=keys.device, dtype=torch.float64) / spec.dim
+        scaled = (base[:, None] ** -exponent).float()
+        return torch.where((keys == 0)[:, None], self.inv_freq, scaled)
+
+
+def ntk_alpha(length: int, trained: int) -> int:
+    """Qwen v1's α = max(2^⌈log2(length / trained) + 1⌉ − 1, 1), in exact integer arithmetic."""
+    doublings = 0
+    while trained << doublings < length:
+        doublings += 1
+    # length ≤ trained/2 would give exponents below 1, where α stays 1
+    return 1 if length <= trained else 2 ** (doublings + 1) - 1
+
+
+def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    """(inv_freq [D/2] float32, factor on cos and sin) of a scaling that needs no length."""
+    exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
+    plain = 1.0 / spec.base**exponent
+    if spec.factors is not None:
+        plain = plain / torch.tensor(spec.factors, dtype=torch.float32)
+    kind, scaling = spec.kind, spec.scaling
+    if kind in ("default", "dynamic", "qwen_ntk"):
+        return plain, 1.0
+    if kind == "linear":
+        return plain / float(scaling["factor"]), 1.0
+    if kind == "llama3":
+        return _llama3(plain, scaling), 1.0
+    if kind == "yarn":
+        return _yarn(spec, exponent)
+    raise CheckpointError(f"rope scaling {kind!r} is not supported (known: linear, dynamic, llama3, yarn)")
+
+
+def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long waves divided by the factor, short ones kept, a ramp between."""
+    factor = float(scaling["factor"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    trained = float(scaling["original_max_position_embeddings"])
+    wave = 2 * math.pi / plain
+    ramp = (trained / wave - low) / (high - low)
+    mixed = (1 - ramp) * plain / factor + ramp * plain
+    scaled = torch.where(wave > trained / low, plain / factor, mixed)
+    return torch.where(wave < trained / high, plain, scaled)
+
+
+def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolate slow channels, keep fast ones, temper the attention."""
+    scaling = spec.scaling
+    trained = float(scaling.get("original_max_position_embeddings") or spec.trained)
+    factor = float(scaling["factor"])
+    fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
+
+    def channel(turns: float) -> float:
+        return spec.dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(spec.base))
+
+    low, high = channel(fast), channel(slow)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (max(high - low, 0.001))).clamp(0, 1)
+    frequency = spec.base**exponent
+    inv_freq = ramp / (factor * frequency) + (1 - ramp) / frequency
+    return inv_freq, _yarn_factor(scaling, factor)
+
+
+def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def temper(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and all_dim:
+        return temper(float(mscale)) / temper(float(all_dim))
+    return temper(1.0)

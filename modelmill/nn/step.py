@@ -1,0 +1,38 @@
+"""The Step: everything one forward pass needs to know, passed to every module and never ambient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from modelmill.nn.kv import KVCache
+from modelmill.ops.shelf import Ops
+
+
+@dataclass(frozen=True)
+class Step:
+    """T new tokens of B sequences, laid one after another.
+
+    ids, positions, slots: [T] int64; a slot below 0 is padding and is not stored.
+    rope_keys: [T] int64, ``model.rope_key(length)`` of each token; 0 where the rotation does not depend on a length.
+    block_tables: [B, P] int32. query_start: [B + 1] int32. context_lens: [B] int32, keys including the new ones.
+    logit_rows: [R] int64, the rows whose logits are wanted; None: all T.
+    max_query, max_context: host bounds of the rows, for launch sizes.
+    embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images); else None.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    rope_keys: torch.Tensor
+    block_tables: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    logit_rows: torch.Tensor | None
+    max_query: int
+    max_context: int
+    kv: KVCache
+    ops: Ops = field(repr=False)
+    embeds: torch.Tensor | None = None
+    embed_mask: torch.Tensor | None = None

@@ -1,0 +1,50 @@
+"""A weight held as it is, in the activations' dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from modelmill.ops.shelf import Ops
+
+
+@dataclass(frozen=True)
+class Held:
+    """weight: [N, K] float32, float16 or bfloat16, rows are outputs."""
+
+    weight: torch.Tensor
+    kind: str = "dense"
+
+    @staticmethod
+    def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:
+        """Cast to ``dtype``, round to nearest even."""
+        return Held(weight.to(dtype).contiguous())
+
+    @staticmethod
+    def packed_info(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"weight": (shape, dtype)}
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Held:
+        return Held(tensors["weight"])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight}
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        return ops.linear(x, self.weight, bias)
+
+    def dense(self) -> torch.Tensor:
+        return self.weight.float()
+
+    def to(self, device: str) -> Held:
+        return Held(self.weight.to(device))
+
+    def rows(self, start: int, stop: int) -> Held:
+        return Held(self.weight[start:stop])

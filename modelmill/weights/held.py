@@ -1,0 +1,67 @@
+"""How a weight is held: the contract, and the folder as registry.
+
+A kind of weight is a file ``weights/<kind>.py`` with a class ``Held`` that has the attributes below. ``nn.Linear``
+delegates to it and knows nothing else about quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from modelmill.core.errors import IncompatibleArtifact
+from modelmill.core.find import find, names
+from modelmill.ops.shelf import Ops
+
+
+# shape and dtype of each stored tensor, by suffix
+PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class HeldWeight(Protocol):
+    """A matrix [N, K] in some form.
+
+    kind: the file's name. pack: from a dense float matrix. tensors: what is stored, by suffix. from_tensors: the
+    inverse. matmul: [T, K] → [T, N]. dense: the matrix that is really multiplied with, float32. rows: output rows
+    start:stop, for tensor parallelism.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor: ...
+
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+    def dense(self) -> torch.Tensor: ...
+
+    def to(self, device: str) -> HeldWeight: ...
+
+    def rows(self, start: int, stop: int) -> HeldWeight: ...
+
+
+def pack(kind: str, weight: torch.Tensor, dtype: torch.dtype) -> HeldWeight:
+    """Hold a dense weight [N, K] as ``kind``; ``dtype`` is the activations' type."""
+    return _kind(kind).pack(weight, dtype)
+
+
+def from_tensors(kind: str, tensors: Mapping[str, torch.Tensor]) -> HeldWeight:
+    """The weight whose ``tensors()`` were stored."""
+    return _kind(kind).from_tensors(tensors)
+
+
+def packed_info(
+    kind: str, shape: tuple[int, int], dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the tensors that ``pack`` of a matrix of this shape stores, by suffix."""
+    return _kind(kind).packed_info(shape, dtype)
+
+
+def _kind(kind: str):  # type: ignore[no-untyped-def]
+    module = find("modelmill.weights", kind)
+    if module is None or not hasattr(module, "Held"):
+        known = ", ".join(n for n in names("modelmill.weights") if n != "held")
+        raise IncompatibleArtifact(f"weights of kind {kind!r} are not known here (known: {known}); rebuild the engine")
+    return module.Held

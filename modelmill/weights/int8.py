@@ -1,0 +1,51 @@
+"""Weight-only int8: symmetric, one float32 scale per output channel (row maximum / 127), activations untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from modelmill.ops.int8_linear import quantize
+from modelmill.ops.shelf import Ops
+
+
+@dataclass(frozen=True)
+class Held:
+    """weight: [N, K] int8 in [−127, 127]; scale: [N] float32."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    kind: str = "int8"
+
+    @staticmethod
+    def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:  # noqa: ARG004  int8 is the same for every dtype
+        return Held(*quantize(weight))
+
+    @staticmethod
+    def packed_info(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # noqa: ARG004
+        return {"weight": (shape, torch.int8), "scale": ((shape[0],), torch.float32)}
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Held:
+        return Held(tensors["weight"], tensors["scale"])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight, "scale": self.scale}
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        return ops.int8_linear(x, self.weight, self.scale, bias)
+
+    def dense(self) -> torch.Tensor:
+        return self.weight.float() * self.scale[:, None]
+
+    def to(self, device: str) -> Held:
+        return Held(self.weight.to(device), self.scale.to(device))
+
+    def rows(self, start: int, stop: int) -> Held:
+        return Held(self.weight[start:stop], self.scale[start:stop])
