@@ -56,9 +56,7 @@ class DecoderReference(Reference):
         self.hidden_size = int(config["hidden_size"])
         self.num_layers = int(config["num_hidden_layers"])
         self.num_heads = int(config["num_attention_heads"])
-        self.num_kv_heads = int(
-            config.get("num_key_value_heads") or KV_HEADS.get(self.model_type, self.num_heads)
-        )
+        self.num_kv_heads = int(config.get("num_key_value_heads") or KV_HEADS.get(self.model_type, self.num_heads))
         plain_dim = 128 if self.model_type == "qwen3" else self.hidden_size // self.num_heads
         self.head_dim = int(config.get("head_dim") or plain_dim)
         self.eps = float(config.get("rms_norm_eps", 1e-6))
@@ -66,8 +64,10 @@ class DecoderReference(Reference):
         if self.activation is None:
             raise UnknownArchitecture(f"hidden_act {config['hidden_act']!r} is not known here")
         self.vocab_size = source.shape(self.EMBEDDING)[0]
-        length = int(config.get("max_position_embeddings") or LENGTHS[self.model_type])
-        self.rope = rope or rope_from_config(config, self._rotary_dim(), length)
+        if rope is None:
+            length = int(config.get("max_position_embeddings") or LENGTHS[self.model_type])
+            rope = rope_from_config(config, self._rotary_dim(), length)
+        self.rope = rope
         self.biased = self._bias_rules()
         self.windows = [self._window(index) for index in range(self.num_layers)]
 

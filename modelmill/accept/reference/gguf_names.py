@@ -99,9 +99,7 @@ def gguf_config(container: Container) -> dict[str, Any]:
     facts = container.metadata
     kind = str(facts.get("general.architecture"))
     if kind not in ARCHITECTURES:
-        raise UnknownArchitecture(
-            f"GGUF architecture {kind!r} has no reference; known are {', '.join(ARCHITECTURES)}"
-        )
+        raise UnknownArchitecture(f"GGUF architecture {kind!r} has no reference; known are {', '.join(ARCHITECTURES)}")
 
     def fact(key: str, default: Any = None) -> Any:
         value = facts.get(f"{kind}.{key}", default)

@@ -102,7 +102,5 @@ class QwenReference(DecoderReference):
             weights[name] = Affine(fused[rows], bias[rows])
         biased = not self.config.get("no_bias", True)
         for name, path in PROJECTIONS.items():
-            weights[name] = Affine(
-                get(f"{stem}.{path}.weight"), get(f"{stem}.{path}.bias") if biased else None
-            )
+            weights[name] = Affine(get(f"{stem}.{path}.weight"), get(f"{stem}.{path}.bias") if biased else None)
         return weights

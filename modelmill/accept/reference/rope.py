@@ -67,9 +67,7 @@ class Rope:
             return self._yarn(plain)
         if self.kind == "factors" and self.factors is not None:
             return plain / self.factors.to(dtype)[None, :]
-        raise UnknownArchitecture(
-            f"RoPE scaling {self.kind!r} is not known here; known are {', '.join(KINDS)}"
-        )
+        raise UnknownArchitecture(f"RoPE scaling {self.kind!r} is not known here; known are {', '.join(KINDS)}")
 
     def temperature(self) -> float:
         """What cos and sin are multiplied with: 1, except for yarn."""
@@ -100,9 +98,7 @@ class Rope:
         return float(self.options.get("original_max_position_embeddings") or self.max_position)
 
     def _llama3(self, plain: Tensor) -> Tensor:
-        factor, low, high = (
-            float(self.options[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
-        )
+        factor, low, high = (float(self.options[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
         turns = self._trained_length() * plain / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / factor
@@ -141,9 +137,7 @@ def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> 
     if config.get("original_max_position_embeddings"):
         options["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     if kind not in KINDS[:-1]:
-        raise UnknownArchitecture(
-            f"RoPE scaling {kind!r} is not known here; known are {', '.join(KINDS[:-1])}"
-        )
+        raise UnknownArchitecture(f"RoPE scaling {kind!r} is not known here; known are {', '.join(KINDS[:-1])}")
     return Rope(dim, float(theta), max_position, kind, options)
 
 
