@@ -207,7 +207,9 @@ def _transpose_shape(shapes: Sequence[Shape], _: str) -> Shape:
 
 def _part(argument: str) -> tuple[int, int]:
     index, _, count = argument.partition("/")
-    assert index.isdigit() and count.isdigit() and int(index) < int(count), f"part0:{argument}"
+    assert index.isdigit(), f"part0:{argument}"
+    assert count.isdigit(), f"part0:{argument}"
+    assert int(index) < int(count), f"part0:{argument}"
     return int(index), int(count)
 
 

@@ -1,0 +1,84 @@
+"""A base checkpoint plus a published difference (Vicuna's deltas), added one tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.checkpoint.container import Container, TensorInfo, listed
+from modelmill.core.errors import TensorMismatch
+
+VOCABULARY = ("embed_tokens", "lm_head", "wte")
+"""Tensors with a row a token: the only ones where a delta may have more rows than its base."""
+
+BUFFER = "rotary_emb.inv_freq"
+"""A computed buffer that old files save: taken from whichever side has it, never missed."""
+
+CHUNK_ROWS = 4096
+
+
+class DeltaContainer:
+    """base + delta under Hugging Face names.
+
+    Rows that only the delta has (tokens it added) are taken as they are. The sum is computed in float32 and
+    rounded once to the wider dtype of the two. Raises TensorMismatch where names or shapes do not pair.
+    """
+
+    def __init__(self, base: Container, delta: Container) -> None:
+        self._base, self._delta = base, delta
+        self.metadata: dict[str, Any] = {**base.metadata, **delta.metadata}
+        first, second = set(base.names()), set(delta.names())
+        alone = {name for name in first ^ second if not name.endswith(BUFFER)}
+        if alone:
+            raise TensorMismatch(
+                f"base and delta do not belong together: {len(alone)} tensor(s) are in one of them only: "
+                f"{listed(alone)}"
+            )
+        self._names = [name for name in delta.names() if name in first]
+        self._names += [name for name in base.names() if name not in second]
+        for name in self._names:
+            if name in second:
+                self._check(base.info(name), delta.info(name))
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def info(self, name: str) -> TensorInfo:
+        one = self._base.info(name)
+        if name not in self._delta.names():
+            return one
+        other = self._delta.info(name)
+        dtype = torch.promote_types(one.torch_dtype, other.torch_dtype)
+        nbytes = other.numel * dtype.itemsize
+        return TensorInfo(name, other.shape, str(dtype).removeprefix("torch."), nbytes)
+
+    def get(self, name: str) -> torch.Tensor:
+        one = self._base.get(name)
+        if name not in self._delta.names():
+            return one
+        other = self._delta.get(name)
+        dtype = torch.promote_types(one.dtype, other.dtype)
+        result = torch.empty(other.shape, dtype=dtype)
+        if result.dim() == 0:
+            return (one.float() + other.float()).to(dtype)
+        rows = one.shape[0]
+        for start in range(0, rows, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, rows)
+            result[start:stop] = one[start:stop].float() + other[start:stop].float()
+        result[rows:] = other[rows:]
+        return result
+
+    def files(self) -> list[Path]:
+        return [*self._base.files(), *self._delta.files()]
+
+    def _check(self, one: TensorInfo, other: TensorInfo) -> None:
+        if one.shape == other.shape:
+            return
+        grows = len(one.shape) == 2 and one.shape[1:] == other.shape[1:] and one.shape[0] < other.shape[0]
+        if not (grows and any(part in one.name for part in VOCABULARY)):
+            raise TensorMismatch(
+                f"{one.name} is {list(one.shape)} in the base but {list(other.shape)} in the delta; "
+                "is this the delta of another model?"
+            )

@@ -1,0 +1,184 @@
+"""The ggml number formats: block sizes, and expansion of the block formats to float32.
+
+A block format stores `block` consecutive values of a row in `size` bytes: one or two scales and the values
+in 2 to 8 bits. The layouts are those of ggml (gguf-py's `gguf.quants` is the independent reference the
+tests compare with). Every function takes blocks as uint8 [n, size] and returns float32 [n, block].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+CHUNK_VALUES = 1 << 22
+"""Values expanded at a time, so that intermediates stay small beside the tensor itself."""
+
+Expand = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GgmlType:
+    """One ggml type: `block` values take `size` bytes.
+
+    dtype: the torch dtype that stores it as it is, or None for block formats.
+    expand: blocks -> float32; None for plain types and for formats we do not read.
+    """
+
+    name: str
+    block: int
+    size: int
+    dtype: torch.dtype | None = None
+    expand: Expand | None = None
+
+    @property
+    def label(self) -> str:
+        """The torch name of a plain type ("float16"), the ggml name of a block format ("Q4_1")."""
+        return str(self.dtype).removeprefix("torch.") if self.dtype is not None else self.name
+
+    @property
+    def readable(self) -> bool:
+        return self.dtype is not None or self.expand is not None
+
+
+def expand_blocks(kind: GgmlType, data: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill `out` (float32, flat) with the values of `data` (uint8, flat, whole blocks), chunk by chunk."""
+    assert kind.expand is not None, kind.name
+    blocks, values = data.view(-1, kind.size), out.view(-1, kind.block)
+    step = max(1, CHUNK_VALUES // kind.block)
+    for start in range(0, blocks.shape[0], step):
+        values[start : start + step] = kind.expand(blocks[start : start + step])
+
+
+def _fields(data: torch.Tensor, width: int, bits: int) -> torch.Tensor:
+    """Unpack bit fields: uint8 [n, k] -> uint8 [n, k * 8 / bits].
+
+    Bytes go in groups of `width`; of each group first the lowest field of every byte, then the next one.
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    groups = data.reshape(data.shape[0], -1, 1, width)
+    return ((groups >> shifts.view(1, 1, -1, 1)) & ((1 << bits) - 1)).flatten(1)
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The float16 at byte `start` of each block, as float32 [n, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _signed(data: torch.Tensor) -> torch.Tensor:
+    return data.contiguous().view(torch.int8).float()
+
+
+def _q4_0(b: torch.Tensor) -> torch.Tensor:
+    return _half(b, 0) * (_fields(b[:, 2:], 16, 4).float() - 8)
+
+
+def _q4_1(b: torch.Tensor) -> torch.Tensor:
+    return _half(b, 0) * _fields(b[:, 4:], 16, 4).float() + _half(b, 2)
+
+
+def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """32 values of 5 bits: four bytes of fifth bits in order, 16 bytes of low halves."""
+    return (_fields(low, 16, 4) | (_fields(high, 1, 1) << 4)).float()
+
+
+def _q5_0(b: torch.Tensor) -> torch.Tensor:
+    return _half(b, 0) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)
+
+
+def _q5_1(b: torch.Tensor) -> torch.Tensor:
+    return _half(b, 0) * _five_bits(b[:, 4:8], b[:, 8:]) + _half(b, 2)
+
+
+def _q8_0(b: torch.Tensor) -> torch.Tensor:
+    return _half(b, 0) * _signed(b[:, 2:])
+
+
+def _groups(values: torch.Tensor, count: int) -> torch.Tensor:
+    """[n, 256] -> [n, count, 256 / count]: a super-block's groups, each with its own scale."""
+    return values.reshape(values.shape[0], count, -1)
+
+
+def _q2_k(b: torch.Tensor) -> torch.Tensor:
+    scales, quants = b[:, :16], _groups(_fields(b[:, 16:80], 32, 2).float(), 16)
+    scale = _half(b, 80) * (scales & 15).float()
+    low = _half(b, 82) * (scales >> 4).float()
+    return (scale[..., None] * quants - low[..., None]).flatten(1)
+
+
+def _q3_k(b: torch.Tensor) -> torch.Tensor:
+    high, low = _fields(b[:, :32], 32, 1).float(), _fields(b[:, 32:96], 32, 2).float()
+    quants = _groups(low - 4 * (1 - high), 16)
+    # 16 scales of 6 bits: low halves in 8 bytes, the two high bits of all in the last 4.
+    six = _fields(b[:, 96:104], 8, 4) | (_fields(b[:, 104:108], 4, 2) << 4)
+    scale = _half(b, 108) * (six.float() - 32)
+    return (scale[..., None] * quants).flatten(1)
+
+
+def _scales_and_lows(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes after the two halves, as [n, 8, 1]."""
+    first, second, mixed = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scales = torch.cat((first & 63, (mixed & 15) | ((first >> 2) & 48)), dim=1)
+    lows = torch.cat((second & 63, (mixed >> 4) | ((second >> 2) & 48)), dim=1)
+    return (_half(b, 0) * scales.float())[..., None], (_half(b, 2) * lows.float())[..., None]
+
+
+def _q4_k(b: torch.Tensor) -> torch.Tensor:
+    scale, low = _scales_and_lows(b)
+    return (scale * _groups(_fields(b[:, 16:], 32, 4).float(), 8) - low).flatten(1)
+
+
+def _q5_k(b: torch.Tensor) -> torch.Tensor:
+    scale, low = _scales_and_lows(b)
+    quants = _fields(b[:, 48:], 32, 4) | (_fields(b[:, 16:48], 32, 1) << 4)
+    return (scale * _groups(quants.float(), 8) - low).flatten(1)
+
+
+def _q6_k(b: torch.Tensor) -> torch.Tensor:
+    quants = _fields(b[:, :128], 64, 4) | (_fields(b[:, 128:192], 32, 2) << 4)
+    scale = _half(b, 208) * _signed(b[:, 192:208])
+    return (scale[..., None] * _groups(quants.float() - 32, 16)).flatten(1)
+
+
+def _q8_k(b: torch.Tensor) -> torch.Tensor:
+    return b[:, :4].contiguous().view(torch.float32) * _signed(b[:, 4:260])
+
+
+TYPES: dict[int, GgmlType] = {
+    0: GgmlType("F32", 1, 4, torch.float32),
+    1: GgmlType("F16", 1, 2, torch.float16),
+    2: GgmlType("Q4_0", 32, 18, expand=_q4_0),
+    3: GgmlType("Q4_1", 32, 20, expand=_q4_1),
+    6: GgmlType("Q5_0", 32, 22, expand=_q5_0),
+    7: GgmlType("Q5_1", 32, 24, expand=_q5_1),
+    8: GgmlType("Q8_0", 32, 34, expand=_q8_0),
+    9: GgmlType("Q8_1", 32, 36),
+    10: GgmlType("Q2_K", 256, 84, expand=_q2_k),
+    11: GgmlType("Q3_K", 256, 110, expand=_q3_k),
+    12: GgmlType("Q4_K", 256, 144, expand=_q4_k),
+    13: GgmlType("Q5_K", 256, 176, expand=_q5_k),
+    14: GgmlType("Q6_K", 256, 210, expand=_q6_k),
+    15: GgmlType("Q8_K", 256, 292, expand=_q8_k),
+    16: GgmlType("IQ2_XXS", 256, 66),
+    17: GgmlType("IQ2_XS", 256, 74),
+    18: GgmlType("IQ3_XXS", 256, 98),
+    19: GgmlType("IQ1_S", 256, 50),
+    20: GgmlType("IQ4_NL", 32, 18),
+    21: GgmlType("IQ3_S", 256, 110),
+    22: GgmlType("IQ2_S", 256, 82),
+    23: GgmlType("IQ4_XS", 256, 136),
+    24: GgmlType("I8", 1, 1, torch.int8),
+    25: GgmlType("I16", 1, 2, torch.int16),
+    26: GgmlType("I32", 1, 4, torch.int32),
+    27: GgmlType("I64", 1, 8, torch.int64),
+    28: GgmlType("F64", 1, 8, torch.float64),
+    29: GgmlType("IQ1_M", 256, 56),
+    30: GgmlType("BF16", 1, 2, torch.bfloat16),
+    34: GgmlType("TQ1_0", 256, 54),
+    35: GgmlType("TQ2_0", 256, 66),
+    39: GgmlType("MXFP4", 32, 17),
+    40: GgmlType("NVFP4", 64, 36),
+    41: GgmlType("Q1_0", 128, 18),
+}
+"""By the number a GGUF file uses. Types that cannot be expanded are listed so that errors can name them."""

@@ -1,0 +1,271 @@
+"""Read GGUF files (version 2 and 3, little-endian), believing nothing they say before it is checked.
+
+Every count, length and offset is held against the file's size before anything is read or allocated, so a
+lying header costs one error line and no memory. Values are read from the file a tensor at a time; a plain
+read rather than a mapping, so that a file that shrinks meanwhile is an error and not a crash.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from modelmill.checkpoint.container import TensorInfo, no_such_tensor
+from modelmill.checkpoint.ggml_types import CHUNK_VALUES, TYPES, GgmlType, expand_blocks
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+
+MAX_DIMENSIONS = 4
+MAX_NESTING = 4
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 20
+
+SCALARS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+BOOL, STRING, ARRAY = 7, 8, 9
+
+KEY_MIN = 8 + 4 + 1
+"""Fewest bytes a metadata entry takes: the key's length, the value's type, a one-byte value."""
+TENSOR_MIN = 8 + 4 + 4 + 8
+"""Fewest bytes a tensor's entry takes: the name's length, dimension count, type, offset."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and the absolute place of its bytes. shape is in torch order (rows first)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GgmlType
+    offset: int
+    nbytes: int
+
+
+class GgufFile:
+    """One GGUF file under its own tensor names (blk.0.attn_q.weight).
+
+    metadata: numbers, strings and bools as Python values, arrays of numbers as numpy arrays, arrays of
+    strings as lists (bytes that are not UTF-8 survive as surrogate escapes).
+    Raises CorruptCheckpoint for anything that contradicts the file's size or itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as stream:
+            header = _Header(path, stream)
+            self.metadata: dict[str, Any] = header.metadata
+            self._tensors = header.place_tensors()
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        placed = self._placed(name)
+        return TensorInfo(name, placed.shape, placed.kind.label, placed.nbytes)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor in GGUF's own row order; block formats as float32."""
+        placed = self._placed(name)
+        if not placed.kind.readable:
+            raise CheckpointError(
+                f"{self.path}: {name} is stored as {placed.kind.name}, which modelmill cannot expand; "
+                "use a Q4_0 to Q8_0, K-quant or 16-bit GGUF"
+            )
+        with self.path.open("rb") as stream:
+            stream.seek(placed.offset)
+            if placed.kind.dtype is not None:
+                plain = torch.empty(placed.shape, dtype=placed.kind.dtype)
+                self._fill(stream, plain.view(-1).view(torch.uint8))
+                return plain
+            return self._expanded(stream, placed)
+
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    def same_values(self, one: str, other: str) -> bool:
+        """Whether two tensors are stored in the same bytes' worth; reads only up to the first difference."""
+        a, b = self._placed(one), self._placed(other)
+        if (a.shape, a.kind) != (b.shape, b.kind):
+            return False
+        with self.path.open("rb") as stream:
+            for start in range(0, a.nbytes, CHUNK_VALUES):
+                size = min(CHUNK_VALUES, a.nbytes - start)
+                stream.seek(a.offset + start)
+                chunk = stream.read(size)
+                stream.seek(b.offset + start)
+                if chunk != stream.read(size):
+                    return False
+        return True
+
+    def _placed(self, name: str) -> Placed:
+        if name not in self._tensors:
+            raise no_such_tensor(self.path, name)
+        return self._tensors[name]
+
+    def _expanded(self, stream: BinaryIO, placed: Placed) -> torch.Tensor:
+        result = torch.empty(placed.shape, dtype=torch.float32)
+        flat, kind = result.view(-1), placed.kind
+        step = CHUNK_VALUES // kind.block * kind.block
+        for start in range(0, flat.numel(), step):
+            part = flat[start : start + step]
+            stored = torch.empty(part.numel() // kind.block * kind.size, dtype=torch.uint8)
+            self._fill(stream, stored)
+            expand_blocks(kind, stored, part)
+        return result
+
+    def _fill(self, stream: BinaryIO, data: torch.Tensor) -> None:
+        view = memoryview(data.numpy())
+        while len(view):
+            count = stream.readinto(view)  # type: ignore[attr-defined]
+            if not count:
+                raise CorruptCheckpoint(f"{self.path}: became shorter while it was read")
+            view = view[count:]
+
+
+class _Header:
+    """Everything before the tensor data, read with a check before each step."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self.path, self.stream = path, stream
+        self.size = path.stat().st_size
+        self.at = 0
+        if self.size < 24 or self._take(4) != b"GGUF":
+            raise self._corrupt("is not a GGUF file (no GGUF magic at its start, or too short)")
+        version = self._number("<I")
+        if version & 0xFFFF == 0:
+            raise CheckpointError(f"{path}: is a big-endian GGUF file; convert it to little-endian first")
+        if version not in (2, 3):
+            raise CheckpointError(f"{path}: has GGUF version {version}; modelmill reads versions 2 and 3")
+        self.tensor_count = self._number("<Q")
+        pair_count = self._number("<Q")
+        self._fits(pair_count, KEY_MIN, "metadata entries")
+        self._fits(self.tensor_count, TENSOR_MIN, "tensors")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = self._name("metadata key")
+            if key in self.metadata:
+                raise self._corrupt(f"has the metadata key {key!r} twice")
+            self.metadata[key] = self._value(self._number("<I"), key, 0)
+
+    def place_tensors(self) -> dict[str, Placed]:
+        """Tensor entries, with offsets made absolute, inside the file and disjoint."""
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        power_of_two = isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
+        if not power_of_two or alignment > MAX_ALIGNMENT:
+            raise self._corrupt(f"asks for an alignment of {alignment!r} bytes, which is no power of two")
+        entries: dict[str, Placed] = {}
+        for _ in range(self.tensor_count):
+            entry = self._tensor(alignment)
+            if entry.name in entries:
+                raise self._corrupt(f"has the tensor {entry.name!r} twice")
+            entries[entry.name] = entry
+        start = (self.at + alignment - 1) // alignment * alignment
+        placed = {e.name: Placed(e.name, e.shape, e.kind, start + e.offset, e.nbytes) for e in entries.values()}
+        end, before = 0, ""
+        for entry in sorted(placed.values(), key=lambda e: e.offset):
+            if entry.offset + entry.nbytes > self.size:
+                raise self._corrupt(
+                    f"ends at byte {self.size}, but {entry.name!r} needs it to reach "
+                    f"{entry.offset + entry.nbytes}; the file is truncated, download it again"
+                )
+            if entry.nbytes and entry.offset < end:
+                raise self._corrupt(f"has {entry.name!r} overlapping {before!r}")
+            if entry.nbytes:
+                end, before = entry.offset + entry.nbytes, entry.name
+        return placed
+
+    def _tensor(self, alignment: int) -> Placed:
+        name = self._name("tensor name")
+        count = self._number("<I")
+        if count > MAX_DIMENSIONS:
+            raise self._corrupt(f"gives {name!r} {count} dimensions; there are at most {MAX_DIMENSIONS}")
+        dims = [self._number("<Q") for _ in range(count)]
+        number, offset = self._number("<I"), self._number("<Q")
+        kind = TYPES.get(number)
+        if kind is None:
+            raise CheckpointError(f"{self.path}: {name} has the unknown ggml type number {number}")
+        values = 1
+        for dim in dims:
+            values *= dim
+        # The product is a Python integer, so it cannot wrap around the way 64-bit arithmetic does.
+        nbytes = values // kind.block * kind.size
+        if (dims[0] if dims else 1) % kind.block:
+            raise self._corrupt(f"gives {name!r} rows that are no whole number of {kind.name} blocks")
+        if nbytes > self.size or offset > self.size or max(dims, default=0) > self.size * kind.block:
+            raise self._corrupt(f"says {name!r} has {nbytes} bytes at {offset}, but the file has {self.size} in all")
+        if offset % alignment:
+            raise self._corrupt(f"places {name!r} at {offset}, which is not aligned to {alignment}")
+        return Placed(name, tuple(reversed(dims)), kind, offset, nbytes)
+
+    def _value(self, kind: int, key: str, depth: int) -> Any:
+        if kind == STRING:
+            return self._text(key)
+        if kind == ARRAY:
+            return self._array(key, depth)
+        if kind not in SCALARS:
+            raise self._corrupt(f"gives the metadata key {key!r} the unknown type {kind}")
+        dtype = SCALARS[kind]
+        data = self._take(dtype.itemsize)
+        return data != b"\0" if kind == BOOL else np.frombuffer(data, dtype)[0].item()
+
+    def _array(self, key: str, depth: int) -> Any:
+        kind, count = self._number("<I"), self._number("<Q")
+        if depth >= MAX_NESTING:
+            raise self._corrupt(f"nests the arrays of {key!r} too deeply")
+        if kind in SCALARS:
+            self._fits(count, SCALARS[kind].itemsize, f"values of {key!r}")
+            data = self._take(count * SCALARS[kind].itemsize)
+            if kind == BOOL:
+                return np.frombuffer(data, np.uint8) != 0
+            return np.frombuffer(data, SCALARS[kind])
+        self._fits(count, 8 if kind == STRING else 12, f"values of {key!r}")
+        return [self._value(kind, key, depth + 1) for _ in range(count)]
+
+    def _name(self, what: str) -> str:
+        length = self._number("<Q")
+        if length > 65535:
+            raise self._corrupt(f"has a {what} of {length} bytes")
+        try:
+            return self._take(length).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self._corrupt(f"has a {what} that is not UTF-8") from None
+
+    def _text(self, key: str) -> str:
+        length = self._number("<Q")
+        self._fits(length, 1, f"bytes in {key!r}")
+        return self._take(length).decode("utf-8", errors="surrogateescape")
+
+    def _fits(self, count: int, each: int, what: str) -> None:
+        if count * each > self.size - self.at:
+            raise self._corrupt(f"claims {count} {what}, more than its remaining {self.size - self.at} bytes can hold")
+
+    def _number(self, form: str) -> int:
+        value: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        return value
+
+    def _take(self, count: int) -> bytes:
+        if count > self.size - self.at:
+            raise self._corrupt(f"is truncated: it ends at byte {self.size}, inside its header")
+        data = self.stream.read(count)
+        if len(data) != count:
+            raise self._corrupt("became shorter while it was read")
+        self.at += count
+        return data
+
+    def _corrupt(self, problem: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{self.path}: {problem}")

@@ -1,0 +1,190 @@
+"""Make Hugging Face's config.json and generation_config.json from a GGUF's metadata keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from modelmill.checkpoint import rope_scaling
+from modelmill.checkpoint.gguf import GgufFile
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
+
+MAX_COUNT = 1 << 24
+"""Above every real vocabulary, width, depth and context; keeps nonsense out of later arithmetic."""
+
+
+def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config, generation_config) in Hugging Face's keys for llama, qwen, qwen2, qwen3 or gpt2.
+
+    Raises CorruptCheckpoint for missing or senseless keys, UnknownArchitecture for variants (experts,
+    partly rotated heads) that share a name with a family of ours but compute something else.
+    """
+    keys = _Keys(raw, arch)
+    if keys.count("expert_count", 0):
+        raise UnknownArchitecture(f"{raw.path}: is a mixture of experts, which modelmill does not compute")
+    if "token_embd.weight" not in raw.names() or len(raw.info("token_embd.weight").shape) != 2:
+        raise CorruptCheckpoint(f"{raw.path}: has no token_embd.weight matrix")
+    vocabulary = raw.info("token_embd.weight").shape[0]
+    config: dict[str, Any] = {
+        "model_type": arch,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "torch_dtype": str(raw.info("token_embd.weight").torch_dtype).removeprefix("torch."),
+    }
+    config.update({"gpt2": _gpt2, "qwen": _qwen}.get(arch, _llama)(keys))
+    ids = _special_ids(raw, vocabulary)
+    config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
+    if isinstance(ids.get("eos_token_id"), list):
+        config["eos_token_id"] = ids["eos_token_id"][0]
+    return config, ids
+
+
+class _Keys:
+    """A GGUF's keys of one architecture, each checked as it is read."""
+
+    def __init__(self, raw: GgufFile, arch: str) -> None:
+        self.raw, self.arch = raw, arch
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.raw.metadata.get(f"{self.arch}.{key}", default)
+        least = 1 if default is None else min(default, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
+            raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_shown(value)}")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        value = self.raw.metadata.get(f"{self.arch}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_shown(value)}")
+        # GGUF stores float32; the shortest decimal that rounds to it is the number config.json had.
+        return float(f"{value:.6g}")
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.raw.names()
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else f"{str(value)[:40]}, which makes no sense"
+
+
+def _head_dim(keys: _Keys) -> int:
+    heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
+    head_dim = keys.count("attention.key_length", max(1, width // heads))
+    value_dim = keys.count("attention.value_length", head_dim)
+    rotated = keys.count("rope.dimension_count", head_dim)
+    if value_dim != head_dim or rotated != head_dim:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: has heads of {head_dim} keys, {value_dim} values and {rotated} rotated "
+            "channels; modelmill computes heads where the three agree"
+        )
+    return head_dim
+
+
+def _llama(keys: _Keys) -> dict[str, Any]:
+    """Keys of LLaMA, Mistral (which GGUF calls llama), Qwen2 and Qwen3."""
+    classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    heads = keys.count("attention.head_count")
+    theta = keys.real("rope.freq_base", 10000.0)
+    config = {
+        "architectures": [classes[keys.arch]],
+        "hidden_size": keys.count("embedding_length"),
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "head_dim": _head_dim(keys),
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(keys, theta),
+        "hidden_act": "silu",
+        "attention_bias": keys.has("blk.0.attn_q.bias"),
+        "mlp_bias": keys.has("blk.0.ffn_up.bias"),
+    }
+    window = keys.count("attention.sliding_window", 0)
+    if window:
+        config["sliding_window"] = window
+    return config
+
+
+def _rope_scaling(keys: _Keys, theta: float) -> dict[str, Any] | None:
+    raw = keys.raw
+    try:
+        if keys.has("rope_freqs.weight"):
+            info = raw.info("rope_freqs.weight")
+            if info.shape != (_head_dim(keys) // 2,):
+                raise CorruptCheckpoint(f"rope_freqs.weight has {list(info.shape)}, not one a frequency")
+            factors = raw.get("rope_freqs.weight").float().tolist()
+            original = raw.metadata.get(f"{keys.arch}.rope.scaling.original_context_length")
+            return rope_scaling.from_factors(factors, theta, original)
+        return rope_scaling.from_metadata(raw.metadata, keys.arch)
+    except CheckpointError as error:
+        raise type(error)(f"{raw.path}: {error}") from None
+
+
+def _qwen(keys: _Keys) -> dict[str, Any]:
+    """Keys of Qwen v1.
+
+    A GGUF does not say whether dynamic NTK and logn were on, nor the trained length: they are off here, as
+    llama.cpp computes the model, and seq_length is the context length the file states.
+    """
+    head_dim, feed_forward = _head_dim(keys), keys.count("feed_forward_length")
+    if keys.has("blk.0.ffn_up.weight") and keys.raw.info("blk.0.ffn_up.weight").shape[:1] == (feed_forward,):
+        # config.json counts w1 and w2 together, and so do GGUFs of the official converter; this one does not.
+        feed_forward *= 2
+    context = keys.count("context_length")
+    return {
+        "architectures": ["QWenLMHeadModel"],
+        "hidden_size": keys.count("embedding_length"),
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": keys.count("attention.head_count"),
+        "kv_channels": head_dim,
+        "max_position_embeddings": context,
+        "seq_length": context,
+        "layer_norm_epsilon": keys.real("attention.layer_norm_rms_epsilon"),
+        "rotary_emb_base": keys.real("rope.freq_base", 10000.0),
+        "rotary_pct": 1.0,
+        "use_dynamic_ntk": False,
+        "use_logn_attn": False,
+        "no_bias": True,
+    }
+
+
+def _gpt2(keys: _Keys) -> dict[str, Any]:
+    width, context = keys.count("embedding_length"), keys.count("context_length")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": width,
+        "n_layer": keys.count("block_count"),
+        "n_head": keys.count("attention.head_count"),
+        "n_inner": keys.count("feed_forward_length", 4 * width),
+        "n_positions": context,
+        "n_ctx": context,
+        "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+def _special_ids(raw: GgufFile, vocabulary: int) -> dict[str, Any]:
+    """bos, eos (with end-of-turn, where the file names one) and pad ids, all inside the vocabulary."""
+    tokens = raw.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > vocabulary:
+        raise CorruptCheckpoint(f"{raw.path}: has {len(tokens)} tokens but only {vocabulary} embedding rows")
+    found: dict[str, int] = {}
+    for name in ("bos", "eos", "eot", "padding"):
+        value = raw.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
+            raise CorruptCheckpoint(f"{raw.path}: its {name} token {_shown(value)} is outside the vocabulary")
+        found[name] = value
+    ends = list(dict.fromkeys(found[name] for name in ("eos", "eot") if name in found))
+    ids: dict[str, Any] = {}
+    if "bos" in found:
+        ids["bos_token_id"] = found["bos"]
+    if ends:
+        ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    if "padding" in found:
+        ids["pad_token_id"] = found["padding"]
+    return ids

@@ -1,0 +1,116 @@
+"""Read PyTorch's .pth and .bin files as tensors only: nothing a file brings along is ever executed."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor
+from modelmill.checkpoint.folder import read_index
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+
+INDEX = "pytorch_model.bin.index.json"
+
+WRAPPERS = ("state_dict", "model", "module")
+"""Keys under which training frameworks put the weights."""
+
+
+class PthFiles:
+    """The tensors of one or several PyTorch files as one container, mapped where the format allows.
+
+    expected: tensor name -> file name, as an index lists them. Raises CheckpointError where a file holds
+    more than tensors, CorruptCheckpoint where it is damaged.
+    """
+
+    def __init__(self, paths: Sequence[Path], expected: Mapping[str, str] | None = None) -> None:
+        self._paths = sorted(paths)
+        self.metadata: dict[str, Any] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for path in self._paths:
+            for name, tensor in _load(path).items():
+                if name in self._tensors:
+                    raise CorruptCheckpoint(f"{path}: holds {name!r}, which another shard holds too")
+                self._tensors[name] = tensor
+        absent = [name for name in expected or {} if name not in self._tensors]
+        if absent:
+            raise CorruptCheckpoint(
+                f"{self._paths[0].parent / INDEX}: lists {len(absent)} tensor(s) no shard holds: {listed(absent)}"
+            )
+
+    @classmethod
+    def from_index(cls, folder: Path) -> PthFiles:
+        """All shards that the folder's index names."""
+        expected = read_index(folder / INDEX)
+        return cls([folder / name for name in set(expected.values())], expected)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        tensor = self.get(name)
+        label = str(tensor.dtype).removeprefix("torch.")
+        return TensorInfo(name, tuple(tensor.shape), label, tensor.numel() * tensor.itemsize)
+
+    def get(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise no_such_tensor(self._paths[0], name)
+        return self._tensors[name]
+
+    def files(self) -> list[Path]:
+        return list(self._paths)
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of one file by name, out of {"model": …} or {"state_dict": …} where it is wrapped."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is missing")
+    archive = zipfile.is_zipfile(path)
+    if archive:
+        _check_archive(path)
+    try:
+        # mmap reads nothing but the description; the old format (before torch 1.6) cannot be mapped.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True if archive else None)
+    except Exception as error:
+        # torch raises UnpicklingError, RuntimeError, EOFError, KeyError … for what foreign bytes may hold.
+        if "weights" in str(error).lower() and "load" in str(error).lower():
+            raise CheckpointError(
+                f"{path}: holds more than tensors, refusing to run its code; ask for a safetensors version"
+            ) from None
+        raise CorruptCheckpoint(f"{path}: is damaged or no PyTorch file ({type(error).__name__})") from None
+    return _tensors(path, content)
+
+
+def _check_archive(path: Path) -> None:
+    """A PyTorch archive stores its entries uncompressed: one that inflates is a bomb, not a checkpoint."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"{path}: is damaged ({error})") from None
+    size = path.stat().st_size
+    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
+        raise CorruptCheckpoint(f"{path}: has compressed entries, which PyTorch never writes; refusing it")
+
+
+def _tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
+    if isinstance(content, dict):
+        for key in WRAPPERS:
+            inner = content.get(key)
+            if isinstance(inner, dict) and any(isinstance(v, torch.Tensor) for v in inner.values()):
+                content = inner
+                break
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds no table of named tensors")
+    found = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    if not found:
+        raise CheckpointError(f"{path}: holds no tensors")
+    for name, tensor in found.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            raise CheckpointError(f"{path}: {name} is no plain dense tensor; save it dense and unquantized")
+        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise CorruptCheckpoint(f"{path}: {name} claims more values than the file stores")
+    return {name: tensor.detach() for name, tensor in found.items()}

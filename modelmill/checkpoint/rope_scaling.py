@@ -1,0 +1,103 @@
+"""Turn what a GGUF says about rotary scaling into Hugging Face's `rope_scaling` dictionary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelmill.core.errors import CheckpointError
+
+LLAMA3_DEFAULTS = (1.0, 4.0, 8192.0)
+"""low_freq_factor, high_freq_factor and original context of every published Llama 3 that scales."""
+
+TOLERANCE = 1e-3
+
+
+def from_metadata(get: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
+    """Linear and YaRN scaling from a GGUF's keys; None where positions are not scaled.
+
+    As in llama.cpp, a factor without a type means linear, and a type without a factor means nothing.
+    Raises CheckpointError for a type that no family of ours computes.
+    """
+    prefix = f"{arch}.rope.scaling."
+    factor = get.get(prefix + "factor", get.get(f"{arch}.rope.scale_linear", 0.0))
+    kind = get.get(prefix + "type", "linear")
+    if kind == "none" or not factor or (kind == "linear" and factor == 1.0):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": float(factor)}
+    if kind != "yarn":
+        raise CheckpointError(f"the GGUF scales positions by {kind!r}, which modelmill does not compute")
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": float(factor)}
+    original = get.get(prefix + "original_context_length", get.get(f"{arch}.context_length"))
+    if original:
+        scaling["original_max_position_embeddings"] = int(original)
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if prefix + theirs in get:
+            scaling[ours] = float(get[prefix + theirs])
+    return scaling
+
+
+def from_factors(factors: Sequence[float], theta: float, original: float | None) -> dict[str, Any] | None:
+    """Llama 3's scaling from the divisors a GGUF stores in rope_freqs.weight, one a frequency.
+
+    theta: the rotary base; original: the context length before scaling where the file tells it.
+    The divisors determine the scaling only up to a common scale of its two bands, so the published numbers
+    are tried first, then the pair with low_freq_factor 1 that fits; both compute the same frequencies.
+    Raises CheckpointError where no such scaling gives these divisors.
+    """
+    factor = max(factors, default=1.0)
+    if all(abs(value - 1.0) <= TOLERANCE for value in factors):
+        return None
+    low, high, context = LLAMA3_DEFAULTS
+    tried = [(low, high, original or context)]
+    fitted = _fit(factors, theta, factor)
+    if fitted is not None:
+        tried.append(fitted)
+    for low, high, context in tried:
+        made = llama3_factors(len(factors), theta, factor, (low, high, context))
+        if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(made, factors, strict=True)):
+            return {
+                "rope_type": "llama3",
+                "factor": float(factor),
+                "low_freq_factor": float(low),
+                "high_freq_factor": float(high),
+                "original_max_position_embeddings": round(context),
+            }
+    raise CheckpointError("the GGUF's rope_freqs.weight follows no rotary scaling that modelmill computes")
+
+
+def llama3_factors(count: int, theta: float, factor: float, bands: tuple[float, float, float]) -> list[float]:
+    """What Llama 3's scaling divides each of `count` frequencies by; bands: low, high, original context."""
+    low, high, context = bands
+    result = []
+    for i in range(count):
+        turns = context / _wavelength(i, count, theta)
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        result.append(1.0 / ((1.0 - smooth) / factor + smooth))
+    return result
+
+
+def _wavelength(i: int, count: int, theta: float) -> float:
+    return 2.0 * math.pi * theta ** (i / count)
+
+
+def _fit(factors: Sequence[float], theta: float, factor: float) -> tuple[float, float, float] | None:
+    """(1, high, context) through the first and last divisor between the bands; None where there are none.
+
+    smooth = (context / wavelength − low) / (high − low) is a line over 1 / wavelength.
+    """
+    points = []
+    for i, value in enumerate(factors):
+        if 1.0 + TOLERANCE < value < factor * (1.0 - TOLERANCE):
+            smooth = (1.0 / value - 1.0 / factor) / (1.0 - 1.0 / factor)
+            points.append((1.0 / _wavelength(i, len(factors), theta), smooth))
+    if len(points) < 2 or points[0][0] == points[-1][0]:
+        return None
+    slope = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+    crossing = points[0][1] - slope * points[0][0]
+    if slope <= 0 or crossing >= 0:
+        return None
+    high = 1.0 - 1.0 / crossing
+    return 1.0, high, slope * (high - 1.0)

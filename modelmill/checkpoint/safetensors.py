@@ -1,0 +1,189 @@
+"""Read safetensors files, one or many with an index, after checking their headers against their sizes.
+
+The safetensors library maps the files and makes the tensors; what a header may claim is checked here first,
+so that every fault has one clear line that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor
+from modelmill.checkpoint.folder import read_index
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+
+INDEX = "model.safetensors.index.json"
+
+MAX_HEADER = 100_000_000
+"""Bytes a header may have, the same limit as the library's."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+
+
+class SafetensorsFiles:
+    """The tensors of one or several safetensors files as one container.
+
+    expected: tensor name -> file name, as an index lists them; checked against what the files hold.
+    Raises CorruptCheckpoint for a file that contradicts its size, itself, another shard or the index.
+    """
+
+    def __init__(self, paths: Sequence[Path], expected: Mapping[str, str] | None = None) -> None:
+        self._paths = sorted(paths)
+        self.metadata: dict[str, Any] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        self._homes: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for path in self._paths:
+            infos, metadata = read_header(path)
+            self.metadata.update(metadata)
+            for info in infos:
+                if info.name in self._homes:
+                    raise CorruptCheckpoint(
+                        f"{path}: holds {info.name!r}, which {self._homes[info.name].name} holds too"
+                    )
+                self._infos[info.name] = info
+                self._homes[info.name] = path
+        self._check_index(expected or {})
+
+    @classmethod
+    def from_index(cls, folder: Path) -> SafetensorsFiles:
+        """All shards that the folder's index names."""
+        expected = read_index(folder / INDEX)
+        return cls([folder / name for name in set(expected.values())], expected)
+
+    def names(self) -> list[str]:
+        return list(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._infos:
+            raise no_such_tensor(self._paths[0].parent, name)
+        return self._infos[name]
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor, backed by the mapped file."""
+        if name not in self._homes:
+            raise no_such_tensor(self._paths[0].parent, name)
+        path = self._homes[name]
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(str(path), framework="pt", device="cpu")
+            tensor: torch.Tensor = self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CorruptCheckpoint(f"{path}: {name} cannot be read ({error})") from None
+        return tensor
+
+    def files(self) -> list[Path]:
+        return list(self._paths)
+
+    def _check_index(self, expected: Mapping[str, str]) -> None:
+        folder = self._paths[0].parent
+        absent = [name for name in expected if name not in self._homes]
+        if absent:
+            raise CorruptCheckpoint(f"{folder / INDEX}: lists {len(absent)} tensor(s) no shard holds: {listed(absent)}")
+        strays = [name for name, home in expected.items() if self._homes[name].name != home]
+        if strays:
+            raise CorruptCheckpoint(f"{folder / INDEX}: names the wrong shard for {listed(strays)}")
+
+
+def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
+    """The tensors a safetensors file declares, and its metadata.
+
+    Checked: the header fits the file and is JSON without repeated names; every dtype is known; every tensor's
+    place matches its shape; places follow each other without gap or overlap and end where the file ends.
+    Raises CorruptCheckpoint, or CheckpointError for a dtype this version cannot hold.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is missing")
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little") if size >= 8 else MAX_HEADER + 1
+        if length > min(MAX_HEADER, size - 8):
+            raise CorruptCheckpoint(
+                f"{path}: is no safetensors file or is truncated (it has {size} bytes, its header claims "
+                f"{length if size >= 8 else 'at least 8'})"
+            )
+        text = stream.read(length)
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: its header is not valid ({error})") from None
+    if not isinstance(header, dict):
+        raise CorruptCheckpoint(f"{path}: its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CorruptCheckpoint(f"{path}: its __metadata__ is no JSON object")
+    places = [_entry(path, name, entry) for name, entry in header.items()]
+    _check_places(path, places, size - 8 - length)
+    return [info for info, _ in places], metadata
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
+    return found
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
+    """One tensor's description and the place where it begins behind the header."""
+    if not isinstance(entry, dict):
+        raise CorruptCheckpoint(f"{path}: describes {name!r} by no JSON object")
+    shape, place, dtype = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")
+    if not _counts(shape) or not _counts(place) or len(place) != 2 or not isinstance(dtype, str):
+        raise CorruptCheckpoint(f"{path}: gives {name!r} no proper dtype, shape and place")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} has the dtype {dtype}, which modelmill does not read")
+    kind = DTYPES[dtype]
+    nbytes = math.prod(shape) * kind.itemsize
+    # A dimension of 2**60 beside one of 0 is no tensor anybody has; torch's strides would overflow on it.
+    if place[1] - place[0] != nbytes or max(shape, default=0) >= 1 << 48:
+        raise CorruptCheckpoint(
+            f"{path}: {name!r} of shape {shape} and dtype {dtype} takes {nbytes} bytes, but its place has "
+            f"{place[1] - place[0]}"
+        )
+    label = str(kind).removeprefix("torch.")
+    return TensorInfo(name, tuple(shape), label, nbytes), place[0]
+
+
+def _counts(value: Any) -> bool:
+    """Whether a JSON value is a list of integers from 0 up (and not of bools, which are ints to Python)."""
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_places(path: Path, places: Sequence[tuple[TensorInfo, int]], room: int) -> None:
+    end, before = 0, "the header"
+    for info, start in sorted(places, key=lambda place: (place[1], place[0].nbytes)):
+        if start != end:
+            what = "overlaps" if start < end else "leaves a gap after"
+            raise CorruptCheckpoint(f"{path}: {info.name!r} {what} {before!r}")
+        end, before = start + info.nbytes, info.name
+    if end > room:
+        raise CorruptCheckpoint(
+            f"{path}: is truncated: its tensors take {end} bytes, but only {room} are there; download it again"
+        )
+    if end < room:
+        raise CorruptCheckpoint(f"{path}: has {room - end} bytes that belong to no tensor")

@@ -1,0 +1,31 @@
+"""Find NaN and infinity in weights before anything is computed from them."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.core.errors import CorruptCheckpoint
+
+CHUNK = 1 << 24
+
+
+def scan(name: str, tensor: torch.Tensor) -> None:
+    """Raise CorruptCheckpoint naming the tensor if any value is NaN or infinite.
+
+    Any shape and dtype; integers pass. Takes one pass and no memory in the tensor's size (float8 is widened
+    a chunk at a time).
+    """
+    if not tensor.dtype.is_floating_point or tensor.numel() == 0:
+        return
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), CHUNK):
+        part = flat[start : start + CHUNK]
+        if part.dtype.itemsize == 1:
+            part = part.float()
+        # NaN propagates through aminmax and infinity is an extreme, so the two ends tell of all values.
+        low, high = torch.aminmax(part)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            kind = "NaN" if torch.isnan(low) or torch.isnan(high) else "infinity"
+            raise CorruptCheckpoint(
+                f"the tensor {name} holds {kind}; the checkpoint is damaged or was saved from a failed run"
+            )
