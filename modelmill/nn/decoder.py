@@ -19,7 +19,10 @@ from modelmill.nn.step import Step
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches. windows: per layer the attention window or None. logn: Qwen v1's seq_length, or None."""
+    """Sizes and switches. windows: per layer the attention window or None. logn: Qwen v1's seq_length, or None.
+
+    max_len: the usual longest sequence; limit: the longest that may be asked for, where that is more.
+    """
 
     hidden: int
     inner: int
@@ -38,6 +41,7 @@ class DecoderConfig:
     tied: bool = False
     windows: tuple[int | None, ...] = ()
     logn: int | None = None
+    limit: int | None = None
 
     def attention(self, layer: int) -> AttentionSpec:
         """What layer ``layer``'s attention is made of."""

@@ -15,7 +15,6 @@ from modelmill.core.errors import IncompatibleArtifact
 from modelmill.core.find import find, names
 from modelmill.ops.shelf import Ops
 
-
 # shape and dtype of each stored tensor, by suffix
 PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 

@@ -1,0 +1,97 @@
+"""Sizes and tensor names that LLaMA, Mistral, Qwen2 and Qwen3 have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.errors import CheckpointError
+from modelmill.models._raw import longest, number, require, rope, switch, whole
+from modelmill.nn.decoder import DecoderConfig
+
+DROPS = (r".*rotary_emb\.inv_freq", r".*\.masked_bias")
+PREFIXES = ("model.",)
+
+
+def configure(raw: Mapping[str, Any], **switches: Any) -> DecoderConfig:
+    """The decoder's sizes from a config.json; ``switches`` are what the family adds."""
+    require(raw, "hidden_act", ("silu", "swish"), "silu")
+    hidden, heads = whole(raw, "hidden_size"), whole(raw, "num_attention_heads")
+    kv_heads = whole(raw, "num_key_value_heads", default=heads)
+    head_dim = whole(raw, "head_dim", default=max(hidden // heads, 1))
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs")
+    positions = whole(raw, "max_position_embeddings", default=2048)
+    spec = rope(raw, head_dim, positions)
+    return DecoderConfig(
+        hidden=hidden,
+        inner=whole(raw, "intermediate_size"),
+        layers=whole(raw, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=whole(raw, "vocab_size"),
+        eps=number(raw, "rms_norm_eps", default=1e-6),
+        max_len=longest(spec, positions),
+        rope=spec,
+        tied=switch(raw, "tie_word_embeddings", False),
+        **switches,
+    )
+
+
+def windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Per layer the sliding window or None, from ``layer_types`` or from Qwen2's ``max_window_layers``."""
+    size = raw.get("sliding_window")
+    if size is None or not switch(raw, "use_sliding_window", True):
+        return ()
+    size = whole(raw, "sliding_window")
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+            raise CheckpointError(
+                "config.json: layer_types must name full_attention or sliding_attention for each layer"
+            )
+        return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    first = raw.get("max_window_layers", 0) or 0
+    return tuple(size if layer >= first else None for layer in range(layers))
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor of the decoder under its Hugging Face names."""
+    out = [Rule("embed.weight", ("model.embed_tokens.weight",)), Rule("norm.weight", ("model.norm.weight",))]
+    if not config.tied:
+        out.append(Rule("head.weight", ("lm_head.weight",)))
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        attention = f"{theirs}.self_attn"
+        qkv = tuple(f"{attention}.{n}_proj" for n in "qkv")
+        gate_up = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj")
+        out += [
+            Rule(f"{ours}.attn_norm.weight", (f"{theirs}.input_layernorm.weight",)),
+            Rule(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",)),
+            *_linear(f"{ours}.attn.qkv_proj", qkv, config.qkv_bias),
+            *_linear(f"{ours}.attn.o_proj", (f"{attention}.o_proj",), config.out_bias),
+            *_linear(f"{ours}.mlp.gate_up_proj", gate_up, config.mlp_bias),
+            *_linear(f"{ours}.mlp.down_proj", (f"{theirs}.mlp.down_proj",), config.mlp_bias),
+        ]
+        if config.head_norm:
+            out += [Rule(f"{ours}.attn.rotate.{n}_norm.weight", (f"{attention}.{n}_norm.weight",)) for n in "qk"]
+    return out
+
+
+def drops(config: DecoderConfig) -> tuple[str, ...]:
+    """Tensors that nobody needs: buffers, and the copy of a tied head."""
+    return (*DROPS, r"lm_head\.weight") if config.tied else DROPS
+
+
+def _linear(target: str, sources: tuple[str, ...], bias: bool) -> list[Rule]:
+    how = "cat0" if len(sources) > 1 else "copy"
+    out = [Rule(f"{target}.weight", tuple(f"{s}.weight" for s in sources), how)]
+    if bias:
+        out.append(Rule(f"{target}.bias", tuple(f"{s}.bias" for s in sources), how))
+    return out

@@ -1,0 +1,168 @@
+"""GPT-2, small to XL: learned positions, LayerNorm, tied head, weights stored as [in, out]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.errors import CheckpointError
+from modelmill.models._raw import number, require, switch, whole
+from modelmill.nn.attention import Attention, AttentionSpec, Rope
+from modelmill.nn.embedding import Embedding, Head
+from modelmill.nn.kv import KVShape
+from modelmill.nn.mlp import PlainMLP
+from modelmill.nn.norm import LayerNorm
+from modelmill.nn.step import Step
+
+PREFIXES = ("transformer.",)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes; max_len is the number of learned positions."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    vocab: int
+    eps: float
+    max_len: int
+    tied: bool
+    limit: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """GPT-2 shares no heads."""
+        return self.heads
+
+
+def configure(raw: Mapping[str, Any]) -> Config:
+    """Sizes from config.json."""
+    require(raw, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
+    require(raw, "scale_attn_weights", (True,), True)
+    require(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
+    require(raw, "add_cross_attention", (False,), False)
+    hidden, heads = whole(raw, "n_embd", "hidden_size"), whole(raw, "n_head", "num_attention_heads")
+    if hidden % heads:
+        raise CheckpointError(f"config.json: n_embd={hidden} is not a multiple of n_head={heads}")
+    return Config(
+        hidden=hidden,
+        inner=whole(raw, "n_inner", default=4 * hidden),
+        layers=whole(raw, "n_layer", "num_hidden_layers"),
+        heads=heads,
+        vocab=whole(raw, "vocab_size"),
+        eps=number(raw, "layer_norm_epsilon", default=1e-5),
+        max_len=whole(raw, "n_positions", "n_ctx", "max_position_embeddings", default=1024),
+        tied=switch(raw, "tie_word_embeddings", True),
+    )
+
+
+def rules(config: Config) -> list[Rule]:
+    """Conv1D stores [in, out]: transposed here, once."""
+    out = [
+        Rule("embed.weight", ("transformer.wte.weight",)),
+        Rule("embed.positions", ("transformer.wpe.weight",)),
+        *_affine("norm", "transformer.ln_f"),
+    ]
+    if not config.tied:
+        out.append(Rule("head.weight", ("lm_head.weight",)))
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
+        out += [
+            *_affine(f"{ours}.attn_norm", f"{theirs}.ln_1"),
+            *_affine(f"{ours}.mlp_norm", f"{theirs}.ln_2"),
+            *_affine(f"{ours}.attn.qkv_proj", f"{theirs}.attn.c_attn", "transpose"),
+            *_affine(f"{ours}.attn.o_proj", f"{theirs}.attn.c_proj", "transpose"),
+            *_affine(f"{ours}.mlp.fc_proj", f"{theirs}.mlp.c_fc", "transpose"),
+            *_affine(f"{ours}.mlp.down_proj", f"{theirs}.mlp.c_proj", "transpose"),
+        ]
+    return out
+
+
+def drops(config: Config) -> tuple[str, ...]:
+    """The causal mask buffers, and the copy of a tied head."""
+    masks = (r".*attn\.bias", r".*attn\.masked_bias")
+    return (*masks, r"lm_head\.weight") if config.tied else masks
+
+
+def _affine(target: str, source: str, how: str = "copy") -> list[Rule]:
+    return [Rule(f"{target}.weight", (f"{source}.weight",), how), Rule(f"{target}.bias", (f"{source}.bias",))]
+
+
+class PlacedEmbedding(Embedding):
+    """Token rows plus learned position rows."""
+
+    positions: torch.Tensor
+
+    def __init__(self, rows: int, width: int, places: int) -> None:
+        super().__init__(rows, width)
+        self.register_buffer("positions", torch.empty(places, width, device="meta"))
+
+    def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T] → [T, H]."""
+        return super().forward(ids, step) + F.embedding(step.positions, self.positions)
+
+
+class Layer(nn.Module):
+    """norm → attention → add and norm → MLP."""
+
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__()
+        spec = AttentionSpec(config.hidden, config.heads, config.heads, config.head_dim, qkv_bias=True, out_bias=True)
+        self.attn_norm = LayerNorm(config.hidden, config.eps)
+        self.attn = Attention(spec, index)
+        self.mlp_norm = LayerNorm(config.hidden, config.eps)
+        self.mlp = PlainMLP(config.hidden, config.inner)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(branch, residual), both [T, H]; their sum is the layer's output."""
+        x, residual = self.attn_norm(x, residual, step)
+        x = self.attn(x, rope, step)
+        x, residual = self.mlp_norm(x, residual, step)
+        return self.mlp(x, step), residual
+
+
+class Model(nn.Module):
+    """Token ids → logits."""
+
+    rope_rule = "fixed"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.kv = KVShape(config.layers, config.heads, config.head_dim)
+        self.embed = PlacedEmbedding(config.vocab, config.hidden, config.max_len)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
+        self.norm = LayerNorm(config.hidden, config.eps)
+        self.head = Head(config.hidden, config.vocab)
+
+    def rope_key(self, length: int) -> int:  # noqa: ARG002  positions are learned, nothing rotates
+        """Always 0."""
+        return 0
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits [R, V] float32 of the rows that the step asks for."""
+        x: torch.Tensor = self.embed(step.ids, step)
+        residual: torch.Tensor | None = None
+        rope = Rope()
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, step)
+        if step.logit_rows is not None:
+            x = x[step.logit_rows]
+            residual = None if residual is None else residual[step.logit_rows]
+        x, _ = self.norm(x, residual, step)
+        return self.head(x, step)

@@ -1,0 +1,92 @@
+"""Qwen v1 (``QWenLMHeadModel``: Qwen-7B, 14B, 72B and their chats).
+
+``out = c_proj(w1(x) · silu(w2(x)))``: the gate is w2. The rotation's base follows the request's prompt length (dynamic
+NTK) and stays through its decode; queries past ``seq_length`` are scaled by logn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.errors import CheckpointError
+from modelmill.models._raw import number, switch, whole
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.rotary import RopeSpec
+
+PREFIXES = ("transformer.",)
+# α grows with the prompt; beyond this multiple of seq_length nobody has measured the original
+STRETCH = 16
+
+
+def configure(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json, the old key names accepted too. ``intermediate_size`` counts w1 and w2 together."""
+    hidden = whole(raw, "hidden_size", "n_embd")
+    heads = whole(raw, "num_attention_heads", "n_head")
+    dim = whole(raw, "kv_channels", default=hidden // heads)
+    inner = whole(raw, "intermediate_size", "ffn_hidden_size")
+    if inner % 2:
+        raise CheckpointError(f"config.json: intermediate_size={inner} is odd, but it counts w1 and w2 together")
+    seq_length = whole(raw, "seq_length", default=2048)
+    positions = whole(raw, "max_position_embeddings", "n_positions", default=seq_length)
+    ntk = switch(raw, "use_dynamic_ntk", False)
+    rotated = int(dim * number(raw, "rotary_pct", default=1.0))
+    if rotated != dim:
+        raise CheckpointError("config.json: rotary_pct other than 1.0 is not supported")
+    base = number(raw, "rotary_emb_base", "rope_theta", default=10000.0)
+    spec = RopeSpec(dim, base, seq_length, ntk_length=seq_length if ntk else None)
+    config = DecoderConfig(
+        hidden=hidden,
+        inner=inner // 2,
+        layers=whole(raw, "num_hidden_layers", "n_layer"),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        vocab=whole(raw, "vocab_size", "padded_vocab_size"),
+        eps=number(raw, "layer_norm_epsilon", default=1e-6),
+        max_len=max(positions, seq_length),
+        rope=spec,
+        qkv_bias=True,
+        out_bias=not switch(raw, "no_bias", True),
+        mlp_bias=not switch(raw, "no_bias", True),
+        tied=switch(raw, "tie_word_embeddings", False),
+        logn=seq_length if switch(raw, "use_logn_attn", False) else None,
+    )
+    return replace(config, limit=max(config.max_len, STRETCH * seq_length)) if ntk else config
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor under its QWenLMHeadModel name; the fused gate_up holds w2 (gate) above w1 (up)."""
+    out = [Rule("embed.weight", ("transformer.wte.weight",)), Rule("norm.weight", ("transformer.ln_f.weight",))]
+    if not config.tied:
+        out.append(Rule("head.weight", ("lm_head.weight",)))
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
+        out += [
+            Rule(f"{ours}.attn_norm.weight", (f"{theirs}.ln_1.weight",)),
+            Rule(f"{ours}.mlp_norm.weight", (f"{theirs}.ln_2.weight",)),
+            Rule(f"{ours}.attn.qkv_proj.weight", (f"{theirs}.attn.c_attn.weight",)),
+            Rule(f"{ours}.attn.qkv_proj.bias", (f"{theirs}.attn.c_attn.bias",)),
+            Rule(f"{ours}.attn.o_proj.weight", (f"{theirs}.attn.c_proj.weight",)),
+            Rule(f"{ours}.mlp.gate_up_proj.weight", (f"{theirs}.mlp.w2.weight", f"{theirs}.mlp.w1.weight"), "cat0"),
+            Rule(f"{ours}.mlp.down_proj.weight", (f"{theirs}.mlp.c_proj.weight",)),
+        ]
+        if config.out_bias:
+            out += [
+                Rule(f"{ours}.attn.o_proj.bias", (f"{theirs}.attn.c_proj.bias",)),
+                Rule(f"{ours}.mlp.gate_up_proj.bias", (f"{theirs}.mlp.w2.bias", f"{theirs}.mlp.w1.bias"), "cat0"),
+                Rule(f"{ours}.mlp.down_proj.bias", (f"{theirs}.mlp.c_proj.bias",)),
+            ]
+    return out
+
+
+def drops(config: DecoderConfig) -> tuple[str, ...]:
+    """Buffers of the original, and the copy of a tied head."""
+    buffers = (r".*attn\.masked_bias", r".*attn\.bias", r".*rotary_emb\.inv_freq", r".*attn\.logn_tensor")
+    return (*buffers, r"lm_head\.weight") if config.tied else buffers
+
+
+class Model(Decoder):
+    """The plain decoder with NTK and logn."""
