@@ -15,7 +15,6 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
-    "qwen.tiktoken",
     "vocab.json",
     "merges.txt",
     "added_tokens.json",
@@ -26,6 +25,12 @@ TOKENIZER_FILES = (
     "pieces.json",
 )
 """What a tokenizer or a chat format may be made of; anything else in the folder is not looked at."""
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files that a folder holds, by name: the known names and any *.tiktoken."""
+    tiktoken = sorted(file.name for file in folder.glob("*.tiktoken"))
+    return {name: read_small(folder / name) for name in (*TOKENIZER_FILES, *tiktoken) if (folder / name).is_file()}
 
 
 def read_small(path: Path) -> bytes:

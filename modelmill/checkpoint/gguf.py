@@ -129,7 +129,7 @@ class GgufFile:
         return result
 
     def _fill(self, stream: BinaryIO, data: torch.Tensor) -> None:
-        view = memoryview(data.numpy())
+        view = data.numpy().data
         while len(view):
             count = stream.readinto(view)  # type: ignore[attr-defined]
             if not count:

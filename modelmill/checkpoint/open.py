@@ -13,7 +13,7 @@ import torch
 
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.delta import DeltaContainer
-from modelmill.checkpoint.folder import TOKENIZER_FILES, read_json, read_small
+from modelmill.checkpoint.folder import read_json, tokenizer_files
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
 from modelmill.checkpoint.pth import INDEX as PTH_INDEX
@@ -178,7 +178,7 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
         generation_config=read_json(generation_file) if generation_file.is_file() else {},
         raw=weights,
         view=weights,
-        side_files={name: read_small(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()},
+        side_files=tokenizer_files(folder),
     )
 
 

@@ -152,8 +152,9 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     """One tensor's description and the place where it begins behind the header."""
     if not isinstance(entry, dict):
         raise CorruptCheckpoint(f"{path}: describes {name!r} by no JSON object")
-    shape, place, dtype = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")
-    if not _counts(shape) or not _counts(place) or len(place) != 2 or not isinstance(dtype, str):
+    shape, place = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
+    dtype = entry.get("dtype")
+    if shape is None or place is None or len(place) != 2 or not isinstance(dtype, str):
         raise CorruptCheckpoint(f"{path}: gives {name!r} no proper dtype, shape and place")
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} has the dtype {dtype}, which modelmill does not read")
@@ -169,9 +170,10 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     return TensorInfo(name, tuple(shape), label, nbytes), place[0]
 
 
-def _counts(value: Any) -> bool:
-    """Whether a JSON value is a list of integers from 0 up (and not of bools, which are ints to Python)."""
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+def _counts(value: Any) -> list[int] | None:
+    """A JSON value that is a list of integers from 0 up (bools are ints to Python, not here), else None."""
+    good = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return value if good else None
 
 
 def _check_places(path: Path, places: Sequence[tuple[TensorInfo, int]], room: int) -> None:

