@@ -1,0 +1,126 @@
+"""How far one tensor, or one row of logits, lies from another: float64, and never fooled by NaN."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INFINITE = math.inf
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. Errors are infinite where either side holds NaN or Inf, or the shapes differ.
+
+    ``scale``: max |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ / ‖ref‖.
+    ``gain``: <ours, ref> / <ref, ref>, the factor by which ours is the reference; rounding leaves it near 1.
+    """
+
+    name: str
+    max_abs: float
+    mean_abs: float
+    median_abs: float
+    max_rel: float
+    rel_l2: float
+    cosine: float
+    gain: float
+    scale: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether both sides could be compared at all."""
+        return math.isfinite(self.max_abs)
+
+
+def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> Row:
+    """Compare two tensors of one shape, of any dtype and device."""
+    right = reference.detach().to("cpu", torch.float64).reshape(-1)
+    left = ours.detach().to("cpu", torch.float64).reshape(-1)
+    comparable = ours.shape == reference.shape and bool(left.isfinite().all() and right.isfinite().all())
+    if not comparable:
+        return Row(name, *[INFINITE] * 5, cosine=0.0, gain=INFINITE, scale=INFINITE)
+    if not right.numel():
+        return Row(name, *[0.0] * 5, cosine=1.0, gain=1.0, scale=0.0)
+    error = (left - right).abs()
+    max_abs, scale = float(error.max()), float(right.abs().max())
+    # Normalised first, so that squares of very large or very small values stay in range.
+    unit = scale or float(left.abs().max()) or 1.0
+    left, right, off = left / unit, right / unit, error / unit
+    power, ours_power, product = float(right @ right), float(left @ left), float(left @ right)
+    same = max_abs == 0.0
+    return Row(
+        name,
+        max_abs=max_abs,
+        mean_abs=float(error.mean()),
+        median_abs=float(error.median()),
+        max_rel=0.0 if same else _ratio(max_abs, scale),
+        rel_l2=0.0 if same else _ratio(float(off.norm()), math.sqrt(power)),
+        cosine=1.0 if same else (product / math.sqrt(power * ours_power) if power and ours_power else 0.0),
+        gain=1.0 if same else _ratio(product, power),
+        scale=scale,
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else INFINITE
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Next-token agreement where the reference is sure: ``first`` is the first row that disagrees."""
+
+    rows: int
+    sure: int
+    agreed: int
+    first: int | None
+
+    @property
+    def complete(self) -> bool:
+        """No sure row disagrees."""
+        return self.agreed == self.sure
+
+
+def centred(logits: Tensor) -> Tensor:
+    """Logits in float64 less each row's mean, which softmax does not see: [T, vocab]."""
+    wide = logits.detach().to("cpu", torch.float64)
+    return wide - wide.mean(-1, keepdim=True)
+
+
+def compare_logits(name: str, ours: Tensor, reference: Tensor) -> Row:
+    """``compare_tensors`` of centred logits [T, vocab]."""
+    return compare_tensors(name, centred(ours), centred(reference))
+
+
+def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> Agreement:
+    """Does ours choose the reference's next token, wherever its top-two distance exceeds the margin?
+
+    ours, reference [T, vocab]; ``margin`` in units of each row's standard deviation over the vocabulary.
+    A row of ours with NaN disagrees.
+    """
+    exact = centred(reference)
+    best = exact.topk(2, dim=-1)
+    sure = (best.values[:, 0] - best.values[:, 1]) > margin * exact.std(-1)
+    wide = ours.detach().to("cpu", torch.float64)
+    same = (wide.argmax(-1) == best.indices[:, 0]) & wide.isfinite().all(-1)
+    wrong = (sure & ~same).nonzero()
+    first = int(wrong[0]) if len(wrong) else None
+    return Agreement(len(sure), int(sure.sum()), int((sure & same).sum()), first)
+
+
+def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
+    """KL(reference ‖ ours) in nats per row: logits [T, vocab] → [T], infinite where ours is not finite."""
+    exact = reference.detach().to("cpu", torch.float64).log_softmax(-1)
+    guess = ours.detach().to("cpu", torch.float64).log_softmax(-1)
+    each = (exact.exp() * (exact - guess)).sum(-1).clamp(min=0.0)
+    return torch.where(each.isnan(), torch.full_like(each, INFINITE), each)
+
+
+def perplexity(logits: Tensor, targets: Tensor) -> float:
+    """exp of the mean negative log likelihood of targets [T] under logits [T, vocab]; NaN becomes inf."""
+    chances = logits.detach().to("cpu", torch.float64).log_softmax(-1)
+    each = -chances.gather(-1, targets.to("cpu", torch.long)[:, None])
+    mean = float(each.mean()) if each.numel() else 0.0
+    return math.exp(min(mean, 700.0)) if math.isfinite(mean) else INFINITE
