@@ -1,0 +1,176 @@
+"""The vocabulary inside a GGUF file (its tokenizer.* metadata as JSON): byte-level BPE or SentencePiece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+
+from modelmill.core.errors import TokenizerError
+from modelmill.text.files import Settings, is_id, read_json, read_settings
+from modelmill.text.hf import byte_level_core, from_core
+from modelmill.text.spm import build
+from modelmill.text.spm_proto import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Piece, SpmModel
+from modelmill.text.tokens import Tokenizer
+
+FILE = "gguf_vocab.json"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# how text is cut before merging, by the file's tokenizer.ggml.pre
+SPLITS = {
+    "llama3": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}",
+    "qwen2": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}",
+    "qwen35": (
+        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{TAIL}"
+    ),
+}
+SAME = {
+    "": "gpt-2",
+    "default": "gpt-2",
+    "gpt2": "gpt-2",
+    "llama-v3": "llama3",
+    "llama-bpe": "llama3",
+    "deepseek-r1-qwen": "qwen2",
+    "smollm2": "smollm",
+}
+PLAIN = ("gpt-2", "smollm")
+ROLES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
+    """The tokenizer of gguf_vocab.json; raises TokenizerError for broken or unknown vocabularies."""
+    data = vocabulary(files)
+    tokens = data.get("tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(text, str) for text in tokens):
+        raise TokenizerError("the GGUF file's tokenizer.ggml.tokens must be a list of texts")
+    types = data.get("token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens) or not all(map(is_id, types)):
+        raise TokenizerError("the GGUF file's tokenizer.ggml.token_type must hold one number a token")
+    model = data.get("model")
+    if model == "gpt2":
+        return _byte_level(data, tokens, types, files)
+    if model == "llama":
+        return _sentencepiece(data, tokens, types, files)
+    raise TokenizerError(
+        f"the GGUF file's tokenizer model {str(model)[:40]!r} is not supported; convert one with gpt2 or llama"
+    )
+
+
+def vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The metadata with short keys: "tokens" for tokenizer.ggml.tokens, "chat_template" and so on."""
+    data = read_json(files, FILE)
+    short = {key.removeprefix("tokenizer.").removeprefix("ggml."): value for key, value in data.items()}
+    nested = short.pop("ids", None)
+    return short | (nested if isinstance(nested, dict) else {})
+
+
+def _byte_level(
+    data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
+) -> Tokenizer:
+    pre = str(data.get("pre", ""))
+    pre = SAME.get(pre, pre)
+    if pre not in SPLITS and pre not in PLAIN:
+        known = ", ".join(sorted({*SPLITS, *PLAIN, *SAME} - {""}))
+        raise TokenizerError(f"the GGUF file's pre-tokenizer {pre[:40]!r} is not supported (known: {known})")
+    vocab = {text: id for id, text in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise TokenizerError("the GGUF file's vocabulary holds a token twice")
+    merges = data.get("merges")
+    if not isinstance(merges, list) or not all(isinstance(pair, str) and " " in pair[1:] for pair in merges):
+        raise TokenizerError('the GGUF file\'s tokenizer.ggml.merges must be a list of "left right" pairs')
+    pairs: list[tuple[str, str]] = []
+    for pair in merges:
+        cut = pair.index(" ", 1)
+        pairs.append((pair[:cut], pair[cut + 1 :]))
+    core = byte_level_core(vocab, pairs, "the GGUF file's vocabulary", ignore_merges=pre == "llama3")
+    core.pre_tokenizer = _pre_tokenizer(pre)
+    if pre.startswith("qwen"):
+        core.normalizer = normalizers.NFC()
+    ids = _role_ids(data, len(tokens))
+    control = {id for id, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)} | set(ids.values())
+    core.add_special_tokens(
+        [AddedToken(tokens[id], normalized=False, special=True) for id in sorted(control) if tokens[id]]
+    )
+    user = [tokens[id] for id, type_ in enumerate(types) if type_ == USER_DEFINED and id not in control]
+    core.add_tokens([AddedToken(text, normalized=False) for text in user if text])
+    settings = _settings(data, files, add_bos=pre == "llama3", tokens=tokens)
+    return from_core(core, settings, kind="gguf-bpe", file="the GGUF file", ids=ids)
+
+
+def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    if pre == "gpt-2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre == "smollm":
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    split = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, letters])
+
+
+def _sentencepiece(
+    data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
+) -> Tokenizer:
+    scores = data.get("scores")
+    numbers = isinstance(scores, list) and all(isinstance(score, int | float) for score in scores)
+    if not isinstance(scores, list) or not numbers or len(scores) != len(tokens):
+        raise TokenizerError("the GGUF file's tokenizer.ggml.scores must hold one number a token")
+    ids = _role_ids(data, len(tokens), {"bos_token": 1, "eos_token": 2, "unk_token": 0})
+    if not all(NORMAL <= type_ <= BYTE for type_ in types):
+        raise TokenizerError("the GGUF file's tokenizer.ggml.token_type holds numbers outside 1 to 6")
+    kinds = [NORMAL if type_ == UNKNOWN else type_ for type_ in types]
+    for key, id in ids.items():
+        kinds[id] = UNKNOWN if key == "unk_token" else kinds[id] if kinds[id] == UNKNOWN else CONTROL
+    pieces = [
+        Piece(text, float(score), kind) for text, score, kind in zip(tokens, scores, kinds, strict=True)
+    ]
+    model = SpmModel(
+        pieces,
+        dummy_prefix=data.get("add_space_prefix") is not False,
+        unk_id=ids["unk_token"],
+        bos_id=ids["bos_token"],
+        eos_id=ids["eos_token"],
+        pad_id=ids.get("pad_token", -1),
+    )
+    settings = _settings(data, files, add_bos=True, tokens=tokens)
+    return build(model, settings, kind="gguf-spm", file="the GGUF file's vocabulary")
+
+
+def _role_ids(
+    data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """bos_token → id, … for those that the file names; TokenizerError for an id outside the vocabulary."""
+    ids: dict[str, int] = {}
+    for name, key in ROLES.items():
+        id = data.get(key, (defaults or {}).get(name))
+        if id is None:
+            continue
+        if not is_id(id) or id >= size:
+            raise TokenizerError(f"the GGUF file's {key} {str(id)[:20]} is outside its vocabulary of {size}")
+        ids[name] = id
+    return ids
+
+
+def _settings(
+    data: Mapping[str, Any], files: Mapping[str, bytes], *, add_bos: bool, tokens: list[str]
+) -> Settings:
+    """What tokenizer_config.json would say: whether to add BOS and EOS, and further end-of-turn ids."""
+    beside = read_settings(files)
+    add = data.get("add_bos_token", data.get("add_bos"))
+    ends = [int(data[key]) for key in ("eot_token_id", "eom_token_id") if is_id(data.get(key))]
+    return Settings(
+        names=beside.names,
+        extra=beside.extra,
+        added={},
+        add_bos=add if isinstance(add, bool) else add_bos,
+        add_eos=data.get("add_eos_token") is True,
+        legacy=True,
+        eos_ids=(*(id for id in ends if id < len(tokens)), *beside.eos_ids),
+    )

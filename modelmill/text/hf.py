@@ -1,0 +1,298 @@
+"""Hugging Face byte-level and SentencePiece-like BPE: tokenizer.json, or GPT-2's vocab.json + merges.txt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from modelmill.core.errors import TokenizerError
+from modelmill.text.byte_level import alphabet
+from modelmill.text.files import Settings, is_id, read_json, read_settings, unique
+from modelmill.text.tokens import Tokenizer, Traits
+
+# Qwen lists <|fim_prefix|> and its like as ordinary added tokens; they steer the model all the same.
+CONTROL_SHAPE = re.compile(r"<[|｜][^<>]*[|｜]>")
+SPACE = "▁"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+ALPHABET = alphabet()
+
+
+def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
+    """The tokenizer of tokenizer.json; raises TokenizerError when the file is broken or of another kind."""
+    spec = read_json(files, "tokenizer.json")
+    _check(spec)
+    core = _built("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode()))
+    return from_core(core, read_settings(files), kind="hf", file="tokenizer.json")
+
+
+def load_vocab_merges(files: Mapping[str, bytes]) -> Tokenizer:
+    """GPT-2's older layout: vocab.json and merges.txt. Raises TokenizerError."""
+    vocab = read_json(files, "vocab.json")
+    _check_vocab(vocab, "vocab.json")
+    try:
+        lines = files["merges.txt"].decode("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise TokenizerError("merges.txt is not UTF-8 text; copy the file again") from None
+    pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    if not all(len(pair) == 2 for pair in pairs):
+        raise TokenizerError("merges.txt must hold two tokens on every line")
+    merges = [(left, right) for left, right in pairs]
+    settings = read_settings(files)
+    core = byte_level_core(vocab, merges, "merges.txt")
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    known = [text for text in ("<|endoftext|>",) if text in vocab]
+    core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in known])
+    return from_core(core, settings, kind="hf", file="vocab.json")
+
+
+def byte_level_core(
+    vocab: dict[str, int], merges: list[tuple[str, str]], file: str, ignore_merges: bool = False
+) -> tokenizers.Tokenizer:
+    """A bare byte-level BPE without pre-tokenizer or added tokens; TokenizerError when merges do not fit."""
+    model = _built(
+        file, lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False)
+    )
+    core = tokenizers.Tokenizer(model)
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def from_core(
+    core: tokenizers.Tokenizer,
+    settings: Settings,
+    *,
+    kind: str,
+    file: str,
+    ids: Mapping[str, int] | None = None,
+) -> HfTokenizer:
+    """Wraps a finished tokenizers.Tokenizer. ids: bos_token, eos_token, … by id, where the file has ids."""
+    core.no_truncation()
+    core.no_padding()
+    _add_tokens(core, settings)
+    names = dict(settings.names)
+    for key, id in (ids or {}).items():
+        text = core.id_to_token(id)
+        if text is None:
+            raise TokenizerError(f"{file}: the id {id} of {key} is outside the vocabulary")
+        names.setdefault(key, text)
+    for key in ("bos_token", "eos_token"):
+        if key in names and core.token_to_id(names[key]) is None:
+            raise TokenizerError(
+                f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}"
+            )
+    by_id = {key: core.token_to_id(text) for key, text in names.items()}
+    added = core.get_added_tokens_decoder()
+    flagged = {id for id, token in added.items() if token.special}
+    control = flagged | {id for id, token in added.items() if CONTROL_SHAPE.fullmatch(token.content)}
+    prefix, suffix = _affixes(core, settings, by_id)
+    traits = Traits(
+        kind=kind,
+        vocab_size=max(core.get_vocab(with_added_tokens=True).values()) + 1,
+        special={added[id].content: id for id in sorted(control)},
+        skipped=frozenset(flagged),
+        bos_id=by_id.get("bos_token"),
+        eos_ids=unique([by_id.get("eos_token"), *settings.eos_ids]),
+        pad_id=by_id.get("pad_token"),
+        prefix=prefix,
+        suffix=suffix,
+        template_names=names,
+        padded={added[id].content: (added[id].lstrip, added[id].rstrip) for id in control},
+    )
+    return HfTokenizer(core, traits)
+
+
+class HfTokenizer(Tokenizer):
+    """A tokenizers.Tokenizer behind our interface; its normalizer and pre-tokenizer are used as they are."""
+
+    def __init__(self, core: tokenizers.Tokenizer, traits: Traits) -> None:
+        super().__init__(traits)
+        self._core = core
+        self._control = frozenset(traits.special.values())
+        self._added = {id: token.content for id, token in core.get_added_tokens_decoder().items()}
+        self._bytes: dict[int, bytes] = {}
+        spec = json.loads(decoders_json(core))
+        self._byte_level = "ByteLevel" in json.dumps(spec)
+        self.each_byte = not self._byte_level
+        self._drops_space = not self._byte_level and _drops_leading_space(spec)
+
+    def _ordinary(self, text: str, at_start: bool) -> list[int]:
+        core = self._core if at_start else self._inner
+        encoded = core.encode(text, add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        if self._control.isdisjoint(ids):
+            return ids
+        # The usual case above costs nothing; only text that spells a control token comes here.
+        encoded = (self._guarded if at_start else self._guarded_inner).encode(text, add_special_tokens=False)
+        ids = encoded.ids
+        for index, id in enumerate(ids):
+            if id in self._control:
+                # the model itself produced it (ignore_merges): cut inside its text and go on
+                start, stop = encoded.offsets[index]
+                cut = start + 1
+                if stop <= cut:
+                    raise TokenizerError(f"the text cannot be encoded without control token {id}")
+                return self._ordinary(text[:cut], at_start) + self._ordinary(text[cut:], False)
+        return ids
+
+    @cached_property
+    def _guarded(self) -> tokenizers.Tokenizer:
+        return _changed(self._core, self._control, first=True)
+
+    @cached_property
+    def _guarded_inner(self) -> tokenizers.Tokenizer:
+        return _changed(self._core, self._control, first=False)
+
+    @cached_property
+    def _inner(self) -> tokenizers.Tokenizer:
+        """For text that does not start the prompt: a Metaspace "first" adds no space there."""
+        pre = self._core.pre_tokenizer
+        if pre is None or b'"first"' not in pre.__getstate__():
+            return self._core
+        return _changed(self._core, frozenset(), first=False)
+
+    def token_bytes(self, id: int) -> bytes:
+        data = self._bytes.get(id)
+        if data is None:
+            data = self._bytes[id] = self._spell(id)
+        return data
+
+    def opening_bytes(self, id: int) -> bytes:
+        data = self.token_bytes(id)
+        if self._drops_space and id not in self._added and data.startswith(b" "):
+            return data[1:]
+        return data
+
+    def _spell(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id].encode("utf-8")
+        token = self._core.id_to_token(id) if 0 <= id < self.vocab_size else None
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(ALPHABET[char] for char in token)
+            except KeyError:
+                return token.encode("utf-8")
+        byte = BYTE.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode("utf-8")
+
+
+def decoders_json(core: tokenizers.Tokenizer) -> str:
+    """The decoder as JSON; TokenizerError when it is not one whose bytes we can name."""
+    decoder = core.decoder
+    text = decoder.__getstate__().decode() if decoder is not None else "null"
+    kinds = set(re.findall(r'"type":\s*"(\w+)"', text)) - {"Sequence", "Fuse", "Strip"}
+    if not kinds or not kinds <= {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
+        named = ", ".join(sorted(kinds)) or "none"
+        raise TokenizerError(
+            f"tokenizer.json: cannot decode with {named}; use a byte-level or SentencePiece BPE"
+        )
+    return text
+
+
+def _drops_leading_space(spec: dict[str, Any]) -> bool:
+    steps = spec.get("decoders", [spec])
+    for step in steps:
+        if step.get("type") == "Metaspace":
+            return step.get("prepend_scheme", "always") != "never"
+        if step.get("type") == "Strip":
+            return step.get("content") == " " and step.get("start", 0) > 0
+    return False
+
+
+def _changed(core: tokenizers.Tokenizer, control: frozenset[int], *, first: bool) -> tokenizers.Tokenizer:
+    """A copy in which `control` ids cannot come from text and, unless `first`, no opening space is added."""
+    spec = json.loads(core.to_str())
+    for token in spec["added_tokens"]:
+        token["special"] = token["special"] or token["id"] in control
+    if not first and spec["pre_tokenizer"] is not None:
+        pre = spec["pre_tokenizer"]
+        for step in pre.get("pretokenizers", [pre]):
+            if step.get("prepend_scheme") == "first":
+                step["prepend_scheme"] = "never"
+    copy = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    copy.encode_special_tokens = bool(control)
+    return copy
+
+
+def _add_tokens(core: tokenizers.Tokenizer, settings: Settings) -> None:
+    """Adds what only tokenizer_config.json lists; the ids must come out as it says."""
+    for id, entry in sorted(settings.added.items()):
+        content = entry["content"]
+        if core.token_to_id(content) is None:
+            flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "special")}
+            token = AddedToken(content, normalized=bool(entry.get("normalized")), **flags)
+            core.add_tokens([token])
+        if core.token_to_id(content) != id:
+            raise TokenizerError(
+                f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json {core.token_to_id(content)}; "
+                "take both files from the same model"
+            )
+    known = {token.content for token in core.get_added_tokens_decoder().values()}
+    wanted = [*settings.names.values(), *settings.extra]
+    missing = [
+        text for text in dict.fromkeys(wanted) if text not in known and core.token_to_id(text) is not None
+    ]
+    core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+
+
+def _affixes(
+    core: tokenizers.Tokenizer, settings: Settings, by_id: Mapping[str, int | None]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the library puts before and after a text, unless the config says it with add_bos/add_eos."""
+    plain = core.encode("x", add_special_tokens=False).ids
+    full = core.encode("x", add_special_tokens=True).ids
+    extra = len(full) - len(plain)
+    cut = next((i for i in range(extra + 1) if full[i : i + len(plain)] == plain), 0)
+    prefix, suffix = tuple(full[:cut]), tuple(full[cut + len(plain) :])
+    bos, eos = by_id.get("bos_token"), by_id.get("eos_token")
+    if settings.add_bos is not None:
+        prefix = (bos,) if settings.add_bos and bos is not None else ()
+    if settings.add_eos is not None:
+        suffix = (eos,) if settings.add_eos and eos is not None else ()
+    return prefix, suffix
+
+
+def _check(spec: Mapping[str, Any]) -> None:
+    model = spec.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise TokenizerError(f"tokenizer.json: expected a BPE model, found {str(kind)[:40]}")
+    vocab = model.get("vocab")
+    _check_vocab(vocab, "tokenizer.json")
+    assert isinstance(vocab, dict)
+    by_id = {id: text for text, id in vocab.items()}
+    added = spec.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise TokenizerError("tokenizer.json: added_tokens must be a list")
+    for token in added:
+        if not isinstance(token, dict) or not is_id(token.get("id")) or not token.get("content"):
+            raise TokenizerError("tokenizer.json: every added token needs an id and a content")
+        if by_id.setdefault(token["id"], token["content"]) != token["content"]:
+            raise TokenizerError(f"tokenizer.json: two tokens share the id {token['id']}")
+        if vocab.get(token["content"], token["id"]) != token["id"]:
+            raise TokenizerError(f"tokenizer.json: {token['content']!r} has two ids")
+
+
+def _check_vocab(vocab: object, file: str) -> None:
+    if not isinstance(vocab, dict) or not vocab:
+        raise TokenizerError(f"{file}: the vocabulary is missing or empty")
+    if not all(is_id(id) for id in vocab.values()):
+        raise TokenizerError(f"{file}: token ids must be integers from 0")
+    if len(set(vocab.values())) != len(vocab):
+        raise TokenizerError(f"{file}: two tokens share an id")
+
+
+def _built(file: str, build: Any) -> Any:
+    """The result of `build`; the library's exceptions (plain Exception, TypeError, …) name the file instead."""
+    try:
+        return build()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise TokenizerError(f"{file} cannot be read as a tokenizer: {reason}") from None

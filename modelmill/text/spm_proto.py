@@ -1,0 +1,165 @@
+"""SentencePiece's model file, as far as we read and write it.
+
+The file is a protocol buffer; its few fields are spelled out here because the generated classes that ship
+with sentencepiece need the protobuf package, which a server has no other use for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from modelmill.core.errors import TokenizerError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+# field numbers of sentencepiece_model.proto
+PIECES, TRAINER, NORMALIZER = 1, 2, 3
+PIECE_TEXT, PIECE_SCORE, PIECE_TYPE = 1, 2, 3
+MODEL_TYPE, BYTE_FALLBACK, UNK_ID, BOS_ID, EOS_ID, PAD_ID = 3, 35, 40, 41, 42, 43
+CHARSMAP, DUMMY_PREFIX, EXTRA_SPACES, ESCAPE_SPACES = 2, 3, 4, 5
+BPE = 2
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One row of the vocabulary; the row's index is the token id."""
+
+    text: str
+    score: float
+    type: int = NORMAL
+
+
+@dataclass(frozen=True)
+class SpmModel:
+    """The parts of a model that decide how text becomes ids. -1: that token does not exist."""
+
+    pieces: Sequence[Piece]
+    dummy_prefix: bool = True
+    unk_id: int = 0
+    bos_id: int = 1
+    eos_id: int = 2
+    pad_id: int = -1
+
+
+def write_model(model: SpmModel) -> bytes:
+    """A BPE model with byte fallback (when all 256 byte pieces exist) and no text normalisation."""
+    parts = []
+    for piece in model.pieces:
+        text = piece.text.encode("utf-8")
+        body = _bytes(PIECE_TEXT, text) + _key(PIECE_SCORE, FIXED32) + struct.pack("<f", piece.score)
+        parts.append(_bytes(PIECES, body + _int(PIECE_TYPE, piece.type)))
+    fallback = sum(piece.type == BYTE for piece in model.pieces) == 256
+    trainer = _int(MODEL_TYPE, BPE) + _int(BYTE_FALLBACK, fallback) + _int(UNK_ID, model.unk_id)
+    trainer += _int(BOS_ID, model.bos_id) + _int(EOS_ID, model.eos_id) + _int(PAD_ID, model.pad_id)
+    normalizer = _int(DUMMY_PREFIX, model.dummy_prefix) + _int(EXTRA_SPACES, 0) + _int(ESCAPE_SPACES, 1)
+    return b"".join(parts) + _bytes(TRAINER, trainer) + _bytes(NORMALIZER, normalizer)
+
+
+def without_prefix(proto: bytes) -> bytes:
+    """The same model without the dummy space; a later message field of a protocol buffer amends the earlier."""
+    return proto + _bytes(NORMALIZER, _int(DUMMY_PREFIX, 0))
+
+
+def read_model(proto: bytes, file: str) -> SpmModel:
+    """Raises TokenizerError naming `file` when the bytes are not such a model."""
+    pieces: list[Piece] = []
+    ids = {UNK_ID: 0, BOS_ID: 1, EOS_ID: 2, PAD_ID: -1}  # the format's defaults
+    dummy_prefix = True
+    try:
+        for field, value in _fields(proto):
+            if field == PIECES and isinstance(value, bytes):
+                pieces.append(_piece(value))
+            elif field == TRAINER and isinstance(value, bytes):
+                ids |= {f: _signed(v) for f, v in _fields(value) if f in ids and isinstance(v, int)}
+            elif field == NORMALIZER and isinstance(value, bytes):
+                for inner, flag in _fields(value):
+                    dummy_prefix = bool(flag) if inner == DUMMY_PREFIX else dummy_prefix
+    except (ValueError, IndexError, struct.error):
+        raise TokenizerError(
+            f"{file} is not a SentencePiece model, or is truncated; copy the file again"
+        ) from None
+    if not pieces:
+        raise TokenizerError(f"{file} holds no vocabulary; copy the file again")
+    check_pieces(pieces, file)
+    return SpmModel(pieces, dummy_prefix, ids[UNK_ID], ids[BOS_ID], ids[EOS_ID], ids[PAD_ID])
+
+
+def check_pieces(pieces: Sequence[Piece], file: str) -> None:
+    """Raises TokenizerError for empty or repeated pieces and for scores that are not finite numbers."""
+    seen: dict[str, int] = {}
+    for id, piece in enumerate(pieces):
+        if not piece.text:
+            raise TokenizerError(f"{file}: token {id} is empty")
+        if seen.setdefault(piece.text, id) != id:
+            raise TokenizerError(f"{file}: tokens {seen[piece.text]} and {id} are the same")
+        if not abs(piece.score) < 3.4e38:
+            raise TokenizerError(f"{file}: the score of token {id} is not a finite number")
+
+
+def _piece(data: bytes) -> Piece:
+    text, score, type_ = "", 0.0, NORMAL
+    for field, value in _fields(data):
+        if field == PIECE_TEXT and isinstance(value, bytes):
+            text = value.decode("utf-8")
+        elif field == PIECE_SCORE and isinstance(value, bytes):
+            score = struct.unpack("<f", value)[0]
+        elif field == PIECE_TYPE and isinstance(value, int):
+            type_ = value
+    return Piece(text, score, type_)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(field number, value) in turn; ValueError or IndexError where the bytes end early."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == VARINT:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        if kind == BYTES:
+            size, at = _varint(data, at)
+        else:
+            size = {FIXED64: 8, FIXED32: 4}.get(kind, len(data) + 1)
+        if size > len(data) - at:
+            raise ValueError("a field reaches past the end")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 70:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a number without end")
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _key(field: int, kind: int) -> bytes:
+    return _raw_varint(field << 3 | kind)
+
+
+def _int(field: int, value: int) -> bytes:
+    return _key(field, VARINT) + _raw_varint(value & (1 << 64) - 1)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _key(field, BYTES) + _raw_varint(len(value)) + value
+
+
+def _raw_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])

@@ -1,0 +1,160 @@
+"""What every tokenizer of ours offers, whatever file it came from.
+
+Control tokens (``special``) can only come from text when the caller asks for it with ``special=True``: a
+user who types ``<|im_end|>`` has typed eight harmless characters.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from modelmill.core.errors import TokenizerError
+from modelmill.text.utf8 import Utf8Stream
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The facts about a vocabulary that do not depend on how it splits text."""
+
+    kind: str  # "hf", "tiktoken", "sentencepiece", "gguf-bpe" or "gguf-spm"
+    vocab_size: int  # the highest id + 1
+    special: Mapping[str, int]  # control tokens: their text → id
+    skipped: frozenset[int]  # ids that decode(skip_special=True) leaves out
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    prefix: tuple[int, ...] = ()  # what bos=None puts before the text
+    suffix: tuple[int, ...] = ()  # what bos=None puts after the text
+    template_names: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, … for templates
+    padded: Mapping[str, tuple[bool, bool]] = field(default_factory=dict)  # eats whitespace (left, right)
+
+
+class Tokenizer(ABC):
+    """Text ↔ token ids. Thread-safe: nothing changes after construction but caches."""
+
+    each_byte = False  # one U+FFFD per invalid byte (SentencePiece) instead of one per broken sequence
+
+    def __init__(self, traits: Traits) -> None:
+        self.kind = traits.kind
+        self.vocab_size = traits.vocab_size
+        self.special: dict[str, int] = dict(traits.special)
+        self.bos_id = traits.bos_id
+        self.eos_ids = traits.eos_ids
+        self.pad_id = traits.pad_id
+        self.template_names = dict(traits.template_names)
+        self._skipped = traits.skipped
+        self._prefix = list(traits.prefix)
+        self._suffix = list(traits.suffix)
+        longest_first = sorted(traits.special, key=len, reverse=True)
+        self._special_ids = [traits.special[text] for text in longest_first]
+        self._special_pattern = _pattern(longest_first, traits.padded)
+
+    # -- text → ids
+
+    def encode(self, text: str, *, bos: bool | None = None, special: bool = False) -> list[int]:
+        """Ids of `text`.
+
+        bos: True puts bos_id first, False nothing, None what this tokenizer does by default.
+        special: True reads control tokens out of the text; otherwise they are split like any other text.
+        Raises TokenizerError when bos is asked of a vocabulary that has none.
+        """
+        text = well_formed(text)
+        pieces = self.split_special(text) if special else [text]
+        ids = self.encode_pieces(pieces)
+        if bos is None:
+            return [*self._prefix, *ids, *self._suffix]
+        if bos and self.bos_id is None:
+            raise TokenizerError("this tokenizer has no beginning-of-text token; encode with bos=False")
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def encode_pieces(self, pieces: Iterable[str | int]) -> list[int]:
+        """Ids of ordinary text (str) and finished token ids (int) in turn; no BOS, no control token from text."""
+        ids: list[int] = []
+        at_start = True
+        for piece in pieces:
+            if isinstance(piece, int):
+                ids.append(piece)
+            elif piece:
+                ids.extend(self._ordinary(well_formed(piece), at_start))
+            at_start = False
+        return ids
+
+    def split_special(self, text: str) -> list[str | int]:
+        """`text` cut at its control tokens: ordinary text as str, control tokens as their ids."""
+        if self._special_pattern is None:
+            return [text]
+        pieces: list[str | int] = []
+        end = 0
+        for match in self._special_pattern.finditer(text):
+            if match.start() > end:
+                pieces.append(text[end : match.start()])
+            pieces.append(self._special_ids[(match.lastindex or 1) - 1])
+            end = match.end()
+        if end < len(text) or not pieces:
+            pieces.append(text[end:])
+        return pieces
+
+    @abstractmethod
+    def _ordinary(self, text: str, at_start: bool) -> list[int]:
+        """Ids of well-formed text, never a control token. at_start: nothing stands before it."""
+
+    # -- ids → text
+
+    @abstractmethod
+    def token_bytes(self, id: int) -> bytes:
+        """The exact bytes of one token (control tokens: their text); b"" for an id outside the vocabulary."""
+
+    def opening_bytes(self, id: int) -> bytes:
+        """token_bytes as the first token of a text, where SentencePiece drops its own leading space."""
+        return self.token_bytes(id)
+
+    def is_skipped(self, id: int) -> bool:
+        """Whether decode(skip_special=True) leaves this id out."""
+        return id in self._skipped
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        chunks: list[bytes] = []
+        opened = False
+        for id in ids:
+            if skip_special and id in self._skipped:
+                continue
+            data = self.token_bytes(id)
+            chunks.append(data if opened else self.opening_bytes(id))
+            opened = opened or bool(data)
+        if not self.each_byte:
+            return b"".join(chunks).decode("utf-8", errors="replace")
+        stream = Utf8Stream(each_byte=True)
+        return "".join(map(stream.push, chunks)) + stream.flush()
+
+    def check_against(self, vocab_rows: int) -> None:
+        """Raises TokenizerError when ids of this tokenizer exceed an embedding of `vocab_rows` rows."""
+        if self.vocab_size > vocab_rows:
+            raise TokenizerError(
+                f"the tokenizer has ids up to {self.vocab_size - 1} but the model embeds only {vocab_rows} tokens; "
+                "they do not belong together: give the tokenizer that came with this model"
+            )
+
+
+def well_formed(text: str) -> str:
+    """`text` without lone surrogates (JSON may carry them, UTF-8 cannot): they become U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _pattern(texts: Sequence[str], padded: Mapping[str, tuple[bool, bool]]) -> re.Pattern[str] | None:
+    """One pattern for all control tokens (longest first), a group for each, with the whitespace it eats."""
+    alternatives = []
+    for text in texts:
+        eats_left, eats_right = padded.get(text, (False, False))
+        # the possessive run from its first space keeps a megabyte of spaces linear when no token follows
+        left = r"(?<!\s)\s*+" if eats_left else ""
+        right = r"\s*" if eats_right else ""
+        alternatives.append(f"({left}{re.escape(text)}{right})")
+    return re.compile("|".join(alternatives)) if alternatives else None
