@@ -1,0 +1,84 @@
+"""The manifest: what an engine folder is, in one JSON file that is written last.
+
+Everything here follows from the checkpoint and the BuildConfig alone, so that two builds are bit-identical. What
+depends on the machine or the day lives in ``tuning/<device>.json``, outside the hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
+
+SCHEMA = 1
+PACKINGS = ("rows/1",)
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """config: the checkpoint's own config (Hugging Face keys). build: the resolved BuildConfig.
+
+    weights: linear module → held kind. aliases: tensor → the tensor whose memory it shares. files: path inside the
+    folder → {"sha256", "bytes"}. packing: layout of the weights. generation: the checkpoint's generation_config.
+    """
+
+    schema: int
+    kind: str
+    model_type: str
+    packing: str
+    max_model_len: int
+    config: dict[str, Any]
+    build: dict[str, Any]
+    weights: dict[str, str]
+    aliases: dict[str, str]
+    generation: dict[str, Any]
+    source: dict[str, Any]
+    versions: dict[str, str]
+    files: dict[str, dict[str, Any]]
+
+    def digest(self) -> str:
+        """sha256 over the canonical JSON; identifies the engine (and keys its prefix cache)."""
+        return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The file's text; carries its own digest, so that a changed manifest is noticed."""
+        return json.dumps({**asdict(self), "digest": self.digest()}, indent=1, sort_keys=True) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Manifest:
+        """Parse and check. Raises CorruptArtifact for damage, IncompatibleArtifact for another schema or packing."""
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise CorruptArtifact(f"{where}/{NAME} is not JSON ({error}); rebuild the engine") from None
+        if not isinstance(raw, Mapping) or "schema" not in raw:
+            raise CorruptArtifact(f"{where}/{NAME} is not an engine's manifest; rebuild the engine")
+        if raw["schema"] != SCHEMA:
+            raise IncompatibleArtifact(
+                f"{where} has schema {raw['schema']}, this modelmill reads {SCHEMA}; rebuild it: "
+                f"modelmill build CHECKPOINT -o {where}"
+            )
+        names = {f.name for f in fields(Manifest)}
+        if set(raw) != names | {"digest"}:
+            odd = ", ".join(sorted(set(raw) ^ (names | {"digest"})))
+            raise CorruptArtifact(f"{where}/{NAME} has unknown or missing keys: {odd}; rebuild the engine")
+        manifest = Manifest(**{k: v for k, v in raw.items() if k != "digest"})
+        if manifest.digest() != raw["digest"]:
+            raise CorruptArtifact(
+                f"{where}/{NAME} was changed after the build (its sha256 differs); rebuild the engine"
+            )
+        if manifest.packing not in PACKINGS:
+            raise IncompatibleArtifact(
+                f"{where} is packed as {manifest.packing!r}, this modelmill reads {', '.join(PACKINGS)}; rebuild it: "
+                f"modelmill build CHECKPOINT -o {where}"
+            )
+        return manifest
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

@@ -1,0 +1,214 @@
+"""The engine on disk: written beside its place and moved there when complete, read through mmap.
+
+``Staging`` is the half-written engine: a hidden folder next to the target with a journal of finished files, so that an
+interrupted build resumes; it has no manifest until the end, and only a folder with a manifest is an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.artifact.manifest import NAME, Manifest
+from modelmill.artifact.shard import Info, ShardReader, ShardWriter
+from modelmill.core.errors import ArtifactError, CorruptArtifact, UsageError
+
+ACCEPTANCE = "acceptance.json"
+TOKENIZER = "tokenizer"
+TUNING = "tuning"
+_JOURNAL = "journal.json"
+
+
+class Artifact:
+    """An engine folder, opened. Weights stay on disk until they are read."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._shards = [ShardReader(path / name) for name in manifest.files if name.endswith(".safetensors")]
+        self._where = {name: shard for shard in self._shards for name in shard.names()}
+
+    def names(self) -> list[str]:
+        """Names of all stored tensors."""
+        return list(self._where)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A zero-copy view on the CPU. Raises CorruptArtifact where it is absent."""
+        if name not in self._where:
+            raise CorruptArtifact(f"{self.path} holds no tensor {name}; rebuild the engine")
+        return self._where[name].get(name)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name; empty for an ids-only engine."""
+        prefix = TOKENIZER + "/"
+        return {
+            n.removeprefix(prefix): (self.path / n).read_bytes() for n in self.manifest.files if n.startswith(prefix)
+        }
+
+    def acceptance(self) -> dict[str, Any]:
+        """The acceptance report; empty where the engine was built without one."""
+        path = self.path / ACCEPTANCE
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def nbytes(self) -> int:
+        """Bytes of all hashed files."""
+        return sum(int(entry["bytes"]) for entry in self.manifest.files.values())
+
+
+def is_engine(path: Path) -> bool:
+    """Whether the folder claims to be an engine."""
+    return (path / NAME).is_file()
+
+
+def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
+    """Open an engine; every file must be there with its size. ``artifact.verify`` checks the contents.
+
+    Raises ArtifactError where it is no engine, CorruptArtifact, IncompatibleArtifact.
+    """
+    if not is_engine(path):
+        hint = "it does not exist" if not path.exists() else f"it has no {NAME}"
+        raise ArtifactError(f"{path} is not an engine ({hint}); make one with: modelmill build CHECKPOINT -o {path}")
+    if path.name.endswith(".staging") and not staged:
+        raise ArtifactError(f"{path} is an unfinished build; run the build again to finish it")
+    manifest = Manifest.from_json((path / NAME).read_text(errors="replace"), str(path))
+    for name, entry in manifest.files.items():
+        file = path / name
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise CorruptArtifact(f"{path}/{NAME} names a file outside the engine: {name}")
+        if not file.is_file():
+            raise CorruptArtifact(f"{file} is missing; rebuild the engine")
+        if file.stat().st_size != entry["bytes"]:
+            raise CorruptArtifact(
+                f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; rebuild the engine"
+            )
+    return Artifact(path, manifest)
+
+
+class Staging:
+    """An engine in the making. ``key`` names what is being built: files of another key are thrown away."""
+
+    def __init__(self, target: Path, key: str) -> None:
+        self.target = target
+        self.path = target.parent / f".{target.name}.staging"
+        self._key = key
+        self._lock: Any = None
+        self.done: dict[str, dict[str, Any]] = {}
+
+    def open(self) -> None:
+        """Take the folder for ourselves and keep what an interrupted build of the same key left there.
+
+        Raises UsageError where the target is something else than an engine, ArtifactError where another build runs
+        or the disk does not let us.
+        """
+        if (
+            self.target.exists()
+            and not is_engine(self.target)
+            and (self.target.is_file() or any(self.target.iterdir()))
+        ):
+            raise UsageError(f"{self.target} exists and is not an engine; choose another -o or remove it")
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.target.parent / f".{self.target.name}.lock").open("w")
+        except OSError as error:
+            raise ArtifactError(f"cannot write beside {self.target}: {error.strerror}; choose another -o") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # a build that just ended may have unlinked the file between our open and our lock
+            if os.fstat(self._lock.fileno()).st_ino != os.stat(self._lock.name).st_ino:
+                raise OSError
+        except OSError:
+            self._lock.close()
+            self._lock = None
+            raise ArtifactError(
+                f"another build of {self.target} is running; wait for it or choose another -o"
+            ) from None
+        self._resume()
+
+    def _resume(self) -> None:
+        journal = self.path / _JOURNAL
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            raw = json.loads(journal.read_text())
+            if raw.get("key") == self._key:
+                self.done = {n: e for n, e in raw["files"].items() if _same(self.path / n, e)}
+                return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+
+    @contextlib.contextmanager
+    def shard(self, name: str, infos: Mapping[str, Info]) -> Iterator[ShardWriter]:
+        """Write one weight file; it counts as finished when the block ends without an error."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ShardWriter(path, infos) as writer:
+            yield writer
+            self.done[name] = writer.close()
+        self._note()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write one small hashed file."""
+        _write(self.path / name, data)
+        self.done[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+        self._note()
+
+    def write_loose(self, name: str, data: bytes) -> None:
+        """Write a file outside the hashes."""
+        _write(self.path / name, data)
+
+    def seal(self, manifest: Manifest) -> None:
+        """Write the manifest: from here on the staged folder can be opened (``staged=True``) and judged."""
+        for name in [str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()]:
+            if name not in manifest.files and name not in (_JOURNAL, NAME):
+                (self.path / name).unlink()
+        _write(self.path / NAME, manifest.to_json().encode())
+
+    def publish(self) -> None:
+        """Move the finished engine to its place in one rename; an older engine there is replaced."""
+        (self.path / _JOURNAL).unlink(missing_ok=True)
+        old = self.target.parent / f".{self.target.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if self.target.exists():
+            os.rename(self.target, old)
+        os.rename(self.path, self.target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Throw the staged folder away (a refused engine must not be resumed)."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Give the folder free for other builds."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._lock.name)
+            self._lock.close()
+            self._lock = None
+
+    def _note(self) -> None:
+        _write(self.path / _JOURNAL, json.dumps({"key": self._key, "files": self.done}).encode())
+
+
+def _same(path: Path, entry: Mapping[str, Any]) -> bool:
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write so that a reader sees the old or the new content, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)

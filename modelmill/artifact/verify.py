@@ -1,0 +1,58 @@
+"""Integrity: every hashed file of an engine is read once and compared with its sha256.
+
+Reading 15 GB at each start would cost more than loading them, so a passed check is remembered in the cache folder with
+the files' sizes, times and inodes; a file that was touched since is read again. ``force`` reads everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from modelmill.artifact.store import Artifact
+from modelmill.core.env import cache_dir
+from modelmill.core.errors import CorruptArtifact
+
+Progress = Callable[[int, int], None]
+
+
+def verify(artifact: Artifact, *, force: bool = False, progress: Progress | None = None) -> None:
+    """Raise CorruptArtifact naming the first file whose content is not what was built.
+
+    progress: called with (bytes read, bytes in all).
+    """
+    stamp = _stamp(artifact)
+    note = cache_dir() / "verified" / f"{artifact.manifest.digest()[:32]}.json"
+    if not force:
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(note.read_text()) == stamp:
+                return
+    done, total = 0, artifact.nbytes()
+    for name, entry in artifact.manifest.files.items():
+        digest = hashlib.sha256()
+        with (artifact.path / name).open("rb") as file:
+            while chunk := file.read(1 << 24):
+                digest.update(chunk)
+                done += len(chunk)
+                if progress is not None:
+                    progress(done, total)
+        if digest.hexdigest() != entry["sha256"]:
+            raise CorruptArtifact(
+                f"{artifact.path / name} was damaged after the build (its sha256 differs); rebuild the engine"
+            )
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        part = note.with_suffix(".part")
+        part.write_text(json.dumps(stamp))
+        part.replace(note)
+
+
+def _stamp(artifact: Artifact) -> dict[str, list[int]]:
+    out = {}
+    for name in artifact.manifest.files:
+        stat = Path(artifact.path / name).stat()
+        out[str((artifact.path / name).resolve())] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    return out

@@ -1,0 +1,134 @@
+"""A checkpoint becomes an engine: tensors stream through, the staged engine is judged, and only then appears."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import modelmill
+from modelmill.artifact.manifest import SCHEMA, Manifest
+from modelmill.artifact.shard import ShardWriter
+from modelmill.artifact.store import ACCEPTANCE, TOKENIZER, Staging
+from modelmill.build.plan import PACKING, Piece, Plan, gib
+from modelmill.checkpoint.rename import apply
+from modelmill.checkpoint.scan import scan
+from modelmill.core.config import to_dict
+from modelmill.core.errors import AcceptanceError, ArtifactError, CorruptCheckpoint
+from modelmill.text.tokenizer import load_tokenizer
+from modelmill.weights.held import pack
+
+Progress = Callable[[str, int, int], None]
+Accept = Callable[[Path, Plan], dict[str, Any]]
+
+
+def build(plan: Plan, out: Path, accept: Accept | None, progress: Progress | None = None) -> dict[str, Any]:
+    """Write the engine of ``plan`` to ``out``; returns the acceptance report.
+
+    accept: judges the staged folder and returns {"accepted": bool, "reason": str, …}; None writes an unjudged engine
+    and the report says so. progress: called with (stage, done, total). An interrupted build resumes at the next call.
+    Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError.
+    """
+    files = plan.checkpoint.tokenizer_files()
+    if files:
+        load_tokenizer(files).check_against(plan.sizes.vocab)
+    staging = Staging(out, plan.key())
+    staging.open()
+    try:
+        _write_weights(plan, staging, progress)
+        for name, data in sorted(files.items()):
+            staging.write(f"{TOKENIZER}/{name}", data)
+        staging.seal(_manifest(plan, staging, progress))
+        report = _judge(plan, staging, accept)
+        staging.write_loose(ACCEPTANCE, _json(report))
+        staging.publish()
+    except AcceptanceError:
+        staging.discard()
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            free = f"; the engine needs {gib(plan.weight_bytes)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise ArtifactError(f"cannot write {out}: {error.strerror}{free}; run the build again to resume") from None
+        raise
+    finally:
+        staging.close()
+    return report
+
+
+def _write_weights(plan: Plan, staging: Staging, progress: Progress | None) -> None:
+    done = 0
+    for name, pieces in plan.shards().items():
+        if name not in staging.done:
+            infos = {full: info for piece in pieces for full, info in piece.stored.items()}
+            with staging.shard(name, infos) as writer:
+                for piece in pieces:
+                    _write_piece(plan, piece, writer)
+                    if progress is not None:
+                        done += piece.nbytes
+                        progress("weights", done, plan.weight_bytes)
+        else:
+            done += sum(piece.nbytes for piece in pieces)
+
+
+def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
+    """Read, check, pack and write one tensor."""
+    tensor = apply(piece.resolved, plan.checkpoint.get, plan.checkpoint.info)
+    scan(", ".join(piece.resolved.sources), tensor)
+    if piece.held is None:
+        cast = tensor.to(plan.dtype)
+        _check_range(cast, piece, plan)
+        writer.add(piece.resolved.target, cast)
+        return
+    held = pack(piece.held, tensor, plan.dtype)
+    for suffix, part in held.tensors().items():
+        _check_range(part, piece, plan)
+        writer.add(f"{piece.module}.{suffix}", part)
+
+
+def _check_range(tensor: torch.Tensor, piece: Piece, plan: Plan) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise CorruptCheckpoint(
+            f"{', '.join(piece.resolved.sources)} overflows in {plan.config.dtype}; "
+            "build with --dtype bfloat16 or float32"
+        )
+
+
+def _manifest(plan: Plan, staging: Staging, progress: Progress | None) -> Manifest:
+    def told(done: int, total: int) -> None:
+        if progress is not None:
+            progress("fingerprint", done, total)
+
+    source = {"container": plan.checkpoint.container, "fingerprint": plan.checkpoint.fingerprint(told)}
+    return Manifest(
+        schema=SCHEMA,
+        kind="language",
+        model_type=plan.checkpoint.model_type,
+        packing=PACKING,
+        max_model_len=plan.max_model_len,
+        config=plan.checkpoint.config,
+        build=to_dict(plan.config),
+        weights=plan.held,
+        aliases=plan.aliases,
+        generation=plan.checkpoint.generation_config,
+        source=source,
+        versions={"modelmill": modelmill.__version__, "torch": torch.__version__.split("+")[0]},
+        files=dict(sorted(staging.done.items())),
+    )
+
+
+def _judge(plan: Plan, staging: Staging, accept: Accept | None) -> dict[str, Any]:
+    if accept is None:
+        return {"accepted": None, "reason": "built without acceptance (--no-check)"}
+    report = accept(staging.path, plan)
+    if not report["accepted"]:
+        raise AcceptanceError(f"the engine was refused and not written: {report['reason']}")
+    return report
+
+
+def _json(report: dict[str, Any]) -> bytes:
+    import json
+
+    return (json.dumps(report, indent=1, sort_keys=True) + "\n").encode()

@@ -1,0 +1,283 @@
+"""What will be built and why: every "auto" resolved, every tensor accounted for, memory told before it is taken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.checkpoint.rename import Resolved, plan_renames, result_info
+from modelmill.core.config import BuildConfig, to_dict
+from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture, UsageError
+from modelmill.core.find import find, names, nearest
+from modelmill.nn.linear import Linear
+from modelmill.ops import shelf
+from modelmill.weights.held import PackedInfo, packed_info
+
+PACKING = "rows/1"
+KEPT = ("head",)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the model: where it comes from and how it is stored.
+
+    held: the kind of a linear's weight, None for everything else. stored: shape and dtype by full name.
+    """
+
+    module: str
+    resolved: Resolved
+    held: str | None
+    shape: tuple[int, ...]
+    stored: PackedInfo
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the engine."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.stored.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it was."""
+
+    checkpoint: Checkpoint
+    config: BuildConfig
+    family: ModuleType
+    sizes: Any
+    max_model_len: int
+    pieces: tuple[Piece, ...]
+    aliases: dict[str, str]
+    reasons: dict[str, str]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The activations' type."""
+        return getattr(torch, self.config.dtype)
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Linear module → held kind."""
+        out = {p.module: p.held for p in self.pieces if p.held is not None}
+        for ours, theirs in self.aliases.items():
+            out.setdefault(ours.rpartition(".")[0], "dense")
+            assert theirs
+        return out
+
+    def shards(self) -> dict[str, list[Piece]]:
+        """Weight file → its tensors: one file a layer, so that an interrupted build loses one layer at most."""
+        out: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            parts = piece.module.split(".")
+            name = f"layer-{int(parts[1]):04d}" if parts[0] == "layers" else "ends"
+            out.setdefault(f"weights/{name}.safetensors", []).append(piece)
+        return dict(sorted(out.items()))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, on disk and in memory alike."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def build_bytes(self) -> int:
+        """Peak of the build itself: the largest tensor as read, in float32 and as packed."""
+        return max(torch.Size(p.shape).numel() * 8 + p.nbytes for p in self.pieces)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV cache per token of context."""
+        dim, heads = self.sizes.head_dim, self.sizes.kv_heads
+        return 2 * self.sizes.layers * heads * dim * self.dtype.itemsize
+
+    @cached_property
+    def memory(self) -> dict[str, Any]:
+        """Now and at run time, in bytes; the largest batch × length that fits, or why it does not."""
+        total, free = device_memory(self.config.target)
+        workspace = 4 * 8192 * max(self.sizes.inner * 2, self.sizes.hidden * 4) * self.dtype.itemsize
+        left = int(total * 0.9) - self.weight_bytes - workspace
+        tokens = max(left, 0) // self.token_bytes
+        full = tokens // self.max_model_len
+        if left <= 0:
+            needed = self.weight_bytes + workspace
+            verdict = (
+                f"does not fit: weights and workspace need {gib(needed)}, the device has {gib(total)}; try -q int8"
+            )
+        elif full < 1:
+            verdict = f"{self.max_model_len} tokens do not fit; the longest sequence that does: --max-model-len {tokens}"
+        else:
+            verdict = f"{full} sequences of {self.max_model_len} tokens, or {tokens} tokens in any mixture"
+        return {
+            "device_total": total,
+            "device_free": free,
+            "weights": self.weight_bytes,
+            "build_peak": self.build_bytes,
+            "kv_per_token": self.token_bytes,
+            "workspace": workspace,
+            "kv_tokens": tokens,
+            "max_batch_at_max_len": full,
+            "fits": verdict,
+        }
+
+    def key(self) -> str:
+        """What is being built; an interrupted build of another key is not resumed."""
+        parts = (
+            self.checkpoint.quick_fingerprint(),
+            to_dict(self.config),
+            PACKING,
+            self.max_model_len,
+            torch.__version__,
+        )
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as JSON-able facts, for --dry-run."""
+        kinds: dict[str, int] = {}
+        for piece in self.pieces:
+            label = piece.held or "plain"
+            kinds[label] = kinds.get(label, 0) + piece.nbytes
+        return {
+            "checkpoint": str(self.checkpoint.path),
+            "container": self.checkpoint.container,
+            "model_type": self.checkpoint.model_type,
+            "build": to_dict(self.config),
+            "reasons": self.reasons,
+            "max_model_len": self.max_model_len,
+            "layers": self.sizes.layers,
+            "tensors": len(self.pieces),
+            "tokenizer": bool(self.checkpoint.tokenizer_files()),
+            "bytes_by_kind": kinds,
+            "memory": self.memory,
+        }
+
+
+def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
+    """Decide everything, reading no weights. Raises UnknownArchitecture, TensorMismatch, CheckpointError, UsageError."""
+    family = find_family(checkpoint)
+    sizes = family.configure(checkpoint.config)
+    config, reasons = _resolve(checkpoint, config)
+    shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
+    limit = getattr(sizes, "limit", None) or sizes.max_len
+    length = config.max_model_len or sizes.max_len
+    if length > limit:
+        raise UsageError(f"--max-model-len {length} is more than this model computes ({limit})")
+    renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
+    with torch.device("meta"):
+        model = family.Model(sizes)
+    pieces = tuple(_pieces(checkpoint, config, model, renames))
+    aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
+    if sizes.tied and "head" in _quantized(model, config):
+        # the embedding stays as it is; the head gets its own quantized copy of the same rows
+        embed = next(p for p in pieces if p.module == "embed" and p.resolved.target == "embed.weight")
+        copy = Resolved("head.weight", embed.resolved.sources, embed.resolved.how)
+        pieces = (*pieces, _piece(checkpoint, config, copy, "head", config.quantization))
+        aliases = {}
+    return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons)
+
+
+def find_family(checkpoint: Checkpoint) -> ModuleType:
+    """models/<model_type>.py. Raises UnknownArchitecture with the unknown names and the nearest known family."""
+    family = find("modelmill.models", checkpoint.model_type or "")
+    if family is not None:
+        return family
+    known = names("modelmill.models")
+    architectures = ", ".join(map(str, checkpoint.config.get("architectures") or [])) or "no architecture named"
+    near = nearest(checkpoint.model_type or "", known)
+    guess = f"; the nearest known family is {near}" if near else ""
+    raise UnknownArchitecture(
+        f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not known{guess}; "
+        f"known are {', '.join(known)}"
+    )
+
+
+def gib(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
+
+
+def device_memory(target: str) -> tuple[int, int]:
+    """(total, free) bytes of the device; the CPU's where the target is not here."""
+    if target == "cuda" and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total, free
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def _resolve(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
+    reasons = {}
+    target, dtype = config.target, config.dtype
+    if target == "auto":
+        target = "cuda" if torch.cuda.is_available() else "cpu"
+        reasons["target"] = f"{target}: what is here"
+    stored = str(checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype") or "")
+    if dtype == "auto":
+        if target == "cpu":
+            dtype, reasons["dtype"] = (
+                "float32",
+                "float32: exact, and no slower than 16 bit without special instructions",
+            )
+        elif stored in ("float16", "bfloat16"):
+            dtype, reasons["dtype"] = stored, f"{stored}: as stored"
+        else:
+            dtype, reasons["dtype"] = "bfloat16", "bfloat16: half the traffic of float32, no overflow"
+    if checkpoint.config.get("quantization_config"):
+        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{checkpoint.path} is already quantized ({method}); this is not supported yet: take the original"
+        )
+    if config.calibration is not None and config.quantization in ("none", "int8"):
+        reasons["calibration"] = f"not used: {config.quantization} needs no statistics"
+    return replace(config, target=target, dtype=dtype), reasons
+
+
+def _quantized(model: nn.Module, config: BuildConfig) -> set[str]:
+    """Names of the linears that the recipe changes."""
+    if config.quantization == "none":
+        return set()
+    linears = {name for name, module in model.named_modules() if isinstance(module, Linear)}
+    return linears if config.quantize_head else linears - set(KEPT)
+
+
+def _pieces(checkpoint: Checkpoint, config: BuildConfig, model: nn.Module, renames: Sequence[Resolved]) -> list[Piece]:
+    quantized = _quantized(model, config)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    expected = {name: tuple(buffer.shape) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    expected = {n: s for n, s in expected.items() if n.rpartition(".")[2] != "inv_freq"}
+    expected |= {f"{name}.weight": module.shape for name, module in linears.items()}
+    out = []
+    for resolved in renames:
+        module, _, suffix = resolved.target.rpartition(".")
+        held = None
+        if module in linears and suffix == "weight":
+            held = config.quantization if module in quantized else "dense"
+        piece = _piece(checkpoint, config, resolved, module, held)
+        if piece.shape != expected[resolved.target]:
+            raise TensorMismatch(
+                f"{', '.join(resolved.sources)}: shape {list(piece.shape)} where the config asks for "
+                f"{list(expected[resolved.target])}; config.json and weights do not belong together"
+            )
+        out.append(piece)
+    return out
+
+
+def _piece(checkpoint: Checkpoint, config: BuildConfig, resolved: Resolved, module: str, held: str | None) -> Piece:
+    info = result_info(resolved, checkpoint.info)
+    dtype = getattr(torch, config.dtype)
+    if not info.torch_dtype.is_floating_point:
+        raise TensorMismatch(
+            f"{', '.join(resolved.sources)} holds {info.dtype} where numbers with a fraction are needed"
+        )
+    if held is None:
+        return Piece(module, resolved, None, info.shape, {resolved.target: (info.shape, dtype)})
+    shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
+    stored = {f"{module}.{suffix}": entry for suffix, entry in packed_info(held, shape, dtype).items()}
+    return Piece(module, resolved, held, info.shape, stored)
