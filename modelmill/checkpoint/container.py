@@ -63,7 +63,8 @@ class Container(Protocol):
 
 def listed(names: Collection[str]) -> str:
     """Up to a dozen names for an error line, then how many more there are."""
-    some = sorted(names)[:LISTED]
+    # A file's names may hold anything; an error stays one line.
+    some = [name if name.isprintable() else repr(name) for name in sorted(names)[:LISTED]]
     more = len(names) - len(some)
     return ", ".join(some) + (f" and {more} more" if more else "")
 

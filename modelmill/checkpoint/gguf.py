@@ -83,7 +83,7 @@ class GgufFile:
         placed = self._placed(name)
         if not placed.kind.readable:
             raise CheckpointError(
-                f"{self.path}: {name} is stored as {placed.kind.name}, which modelmill cannot expand; "
+                f"{self.path}: {name!r} is stored as {placed.kind.name}, which modelmill cannot expand; "
                 "use a Q4_0 to Q8_0, K-quant or 16-bit GGUF"
             )
         with self.path.open("rb") as stream:
@@ -198,7 +198,7 @@ class _Header:
         number, offset = self._number("<I"), self._number("<Q")
         kind = TYPES.get(number)
         if kind is None:
-            raise CheckpointError(f"{self.path}: {name} has the unknown ggml type number {number}")
+            raise CheckpointError(f"{self.path}: {name!r} has the unknown ggml type number {number}")
         values = 1
         for dim in dims:
             values *= dim

@@ -76,7 +76,8 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True if archive else None)
     except Exception as error:
         # torch raises UnpicklingError, RuntimeError, EOFError, KeyError … for what foreign bytes may hold.
-        if "weights" in str(error).lower() and "load" in str(error).lower():
+        said = str(error).lower()
+        if "weights only load failed" in said and ("global" in said or "class" in said):
             raise CheckpointError(
                 f"{path}: holds more than tensors, refusing to run its code; ask for a safetensors version"
             ) from None
@@ -110,7 +111,7 @@ def _tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: holds no tensors")
     for name, tensor in found.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise CheckpointError(f"{path}: {name} is no plain dense tensor; save it dense and unquantized")
+            raise CheckpointError(f"{path}: {name!r} is no plain dense tensor; save it dense and unquantized")
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise CorruptCheckpoint(f"{path}: {name} claims more values than the file stores")
+            raise CorruptCheckpoint(f"{path}: {name!r} claims more values than the file stores")
     return {name: tensor.detach() for name, tensor in found.items()}

@@ -193,6 +193,7 @@ def _cat(axis: int) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str
         for source in sources:
             target.narrow(axis, start, source.shape[axis]).copy_(source)
             start += source.shape[axis]
+            del source  # before the next one is read
         return target
 
     return join

@@ -92,7 +92,7 @@ class SafetensorsFiles:
                 self._open[path] = safe_open(str(path), framework="pt", device="cpu")
             tensor: torch.Tensor = self._open[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CorruptCheckpoint(f"{path}: {name} cannot be read ({error})") from None
+            raise CorruptCheckpoint(f"{path}: {name!r} cannot be read ({error})") from None
         return tensor
 
     def files(self) -> list[Path]:
@@ -157,7 +157,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     if shape is None or place is None or len(place) != 2 or not isinstance(dtype, str):
         raise CorruptCheckpoint(f"{path}: gives {name!r} no proper dtype, shape and place")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has the dtype {dtype}, which modelmill does not read")
+        raise CheckpointError(f"{path}: {name!r} has the dtype {dtype!r}, which modelmill does not read")
     kind = DTYPES[dtype]
     nbytes = math.prod(shape) * kind.itemsize
     # A dimension of 2**60 beside one of 0 is no tensor anybody has; torch's strides would overflow on it.

@@ -1,0 +1,70 @@
+"""Block formats against gguf-py's gguf.quants, an independent implementation, on random bytes."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+
+from modelmill.checkpoint import ggml_types
+from modelmill.checkpoint.ggml_types import TYPES, expand_blocks
+
+BLOCKS = {number: kind for number, kind in TYPES.items() if kind.expand is not None}
+KNOWN_TO_GGUF = [number for number, kind in BLOCKS.items() if kind.name != "Q8_K"]
+
+
+def expanded(number: int, data: np.ndarray) -> np.ndarray:
+    kind = TYPES[number]
+    out = torch.empty(data.size // kind.size * kind.block)
+    expand_blocks(kind, torch.from_numpy(data), out)
+    return out.numpy()
+
+
+def test_numbers_names_and_sizes_are_those_of_the_gguf_package():
+    for number, kind in TYPES.items():
+        theirs = gguf.GGMLQuantizationType(number)
+        assert theirs.name == kind.name
+        # Q8_1 never reaches a file; the package still counts its two halves as floats, ggml.h does not.
+        assert kind.name == "Q8_1" or gguf.GGML_QUANT_SIZES[theirs] == (kind.block, kind.size)
+    assert set(TYPES) == {int(t) for t in gguf.GGMLQuantizationType}
+
+
+@pytest.mark.parametrize("number", KNOWN_TO_GGUF, ids=lambda n: TYPES[n].name)
+def test_random_bytes_expand_to_the_same_floats(number):
+    # Every bit pattern of scales is met, NaN and infinity among them.
+    data = np.random.default_rng(number).integers(0, 256, 500 * TYPES[number].size, dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        theirs = dequantize(data.reshape(1, -1), gguf.GGMLQuantizationType(number)).reshape(-1)
+    np.testing.assert_array_equal(expanded(number, data), theirs)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_real_values_come_back_within_the_formats_step(name):
+    kind = gguf.GGMLQuantizationType[name]
+    values = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
+    data = quantize(values, kind)
+    got = expanded(int(kind), data.reshape(-1)).reshape(8, 64)
+    np.testing.assert_allclose(got, values, atol=0.5 if "4" in name else 0.25)
+
+
+def test_q8_k_is_a_float_scale_times_signed_bytes():
+    scale = np.array([0.5, -2.0], dtype=np.float32)
+    quants = np.random.default_rng(0).integers(-128, 128, (2, 256), dtype=np.int8)
+    sums = np.full((2, 32), 77, dtype=np.uint8)
+    data = np.concatenate([scale[:, None].view(np.uint8), quants.view(np.uint8), sums], axis=1)
+    np.testing.assert_array_equal(expanded(15, data.reshape(-1)).reshape(2, 256), scale[:, None] * quants)
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    data = np.random.default_rng(0).integers(0, 100, 37 * 144, dtype=np.uint8)
+    whole = expanded(12, data)
+    monkeypatch.setattr(ggml_types, "CHUNK_VALUES", 512)
+    np.testing.assert_array_equal(expanded(12, data), whole)
+
+
+def test_labels_tell_plain_types_by_torch_name():
+    assert (TYPES[0].label, TYPES[30].label, TYPES[3].label) == ("float32", "bfloat16", "Q4_1")
+    assert TYPES[14].readable
+    assert not TYPES[20].readable
