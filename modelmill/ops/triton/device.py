@@ -1,0 +1,58 @@
+"""Where Triton kernels can run, and the sizes that their launches are chosen from."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from modelmill.core import env
+
+# Read once: triton.jit decides at decoration whether a kernel is compiled or interpreted.
+INTERPRETED = env.triton_interpret()
+
+
+def available(kind: str) -> str | None:
+    """None where Triton kernels run on a device of this kind ("cuda", "cpu"), else the reason why not."""
+    if kind == "cpu":
+        return None if INTERPRETED else "Triton needs a GPU (its interpreter is for tests)"
+    if kind != "cuda":
+        return f"Triton kernels are not written for {kind}"
+    if INTERPRETED:
+        return "TRITON_INTERPRET=1 is set"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.cuda.get_device_capability()[0] < 8:
+        return "the kernels need compute capability 8.0 or newer"
+    return None
+
+
+@functools.lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a small stand-in for the CPU, so that tests walk the split paths too."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two ≥ n, n ≥ 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x as [rows, H] with its columns contiguous; a view wherever the layout allows one."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def row_launch(x: torch.Tensor) -> tuple[int, int, int]:
+    """(rows a program, padded width, warps) for x [rows, width] and kernels that hold whole rows in registers.
+
+    Narrow rows share a program so that its loads are worth a launch; 16 values a thread keep two 16-byte loads of a
+    16-bit type in flight.
+    """
+    rows, width = x.shape
+    block = power_of_two(width)
+    share = max(1, min(1024 // block, power_of_two(max(rows // (4 * multiprocessors(x.device)), 1))))
+    return share, block, max(1, min(16, share * block // 512))

@@ -1,0 +1,130 @@
+"""Matrix products for decoding: each weight is read once, at the speed of memory.
+
+One row of x is a product with a vector (``_vector``: each program holds a few whole rows of the weight in flight and
+reduces once). Up to MOST rows go through the tensor cores with the weight as the left operand (``_tile``): its 16 to
+64 rows fill an instruction that the few rows of x would leave empty, and a weight that must be converted first
+(int8) reaches it from registers. More rows are cuBLAS's work, through the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.device import multiprocessors, power_of_two
+
+MOST = 16
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """One row in any dtype; up to 16 rows in 16 bit; rows of x and weight contiguous."""
+    if x.dim() != 2 or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype != weight.dtype:
+        return False
+    return x.shape[0] == 1 or (2 <= x.shape[0] <= MOST and x.dtype != torch.float32)
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the reference, sums in float32."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    if x.shape[0] == 1:
+        vector(x, weight, None, bias, out)
+    else:
+        tile(x, weight, None, bias, out)
+    return out
+
+
+def vector(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out[0] = x[0] · weightᵀ (· scale) (+ bias): x [1, K], weight [N, K], scale and bias [N]."""
+    n, k = weight.shape
+    # A wide enough weight gives two rows to a program, so that x is read half as often.
+    rows = 2 if n >= 16 * multiprocessors(x.device) else 1
+    block = min(2048, power_of_two(k))
+    _vector[(triton.cdiv(n, rows),)](
+        x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k, weight.stride(0),
+        SCALE=scale is not None, BIAS=bias is not None, BLOCK_N=rows, BLOCK_K=block,
+        num_warps=max(1, min(4, block // 256)),
+    )  # fmt: skip
+
+
+def tile(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out = x · weightᵀ (· scale) (+ bias) for several rows: x [T, K], weight [N, K], scale and bias [N]."""
+    tokens, k = x.shape
+    n = weight.shape[0]
+    block_t, block_n, block_k, stages, warps = _tiling(tokens, n, x, weight)
+    _tile[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
+        x, weight, x if scale is None else scale, x if bias is None else bias, out,
+        tokens, n, k, x.stride(0), weight.stride(0), out.stride(0),
+        SCALE=scale is not None, BIAS=bias is not None, EVEN=k % block_k == 0,
+        BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, num_stages=stages, num_warps=warps,
+    )  # fmt: skip
+
+
+def _tiling(tokens: int, n: int, x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """(tokens a tile, weight rows a tile, depth, stages, warps): measured on an H200."""
+    if x.dtype == torch.float32:  # no tensor core adds float32 exactly enough; plain multiply-adds, small tiles
+        return 16, 32, 32, 2, 4
+    if tokens <= 16:
+        return 16, 32, 256, 5 if weight.element_size() == 2 else 4, 4
+    block_t = min(128, power_of_two(tokens))
+    return block_t, 128, 64, 4, 8 if block_t == 128 else 4
+
+
+@triton.jit
+def _vector(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n, k, stride,
+    SCALE: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    kept = row < n
+    source = weight_ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(0, k, BLOCK_K):
+        inside = column < k - start
+        # The weight is used once in a step: it should not push the activations out of the cache.
+        w = tl.load(source + start, mask=kept[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
+        total += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    out = tl.sum(total, axis=1)
+    if SCALE:
+        out *= tl.load(scale_ptr + row, mask=kept, other=0.0)
+    if BIAS:
+        out += tl.load(bias_ptr + row, mask=kept, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _tile(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride, out_stride,
+    SCALE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_K)
+    # Rows past the end repeat the last one: a load without a mask is cheaper, and their results are not stored.
+    held = tl.minimum(row, n - 1).to(tl.int64)
+    weight_at = weight_ptr + held[:, None] * stride + column[None, :]
+    x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN:
+            w = tl.load(weight_at + start)
+            x = tl.load(x_at + start, mask=(token < tokens)[None, :], other=0.0)
+        else:
+            inside = column < k - start
+            w = tl.load(weight_at + start, mask=inside[None, :], other=0.0)
+            x = tl.load(x_at + start, mask=(token < tokens)[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+    if SCALE:
+        total *= tl.load(scale_ptr + held)[:, None]
+    if BIAS:
+        total += tl.load(bias_ptr + held).to(tl.float32)[:, None]
+    target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < tokens)[None, :])

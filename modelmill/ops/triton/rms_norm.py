@@ -1,0 +1,42 @@
+"""RMSNorm with whole rows in registers: x is read once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.device import row_launch, rows_of
+
+WIDEST = 32768
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
+    """Rows up to 32,768 wide, weight and x of one dtype."""
+    return x.shape[-1] <= WIDEST and x.dtype == weight.dtype and x.numel() > 0
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the reference: statistics in float32, cast, then the weight."""
+    flat = rows_of(x)
+    rows, width = flat.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    share, block, warps = row_launch(flat)
+    grid = (triton.cdiv(rows, share),)
+    _kernel[grid](flat, weight, out, rows, width, flat.stride(0), eps, ROWS=share, BLOCK=block, num_warps=warps)
+    return out.view(x.shape)
+
+
+@triton.jit
+def _kernel(x_ptr, weight_ptr, out_ptr, rows, width, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
+    normal = (wide * scale[:, None]).to(x.dtype).to(tl.float32)
+    out = normal * weight.to(tl.float32)[None, :]
+    tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)

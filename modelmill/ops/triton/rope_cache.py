@@ -1,0 +1,127 @@
+"""Per-head norm, RoPE, logn and the KV-cache write: qkv is read once, q, k and v are written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.device import power_of_two, rows_of
+
+
+def supports(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    heads: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> bool:
+    """Even head sizes up to 256, k and v caches of one layout with contiguous heads' channels."""
+    same = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    return same and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
+
+
+def run(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    heads: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """As the reference; negative slots are left out on every device."""
+    _, kv_heads, page_size, dim = k_cache.shape
+    flat = rows_of(qkv)
+    tokens, total = flat.shape[0], heads + 2 * kv_heads
+    q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    rotate, norm = cos is not None and sin is not None, q_norm is not None and k_norm is not None
+    half = power_of_two(dim // 2)
+    # Two or four values a thread: one token alone must still spread over many multiprocessors.
+    share = max(1, min(512 // half, power_of_two(total)))
+    _kernel[(tokens, triton.cdiv(total, share))](
+        flat, q, k_cache, v_cache, slots,
+        cos.contiguous() if cos is not None and rotate else flat,
+        sin.contiguous() if sin is not None and rotate else flat,
+        flat if q_scale is None else q_scale,
+        q_norm if norm else flat, k_norm if norm else flat,
+        flat.stride(0), *k_cache.stride()[:3], eps,
+        HEADS=heads, KV_HEADS=kv_heads, PAGE=page_size, DIM=dim, SHARE=share, HALF=half,
+        ROTATE=rotate, NORM=norm, SCALE=q_scale is not None, num_warps=max(1, min(4, share * half // 128)),
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, cos_ptr, sin_ptr, scale_ptr, q_norm_ptr, k_norm_ptr,
+    stride, page_stride, head_stride, token_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr,
+    HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * SHARE + tl.arange(0, SHARE))[:, None]
+    d = tl.arange(0, HALF)[None, :]
+    inside = (head < HEADS + 2 * KV_HEADS) & (d < DIM // 2)
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = head >= HEADS + KV_HEADS
+    source = qkv_ptr + token * stride + head * DIM + d
+    a = tl.load(source, mask=inside, other=0.0)
+    b = tl.load(source + DIM // 2, mask=inside, other=0.0)
+    dtype = a.dtype
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if NORM:
+        a, b = _normed(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM)
+    first, second = a.to(tl.float32), b.to(tl.float32)
+    if ROTATE:
+        cos = tl.load(cos_ptr + token * (DIM // 2) + d, mask=d < DIM // 2, other=1.0)
+        sin = tl.load(sin_ptr + token * (DIM // 2) + d, mask=d < DIM // 2, other=0.0)
+        cos = tl.where(is_v, 1.0, cos)
+        sin = tl.where(is_v, 0.0, sin)
+        turned = (first * cos - second * sin).to(dtype).to(tl.float32)
+        second = (second * cos + first * sin).to(dtype).to(tl.float32)
+        first = turned
+    if SCALE:
+        factor = tl.where(is_q, tl.load(scale_ptr + token), 1.0)
+        first, second = first * factor, second * factor
+    target = q_ptr + (token * HEADS + head) * DIM + d
+    tl.store(target, first.to(dtype), mask=inside & is_q)
+    tl.store(target + DIM // 2, second.to(dtype), mask=inside & is_q)
+    kept = inside & (slot >= 0)
+    place = (slot // PAGE) * page_stride + (slot % PAGE) * token_stride + d
+    k_at = k_ptr + place + (head - HEADS) * head_stride
+    v_at = v_ptr + place + (head - HEADS - KV_HEADS) * head_stride
+    held = k_ptr.dtype.element_ty
+    tl.store(k_at, first.to(held), mask=kept & is_k)
+    tl.store(k_at + DIM // 2, second.to(held), mask=kept & is_k)
+    tl.store(v_at, first.to(held), mask=kept & is_v)
+    tl.store(v_at + DIM // 2, second.to(held), mask=kept & is_v)
+
+
+@triton.jit
+def _normed(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM: tl.constexpr):
+    """RMSNorm of q's and k's heads, v's unchanged: the halves a and b, in their dtype."""
+    half = DIM // 2
+    dtype = a.dtype
+    first, second = a.to(tl.float32), b.to(tl.float32)
+    square = tl.sum(first * first, axis=1, keep_dims=True) + tl.sum(second * second, axis=1, keep_dims=True)
+    scale = tl.rsqrt(square / DIM + eps)
+    wq = tl.load(q_norm_ptr + d, mask=d < half, other=0.0).to(tl.float32)
+    wk = tl.load(k_norm_ptr + d, mask=d < half, other=0.0).to(tl.float32)
+    vq = tl.load(q_norm_ptr + half + d, mask=d < half, other=0.0).to(tl.float32)
+    vk = tl.load(k_norm_ptr + half + d, mask=d < half, other=0.0).to(tl.float32)
+    normal_a = ((first * scale).to(dtype).to(tl.float32) * tl.where(is_q, wq, wk)).to(dtype)
+    normal_b = ((second * scale).to(dtype).to(tl.float32) * tl.where(is_q, vq, vk)).to(dtype)
+    return tl.where(is_v, a, normal_a), tl.where(is_v, b, normal_b)
