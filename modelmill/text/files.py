@@ -19,11 +19,10 @@ def read_json(files: Mapping[str, bytes], name: str, expected: type[dict] | type
     try:
         value = json.loads(files[name].decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(
-            f"{name} is not valid JSON ({type(error).__name__}); copy the file again"
-        ) from None
+        raise TokenizerError(f"{name} is not valid JSON ({type(error).__name__}); copy the file again") from None
     if not isinstance(value, expected):
-        raise TokenizerError(f"{name} must hold a JSON {'array' if expected is list else 'object'}, not {type(value).__name__}")
+        word = "array" if expected is list else "object"
+        raise TokenizerError(f"{name} must hold a JSON {word}, not {type(value).__name__}")
     return value
 
 

@@ -71,9 +71,7 @@ def vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
     return short | (nested if isinstance(nested, dict) else {})
 
 
-def _byte_level(
-    data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
-) -> Tokenizer:
+def _byte_level(data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]) -> Tokenizer:
     pre = str(data.get("pre", ""))
     pre = SAME.get(pre, pre)
     if pre not in SPLITS and pre not in PLAIN:
@@ -128,9 +126,7 @@ def _sentencepiece(
     kinds = [NORMAL if type_ == UNKNOWN else type_ for type_ in types]
     for key, id in ids.items():
         kinds[id] = UNKNOWN if key == "unk_token" else kinds[id] if kinds[id] == UNKNOWN else CONTROL
-    pieces = [
-        Piece(text, float(score), kind) for text, score, kind in zip(tokens, scores, kinds, strict=True)
-    ]
+    pieces = [Piece(text, float(score), kind) for text, score, kind in zip(tokens, scores, kinds, strict=True)]
     model = SpmModel(
         pieces,
         dummy_prefix=data.get("add_space_prefix") is not False,
@@ -143,9 +139,7 @@ def _sentencepiece(
     return build(model, settings, kind="gguf-spm", file="the GGUF file's vocabulary")
 
 
-def _role_ids(
-    data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | None = None
-) -> dict[str, int]:
+def _role_ids(data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | None = None) -> dict[str, int]:
     """bos_token → id, … for those that the file names; TokenizerError for an id outside the vocabulary."""
     ids: dict[str, int] = {}
     for name, key in ROLES.items():
@@ -158,9 +152,7 @@ def _role_ids(
     return ids
 
 
-def _settings(
-    data: Mapping[str, Any], files: Mapping[str, bytes], *, add_bos: bool, tokens: list[str]
-) -> Settings:
+def _settings(data: Mapping[str, Any], files: Mapping[str, bytes], *, add_bos: bool, tokens: list[str]) -> Settings:
     """What tokenizer_config.json would say: whether to add BOS and EOS, and further end-of-turn ids."""
     beside = read_settings(files)
     add = data.get("add_bos_token", data.get("add_bos"))

@@ -55,9 +55,7 @@ def byte_level_core(
     vocab: dict[str, int], merges: list[tuple[str, str]], file: str, ignore_merges: bool = False
 ) -> tokenizers.Tokenizer:
     """A bare byte-level BPE without pre-tokenizer or added tokens; TokenizerError when merges do not fit."""
-    model = _built(
-        file, lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False)
-    )
+    model = _built(file, lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False))
     core = tokenizers.Tokenizer(model)
     core.decoder = decoders.ByteLevel()
     return core
@@ -83,9 +81,7 @@ def from_core(
         names.setdefault(key, text)
     for key in ("bos_token", "eos_token"):
         if key in names and core.token_to_id(names[key]) is None:
-            raise TokenizerError(
-                f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}"
-            )
+            raise TokenizerError(f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}")
     by_id = {key: core.token_to_id(text) for key, text in names.items()}
     added = core.get_added_tokens_decoder()
     flagged = {id for id, token in added.items() if token.special}
@@ -190,9 +186,7 @@ def decoders_json(core: tokenizers.Tokenizer) -> str:
     kinds = set(re.findall(r'"type":\s*"(\w+)"', text)) - {"Sequence", "Fuse", "Strip"}
     if not kinds or not kinds <= {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
         named = ", ".join(sorted(kinds)) or "none"
-        raise TokenizerError(
-            f"tokenizer.json: cannot decode with {named}; use a byte-level or SentencePiece BPE"
-        )
+        raise TokenizerError(f"tokenizer.json: cannot decode with {named}; use a byte-level or SentencePiece BPE")
     return text
 
 
@@ -236,9 +230,7 @@ def _add_tokens(core: tokenizers.Tokenizer, settings: Settings) -> None:
             )
     known = {token.content for token in core.get_added_tokens_decoder().values()}
     wanted = [*settings.names.values(), *settings.extra]
-    missing = [
-        text for text in dict.fromkeys(wanted) if text not in known and core.token_to_id(text) is not None
-    ]
+    missing = [text for text in dict.fromkeys(wanted) if text not in known and core.token_to_id(text) is not None]
     core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
 
 

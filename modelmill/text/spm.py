@@ -80,9 +80,7 @@ def from_proto(
     } | dict(settings.names)
     for key in ("bos_token", "eos_token"):
         if key in names and names[key] not in known:
-            raise TokenizerError(
-                f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}"
-            )
+            raise TokenizerError(f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}")
     by_id = {key: known.get(text) for key, text in names.items()}
     control |= {text: known[text] for text in (*names.values(), *settings.extra) if text in known}
     bos, eos = by_id.get("bos_token"), by_id.get("eos_token")

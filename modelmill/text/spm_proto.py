@@ -77,9 +77,7 @@ def read_model(proto: bytes, file: str) -> SpmModel:
                 for inner, flag in _fields(value):
                     dummy_prefix = bool(flag) if inner == DUMMY_PREFIX else dummy_prefix
     except (ValueError, IndexError, struct.error):
-        raise TokenizerError(
-            f"{file} is not a SentencePiece model, or is truncated; copy the file again"
-        ) from None
+        raise TokenizerError(f"{file} is not a SentencePiece model, or is truncated; copy the file again") from None
     if not pieces:
         raise TokenizerError(f"{file} holds no vocabulary; copy the file again")
     check_pieces(pieces, file)

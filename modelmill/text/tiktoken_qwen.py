@@ -38,9 +38,7 @@ def load_tiktoken(files: Mapping[str, bytes]) -> Tokenizer:
     try:
         encoding = tiktoken.Encoding(name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
     except Exception as error:
-        raise TokenizerError(
-            f"{name} cannot be read as a tokenizer: {' '.join(str(error).split())[:160]}"
-        ) from None
+        raise TokenizerError(f"{name} cannot be read as a tokenizer: {' '.join(str(error).split())[:160]}") from None
     end = special[ENDOFTEXT]
     traits = Traits(
         kind="tiktoken",
@@ -114,7 +112,5 @@ def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
             raise TokenizerError(f"{name}: line {number} is not the next 'base64 rank' pair") from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise TokenizerError(
-            f"{name}: no token for the byte 0x{missing[0]:02x}; the file is empty or truncated"
-        )
+        raise TokenizerError(f"{name}: no token for the byte 0x{missing[0]:02x}; the file is empty or truncated")
     return ranks

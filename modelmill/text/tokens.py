@@ -48,7 +48,8 @@ class Tokenizer(ABC):
         self._skipped = traits.skipped
         self._prefix = list(traits.prefix)
         self._suffix = list(traits.suffix)
-        longest_first = sorted(traits.special, key=len, reverse=True)
+        # a token of one character cannot be told from the character, so it is never read out of text
+        longest_first = sorted((text for text in traits.special if len(text) > 1), key=len, reverse=True)
         self._special_ids = [traits.special[text] for text in longest_first]
         self._special_pattern = _pattern(longest_first, traits.padded)
 

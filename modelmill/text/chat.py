@@ -1,0 +1,175 @@
+"""Conversations → prompt ids, in the format the model was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from modelmill.core.errors import RequestError, TemplateError
+from modelmill.text.chatml import END, START, QwenChat
+from modelmill.text.files import read_json
+from modelmill.text.guard import Guard, free_mark, texts_of, unmark
+from modelmill.text.messages import check_data, checked
+from modelmill.text.template import Limits, TemplateProcess
+from modelmill.text.tokens import Tokenizer
+
+__all__ = ["ChatFormat", "Limits", "TemplateChat", "load_chat"]
+
+# control tokens with which some family ends a turn without calling them EOS
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>")
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+class ChatFormat(Protocol):
+    """One way of writing conversations."""
+
+    stop_ids: tuple[int, ...]  # an answer ends at any of these
+    stop_strings: tuple[str, ...]  # … or before any of these
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Prompt ids, BOS included where the format has one.
+
+        messages: [{"role", "content", …}], content a text or [{"type": "text", "text": …}, …].
+        tools: function descriptions; options: further template variables (enable_thinking, …).
+        Raises RequestError for wrong messages, TemplateError when the template fails.
+        """
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The same prompt as text, for people to read."""
+
+    def close(self) -> None:
+        """Ends the template process, if one runs."""
+
+
+def load_chat(files: Mapping[str, bytes], tokenizer: Tokenizer, *, limits: Limits | None = None) -> ChatFormat | None:
+    """The chat format of a model; None for one without (a base model).
+
+    Templates come from chat_template.jinja, tokenizer_config.json or the GGUF metadata; a Qwen v1
+    vocabulary without a template has its built-in format, unless generation_config.json says "raw".
+    Raises TemplateError when a template is not a text.
+    """
+    templates = read_templates(files)
+    if templates:
+        return TemplateChat(templates, tokenizer, limits=limits)
+    if tokenizer.kind == "tiktoken" and START in tokenizer.special and END in tokenizer.special:
+        if read_json(files, "generation_config.json").get("chat_format") == "raw":
+            return None
+        return QwenChat(tokenizer)
+    return None
+
+
+def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Name → template; "default" is the one for plain conversations. {} where there is none."""
+    if "chat_template.jinja" in files:
+        try:
+            return {"default": files["chat_template.jinja"].decode("utf-8")}
+        except UnicodeDecodeError:
+            raise TemplateError("chat_template.jinja is not UTF-8 text; copy the file again") from None
+    found: object = read_json(files, "tokenizer_config.json").get("chat_template")
+    file = "tokenizer_config.json"
+    if found is None and "gguf_vocab.json" in files:
+        file = "the GGUF file"
+        metadata = read_json(files, "gguf_vocab.json")
+        found = metadata.get("tokenizer.chat_template", metadata.get("chat_template"))
+    if found is None or found == "":
+        return {}
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    templates: dict[str, str] = {}
+    for entry in entries:
+        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TemplateError(f"{file}: chat_template must be a text or a list of {{name, template}}")
+        templates[name] = text
+    if "default" not in templates and templates:
+        templates["default"] = next(iter(templates.values()))
+    return templates
+
+
+class TemplateChat:
+    """A Jinja template in its own process; what the user typed can never become a control token."""
+
+    def __init__(self, templates: Mapping[str, str], tokenizer: Tokenizer, *, limits: Limits | None = None) -> None:
+        self._templates = dict(templates)
+        self._tokenizer = tokenizer
+        self._process = TemplateProcess(limits)
+        self._guard = Guard(tokenizer.special)
+        written = "".join(templates.values())
+        ends = [tokenizer.special[text] for text in TURN_ENDS if text in tokenizer.special and text in written]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
+        self.stop_strings: tuple[str, ...] = ()
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """As ChatFormat.encode."""
+        text, mark = self._render(messages, add_generation_prompt, tools, options)
+        pieces = self._tokenizer.split_special(text)
+        return self._tokenizer.encode_pieces(
+            unmark(piece, mark) if isinstance(piece, str) else piece for piece in pieces
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """As ChatFormat.render."""
+        return unmark(*self._render(messages, add_generation_prompt, tools, options))
+
+    def close(self) -> None:
+        """Ends the template process; the next rendering starts another."""
+        self._process.close()
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any] | None,
+    ) -> tuple[str, str]:
+        """(rendered text with marks in it, the mark)."""
+        given: dict[str, Any] = {"messages": checked(messages), "tools": _tools(tools), "documents": None}
+        for key, value in (options or {}).items():
+            if key in RESERVED or key in self._tokenizer.template_names:
+                raise RequestError(f"the template option {key!r} is set by the engine")
+            check_data(value, f"the template option {key[:40]!r}")
+            given[key] = value
+        template = self._templates.get("tool_use" if tools else "default", self._templates["default"])
+        mark = free_mark([template, *texts_of(given)])
+        variables = {
+            **self._tokenizer.template_names,
+            **{key: self._guard.mark(value, mark) for key, value in given.items()},
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._process.render(template, variables), mark
+
+
+def _tools(tools: object) -> list[Mapping[str, Any]] | None:
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError("tools must be a list of objects")
+    check_data(tools, "tools")
+    return list(tools)

@@ -1,0 +1,110 @@
+"""Checks a conversation and brings it into one form: every content a text, every tool call an object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelmill.core.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+MAX_DEPTH = 64
+
+
+def checked(messages: object) -> list[dict[str, Any]]:
+    """A copy of the conversation; raises RequestError naming the message that is wrong.
+
+    A list of text parts becomes one text, a line each; "developer" becomes "system"; arguments of tool
+    calls that are JSON text become objects, as templates expect them.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise RequestError("messages must be a list of at least one message")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def check_data(value: object, where: str, depth: int = 0) -> None:
+    """Raises RequestError unless `value` is made of JSON's types and not nested beyond reason."""
+    if depth > MAX_DEPTH:
+        raise RequestError(f"{where} is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise RequestError(f"{where} holds a key that is not a text")
+            check_data(item, where, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_data(item, where, depth + 1)
+    elif not isinstance(value, str | int | float | None):
+        raise RequestError(f"{where} holds a {type(value).__name__}, which JSON cannot express")
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object with role and content")
+    check_data(message, where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}: role must be one of {', '.join(ROLES)}")
+    unknown = sorted(key for key, value in message.items() if key not in KEYS and value)
+    if unknown:
+        raise RequestError(f"{where}: unknown key {unknown[0][:40]!r}")
+    result: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    result["content"] = _content(message, where)
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        value = message.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise RequestError(f"{where}: {key} must be a text")
+        result[key] = value
+    if message.get("tool_calls"):
+        if role != "assistant":
+            raise RequestError(f"{where}: only an assistant message may hold tool_calls")
+        result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    return result
+
+
+def _content(message: Mapping[str, Any], where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
+        return ""
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where}: content must be a text or a list of text parts")
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise RequestError(f'{where}.content[{index}] must be {{"type": "text", "text": …}}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{where} must be a list")
+    result: list[dict[str, Any]] = []
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{where}[{index}] must hold a function with a name")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments)
+        elif not isinstance(arguments, Mapping):
+            raise RequestError(f"{where}[{index}]: arguments must be JSON text or an object")
+        kept = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
+        result.append({**kept, "function": {"name": function["name"], "arguments": arguments}})
+    return result
+
+
+def _parsed(arguments: str) -> Any:
+    """The object that the text describes, or the text itself where it is not JSON (models write such)."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

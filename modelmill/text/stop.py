@@ -1,0 +1,83 @@
+"""One matcher of stop strings for every mouth: terminal, server and evaluation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from modelmill.core.errors import RequestError
+
+
+class StopMatcher:
+    """Watches a text that arrives in pieces and ends it before the first stop string.
+
+    The match that is complete first wins, and of several complete at the same character the longest. The
+    answer does not depend on how the text was cut into pieces. Time is linear in the text: the stop
+    strings form one automaton (Aho and Corasick, 1975), whose depth is the number of characters held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises RequestError for a stop that is not a text or is empty."""
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise RequestError("stop strings must be a list of texts that are not empty")
+        self._next: list[dict[str, int]] = [{}]
+        self._fail = [0]
+        self._depth = [0]
+        self._match: list[str | None] = [None]  # the longest stop string that ends in this state
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+        self._state = 0
+        self._held = ""  # always as long as the state is deep: what may still become a stop string
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, bool, str | None]:
+        """(text to give out, whether a stop string is complete, which); after a stop, nothing comes out."""
+        if self._matched is not None:
+            return "", True, self._matched
+        buffer = self._held + text
+        state = self._state
+        for index in range(len(self._held), len(buffer)):
+            state = self._step(state, buffer[index])
+            matched = self._match[state]
+            if matched is not None:
+                self._matched, self._held = matched, ""
+                return buffer[: index + 1 - len(matched)], True, matched
+        keep = len(buffer) - self._depth[state]
+        self._state, self._held = state, buffer[keep:]
+        return buffer[:keep], False, None
+
+    def flush(self) -> str:
+        """What was held back, when the text ends without a stop string; "" after a stop."""
+        rest, self._held, self._state = self._held, "", 0
+        return rest
+
+    def _step(self, state: int, char: str) -> int:
+        while char not in self._next[state]:
+            if state == 0:
+                return 0
+            state = self._fail[state]
+        return self._next[state][char]
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            if char not in self._next[state]:
+                self._next[state][char] = len(self._next)
+                self._next.append({})
+                self._fail.append(0)
+                self._depth.append(self._depth[state] + 1)
+                self._match.append(None)
+            state = self._next[state][char]
+        self._match[state] = stop
+
+    def _link(self) -> None:
+        """Each state's longest proper suffix that is itself a state, breadth first."""
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for char, child in self._next[state].items():
+                self._fail[child] = self._step(self._fail[state], char)
+                if self._match[child] is None:
+                    self._match[child] = self._match[self._fail[child]]
+                queue.append(child)

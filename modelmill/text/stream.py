@@ -1,0 +1,33 @@
+"""Incremental detokenization: a token in, the text it completes out."""
+
+from __future__ import annotations
+
+from modelmill.text.tokens import Tokenizer
+from modelmill.text.utf8 import Utf8Stream
+
+
+class Detokenizer:
+    """Turns the ids of one sequence into text as they come.
+
+    All pushes and the final flush together give exactly ``tokenizer.decode(ids)``. Text is given out only
+    once it cannot change any more, so a character is never cut and never taken back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._utf8 = Utf8Stream(each_byte=tokenizer.each_byte)
+        self._opened = False
+
+    def push(self, id: int) -> str:
+        """The text that this id completes; "" while a character is unfinished."""
+        if self._skip_special and self._tokenizer.is_skipped(id):
+            return ""
+        data = self._tokenizer.token_bytes(id)
+        text = self._utf8.push(data if self._opened else self._tokenizer.opening_bytes(id))
+        self._opened = self._opened or bool(data)
+        return text
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD for a character that never got its last bytes, else nothing."""
+        return self._utf8.flush()

@@ -1,0 +1,186 @@
+"""Runs chat templates in a process of their own, which is killed when it exceeds its limits."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelmill.core.errors import MissingDependency, RequestError, TemplateError
+
+WORKER = Path(__file__).with_name("template_worker.py")
+START_SECONDS = 60.0
+# A busy machine may give the worker little of its time; the CPU limit is the rule, this only ends a hang.
+WALL_FACTOR = 15.0
+
+
+class RefusedMessages(TemplateError, RequestError):
+    """The template itself refused the messages (its raise_exception): the request is at fault."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one rendering may use."""
+
+    seconds: float = 2.0  # CPU time
+    memory: int = 512 << 20  # bytes of address space, the interpreter's own ~60 MiB included
+    output: int = 8 << 20  # characters
+
+
+class TemplateProcess:
+    """One worker, started at the first rendering and reused; restarted after it had to be killed.
+
+    Renderings take turns: calls from several threads are safe.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._lock = threading.Lock()
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._closing: weakref.finalize[..., TemplateProcess] | None = None
+
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        """The text; raises TemplateError (one line) when the template fails or exceeds a limit.
+
+        RefusedMessages, a RequestError too, when the template calls raise_exception.
+        """
+        request = {
+            "template": template,
+            "variables": dict(variables),
+            "seconds": self.limits.seconds,
+            "max_chars": self.limits.output,
+        }
+        line = json.dumps(request).encode("ascii") + b"\n"
+        with self._lock:
+            for _ in range(2):
+                worker = self._started()
+                try:
+                    if self._send(worker, line):
+                        break
+                except BaseException:
+                    self._stop()
+                    raise
+                self._stop()  # it had died while idle: once more with a fresh one
+            else:
+                raise TemplateError("the chat template's process cannot be reached; try again")
+            try:
+                reply = self._receive(worker, self.limits.seconds * WALL_FACTOR)
+            except BaseException:
+                self._stop()
+                raise
+            if reply.get("failed") == "memory":
+                self._stop()  # a heap that hit its limit is not worth keeping
+        if "text" in reply:
+            return str(reply["text"])
+        raise self._error(reply)
+
+    def close(self) -> None:
+        """Ends the worker, if one runs."""
+        with self._lock:
+            self._stop()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._worker is not None and self._worker.poll() is None:
+            return self._worker
+        self._stop()
+        found = importlib.util.find_spec("jinja2")
+        if found is None or found.origin is None:
+            raise MissingDependency("chat templates need the package jinja2: pip install jinja2")
+        packages = Path(found.origin).parent.parent
+        self._worker = subprocess.Popen(
+            [sys.executable, "-I", "-X", "utf8", str(WORKER), str(self.limits.memory), str(packages)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+        )
+        self._closing = weakref.finalize(self, _end, self._worker)
+        try:
+            self._receive(self._worker, START_SECONDS)
+        except BaseException:
+            self._stop()
+            raise
+        return self._worker
+
+    def _send(self, worker: subprocess.Popen[bytes], line: bytes) -> bool:
+        assert worker.stdin is not None
+        try:
+            worker.stdin.write(line)
+            worker.stdin.flush()
+        except OSError:
+            return False
+        return True
+
+    def _receive(self, worker: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+        """The worker's next line; TemplateError when it dies, hangs, or writes without end."""
+        assert worker.stdout is not None
+        descriptor = worker.stdout.fileno()
+        # JSON writes a character in at most twelve bytes; the rest is for the error text
+        most = 12 * self.limits.output + 8192
+        deadline = time.monotonic() + seconds
+        chunks: list[bytes] = []
+        size = 0
+        while not (chunks and chunks[-1].endswith(b"\n")):
+            if not _readable(descriptor, deadline - time.monotonic()):
+                raise TemplateError(f"the chat template was stopped after {seconds:.0f} s; use a simpler template")
+            chunk = os.read(descriptor, 1 << 16)
+            size += len(chunk)
+            if not chunk:
+                raise self._death(worker)
+            if size > most:
+                raise self._error({"failed": "output"})
+            chunks.append(chunk)
+        reply = json.loads(b"".join(chunks))
+        assert isinstance(reply, dict)
+        return reply
+
+    def _death(self, worker: subprocess.Popen[bytes]) -> TemplateError:
+        code = worker.wait()
+        if code < 0:
+            limit = f"{self.limits.seconds:g} s of CPU time or {self.limits.memory >> 20} MiB of memory"
+            return TemplateError(f"the chat template was stopped: it used more than {limit}; use another template")
+        return TemplateError(f"the chat template's process ended with exit status {code}; is jinja2 installed?")
+
+    def _error(self, reply: Mapping[str, Any]) -> TemplateError:
+        failed, detail = reply.get("failed"), str(reply.get("detail", ""))
+        if failed == "refused":
+            return RefusedMessages(f"the chat template refused these messages: {detail}")
+        if failed == "output":
+            return TemplateError(
+                f"the chat template wrote more than {self.limits.output} characters; shorten the messages"
+            )
+        if failed == "memory":
+            return TemplateError(f"the chat template used more than {self.limits.memory >> 20} MiB of memory")
+        return TemplateError(f"the chat template failed: {detail}")
+
+    def _stop(self) -> None:
+        if self._closing is not None:
+            self._closing()
+        self._worker = self._closing = None
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    # poll, not select: a server may hold more than 1024 descriptors
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    return bool(poll.poll(max(seconds, 0.0) * 1000))
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # unsent bytes to a process that is gone
+                pipe.close()
+    worker.wait()

@@ -1,0 +1,120 @@
+"""The process that renders chat templates, started by template.py; it imports nothing of ours.
+
+A template is a program from a stranger. It runs here, sandboxed, with no memory to spare and a clock that
+kills: whatever it does, the engine loses nothing but this process. Requests and answers are one line of
+JSON each, on stdin and stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+from typing import Any, BinaryIO
+
+
+class TooLong(Exception):
+    """The template wrote more than it may."""
+
+
+def make_environment() -> Any:
+    """A sandbox with the filters, globals and whitespace rules that templates are written for."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what the model wrote, for training; rendering just passes it through."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: object) -> None:
+        raise jinja2.TemplateError(f"refused: {message}")
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes HTML, which no model was trained on.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["dict"] = lambda *args, **named: dict(*args, **named)  # not the class: it has a lineage
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+def render(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) -> str:
+    """The rendered text; raises whatever the template raises, or TooLong."""
+    source = request["template"]
+    if source not in compiled:
+        compiled.clear()
+        compiled[source] = environment.from_string(source)
+    chunks: list[str] = []
+    size = 0
+    for chunk in compiled[source].generate(**request["variables"]):
+        size += len(chunk)
+        if size > request["max_chars"]:
+            raise TooLong
+        chunks.append(chunk)
+    return "".join(chunks)
+
+
+def answer(environment: Any, compiled: dict[str, Any], line: bytes) -> dict[str, Any]:
+    """{"text"} or {"failed": reason, "detail"}; the reasons are those template.py knows."""
+    try:
+        request = json.loads(line)
+        # Counts CPU seconds of this process, in C code too; the signal's default is death.
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        return {"text": render(environment, compiled, request)}
+    except TooLong:
+        return {"failed": "output"}
+    except MemoryError:
+        return {"failed": "memory"}
+    except RecursionError:
+        return {"failed": "error", "detail": "it recurses too deeply"}
+    except Exception as error:
+        detail = " ".join(str(error).split())[:300]
+        if detail.startswith("refused: ") and type(error).__name__ == "TemplateError":
+            return {"failed": "refused", "detail": detail.removeprefix("refused: ")}
+        return {"failed": "error", "detail": f"{type(error).__name__}: {detail}"}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def serve(stdin: BinaryIO, stdout: BinaryIO, max_memory: int) -> None:
+    """Answers requests until stdin ends (which it does when the engine dies, however it dies)."""
+    environment = make_environment()
+    compiled: dict[str, Any] = {}
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    reply: dict[str, Any] = {"ready": True}
+    while True:
+        stdout.write(json.dumps(reply).encode("ascii") + b"\n")
+        stdout.flush()
+        del reply
+        line = stdin.readline()
+        if not line:
+            return
+        reply = answer(environment, compiled, line)
+        del line
+
+
+if __name__ == "__main__":
+    sys.path.append(sys.argv[2])  # where the parent found jinja2; -I does not read PYTHONPATH
+    serve(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[1]))
