@@ -41,9 +41,9 @@ def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> Row:
     left = ours.detach().to("cpu", torch.float64).reshape(-1)
     comparable = ours.shape == reference.shape and bool(left.isfinite().all() and right.isfinite().all())
     if not comparable:
-        return Row(name, *[INFINITE] * 5, cosine=0.0, gain=INFINITE, scale=INFINITE)
+        return Row(name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE)
     if not right.numel():
-        return Row(name, *[0.0] * 5, cosine=1.0, gain=1.0, scale=0.0)
+        return Row(name, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     error = (left - right).abs()
     max_abs, scale = float(error.max()), float(right.abs().max())
     # Normalised first, so that squares of very large or very small values stay in range.

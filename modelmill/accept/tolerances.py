@@ -1,0 +1,137 @@
+"""How far an honest engine may lie from the float32 reference: published per dtype, recipe and module kind.
+
+Module-local: each engine module is fed the reference's own input, cast to the engine's dtype, so nothing
+accumulates and the first module out of bounds is the faulty one. Measured with
+`tests/accept/measure_tolerances.py` (rounded modules, worst of the usual choices; seeded Gaussian and
+Student-t(3) weights, 2-32 layers, widths 64-1024, and SmolLM2-135M-Instruct reading our own text; 128 tokens).
+Worst seen, as rel_l2 / max_abs over max |reference|; int8 (one scale a row) changes linear alone:
+
+    kind         float32            float16            bfloat16           int8, any dtype
+    norm         8.3e-8 / 3.2e-7    4.4e-4 / 1.1e-3    3.5e-3 / 9.0e-3
+    linear       3.4e-7 / 8.8e-7    5.5e-4 / 8.6e-4    4.4e-3 / 7.6e-3    3.3e-2 / 1.0e-1
+    rotary       2.9e-6 / 1.0e-5    3.9e-4 / 1.5e-3    3.0e-3 / 8.6e-3
+    attention    2.2e-7 / 9.3e-7    1.1e-3 / 2.7e-3    9.2e-3 / 2.4e-2
+    activation   same arithmetic    5.0e-4 / 1.4e-3    4.2e-3 / 8.3e-3
+    residual     same arithmetic    6.7e-4 / 1.4e-3    4.1e-3 / 7.4e-3
+    |gain - 1|   2.6e-7             6.7e-4             4.4e-3             5.3e-3
+
+Bounds are about three times that. float32 gets more, since a plain running sum over ten thousand terms is
+honest too; its rotary bound grows with the position, because one unit in the last place of a frequency
+turns into an angle there.
+
+Planted faults, least effect over all dtypes and recipes (SmolLM2 and seeded models): o_proj x 1.05
+|gain - 1| 0.046; w1 and w2 swapped rel_l2 1.2; o_proj transposed 1.03, q transposed 1.13; k named v 1.0; the two
+norms swapped 0.34; RoPE base 1e4 for 1e5 0.44; eps 1e-6 for 1e-5 on inputs of size √eps 0.33. The loosest
+rel_l2 bound is 0.1 and the loosest gain bound 0.016, so each is out of bounds everywhere.
+
+Whole-model logits (centred per row) add up like √(layers + 2). Worst rel_l2 over that root: float32 3.5e-7,
+float16 6.0e-4, bfloat16 4.8e-3; int8 7.6e-3 Gaussian, 6.8e-3 SmolLM2, 2.9e-2 Student-t. Next tokens were
+lost at top-two margins up to (in standard deviations of the row) 0.002 float16, 0.062 bfloat16, 0.35 int8.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from modelmill.accept.metrics import Row
+from modelmill.core.errors import UsageError
+
+DTYPES = ("float32", "float16", "bfloat16")
+RECIPES = ("none", "int8")
+LINEAR = ("q", "k", "v", "o_proj", "gate", "up", "fc", "down", "logits")
+KINDS = {"q_rot": "rotary", "k_rot": "rotary", "attn": "attention", "act": "activation", "embed": "embedding"}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Largest honest rel_l2, max_abs as a multiple of the tensor's scale (max |reference|), and |gain - 1|."""
+
+    rel_l2: float
+    max_rel: float
+    gain: float
+
+    def broken_by(self, row: Row) -> list[str]:
+        """What of the row is out of bounds, in words with both numbers; empty where all is within."""
+        found = {
+            "rel_l2": (row.rel_l2, self.rel_l2),
+            "max_rel": (row.max_rel, self.max_rel),
+            "|gain - 1|": (abs(row.gain - 1), self.gain),
+        }
+        return [f"{what} {value:.2g} > {limit:.2g}" for what, (value, limit) in found.items() if not value <= limit]
+
+    def excess(self, row: Row) -> float:
+        """The worst error as a multiple of its bound: above 1 is out of bounds; orders faults by size."""
+        return max(row.rel_l2 / self.rel_l2, row.max_rel / self.max_rel, abs(row.gain - 1) / self.gain)
+
+
+@dataclass(frozen=True)
+class LogitsBound:
+    """For the logits at the end: rel_l2 of centred logits, and the top-two margin (in the row's standard
+    deviations) beyond which the next token must agree."""
+
+    rel_l2: float
+    margin: float
+
+
+GAIN = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
+GAIN_INT8 = 1.6e-2
+# kind → dtype → (rel_l2, max_rel)
+TABLE: dict[str, dict[str, tuple[float, float]]] = {
+    "norm": {"float32": (5e-6, 1e-5), "float16": (1.3e-3, 3.3e-3), "bfloat16": (1.1e-2, 2.7e-2)},
+    "linear": {"float32": (1e-5, 3e-5), "float16": (1.7e-3, 2.6e-3), "bfloat16": (1.4e-2, 2.3e-2)},
+    "rotary": {"float32": (3e-6, 1e-5), "float16": (1.2e-3, 4.5e-3), "bfloat16": (1.0e-2, 2.6e-2)},
+    "attention": {"float32": (1e-5, 3e-5), "float16": (3.3e-3, 8.1e-3), "bfloat16": (2.8e-2, 7.2e-2)},
+    "activation": {"float32": (2e-6, 5e-6), "float16": (1.5e-3, 4.2e-3), "bfloat16": (1.3e-2, 2.5e-2)},
+    "residual": {"float32": (5e-7, 1e-6), "float16": (2.0e-3, 4.2e-3), "bfloat16": (1.3e-2, 2.3e-2)},
+}
+TABLE["embedding"] = TABLE["residual"]
+LINEAR_INT8 = (1e-1, 3e-1)
+# float32 rotary: added per token of length.
+PER_POSITION = (1e-7, 4e-7)
+LOGITS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
+LOGITS_INT8 = 5e-2
+LOGITS_INT8_MOST = 0.3
+MARGIN = 2.5
+
+
+def kind_of(module: str) -> str:
+    """The kind of a canonical module name: norm, linear, rotary, attention, activation, residual, embedding."""
+    if module in LINEAR:
+        return "linear"
+    return KINDS.get(module, "norm" if module.endswith("norm") else "residual")
+
+
+def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int = 0) -> Bound:
+    """The bound for one module (canonical name) of an engine in this dtype and recipe.
+
+    ``length``: tokens of the sequence, for the rotation. Raises UsageError for a dtype or recipe without
+    published tolerances.
+    """
+    _check(dtype, recipe)
+    kind = kind_of(module)
+    rel_l2, max_rel = TABLE[kind][dtype]
+    gain = GAIN[dtype]
+    if kind == "rotary":
+        rel_l2, max_rel = rel_l2 + PER_POSITION[0] * length, max_rel + PER_POSITION[1] * length
+    if recipe == "int8" and kind in ("linear", "embedding"):
+        rel_l2, max_rel, gain = LINEAR_INT8[0], LINEAR_INT8[1], GAIN_INT8
+    return Bound(rel_l2, max_rel, gain)
+
+
+def logits_bound(dtype: str, recipe: str = "none", *, layers: int) -> LogitsBound:
+    """The bound for the whole model's logits at this depth."""
+    _check(dtype, recipe)
+    depth = math.sqrt(layers + 2)
+    rel_l2 = LOGITS[dtype] * depth
+    if recipe == "int8":
+        rel_l2 = min(max(rel_l2, LOGITS_INT8 * depth), LOGITS_INT8_MOST)
+    return LogitsBound(rel_l2, MARGIN * rel_l2)
+
+
+def _check(dtype: str, recipe: str) -> None:
+    if dtype not in DTYPES or recipe not in RECIPES:
+        raise UsageError(
+            f"no tolerances are published for {dtype} with recipe {recipe}; "
+            f"dtypes: {', '.join(DTYPES)}; recipes: {', '.join(RECIPES)}"
+        )

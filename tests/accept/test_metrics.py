@@ -1,0 +1,76 @@
+"""The measuring rods: exact on constructed cases, and never fooled by zeros, NaN or Inf."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.accept.metrics import (
+    compare_logits,
+    compare_tensors,
+    kl_divergence,
+    perplexity,
+    top1_agreement,
+)
+
+
+def test_known_numbers() -> None:
+    row = compare_tensors("x", torch.tensor([3.0, 5.0, 0.0]), torch.tensor([3.0, 4.0, 0.0]))
+    assert (row.max_abs, row.median_abs, row.scale, row.max_rel) == (1.0, 0.0, 4.0, 0.25)
+    assert row.mean_abs == pytest.approx(1 / 3)
+    assert row.rel_l2 == pytest.approx(1 / 5)
+    assert row.gain == pytest.approx(29 / 25)
+    assert row.cosine == pytest.approx(29 / (5 * math.sqrt(34)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(factor=st.floats(0.1, 10), size=st.integers(1, 40), exponent=st.integers(-30, 30), seed=st.integers(0, 99))
+def test_a_factor_is_the_gain(factor: float, size: int, exponent: int, seed: int) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 10.0**exponent
+    row = compare_tensors("x", factor * x, x)
+    assert row.gain == pytest.approx(factor)
+    assert row.rel_l2 == pytest.approx(abs(factor - 1), abs=1e-12)
+    assert row.max_rel == pytest.approx(abs(factor - 1), abs=1e-12)
+    assert row.cosine == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_infinitely_wrong(bad: float) -> None:
+    fine, broken = torch.ones(3), torch.tensor([1.0, bad, 1.0])
+    for ours, reference in ((broken, fine), (fine, broken), (broken, broken)):
+        row = compare_tensors("x", ours, reference)
+        assert row.max_abs == row.mean_abs == row.median_abs == row.max_rel == row.rel_l2 == math.inf
+        assert (row.gain, row.cosine, row.finite) == (math.inf, 0.0, False)
+    logits = torch.zeros(2, 5)
+    logits[0, 2] = 9.0
+    broken = logits.clone()
+    broken[0, 1] = bad
+    assert top1_agreement(broken, logits, 0.1).first == 0
+    assert not math.isfinite(float(kl_divergence(broken.fill_(math.nan), logits)[0]))
+    assert perplexity(broken, torch.tensor([1, 1])) == math.inf
+
+
+def test_zeros_and_shapes() -> None:
+    zero, one = torch.zeros(4), torch.ones(4)
+    row = compare_tensors("x", zero, zero)
+    assert (row.max_abs, row.rel_l2, row.gain, row.cosine) == (0.0, 0.0, 1.0, 1.0)
+    assert compare_tensors("x", one, zero).rel_l2 == math.inf
+    assert compare_tensors("x", zero, one).gain == 0.0
+    assert compare_tensors("x", torch.ones(2, 2), one).max_abs == math.inf
+    assert compare_tensors("x", torch.ones(0), torch.ones(0)).max_abs == 0.0
+
+
+def test_logits_measures() -> None:
+    reference = torch.tensor([[4.0, 1.0, 0.0, 0.0], [1.01, 1.0, 0.0, 0.0]]).double()
+    assert compare_logits("l", reference + 7, reference).rel_l2 < 1e-12
+    swapped = reference[:, [1, 0, 2, 3]]
+    result = top1_agreement(swapped, reference, margin=0.1)
+    assert (result.rows, result.sure, result.agreed, result.first) == (2, 1, 0, 0)
+    assert top1_agreement(reference, reference, margin=0.0).complete
+    assert float(kl_divergence(reference + 3, reference).max()) < 1e-12
+    assert float(kl_divergence(swapped, reference)[0]) > 1
+    assert perplexity(torch.zeros(3, 8), torch.tensor([0, 5, 7])) == pytest.approx(8)
