@@ -13,7 +13,7 @@ from modelmill.core.types import SamplingParams
 __version__ = "0.1.0"
 __all__ = ["LLM", "ModelmillError", "SamplingParams", "__version__", "build_engine"]
 
-_LAZY = {"LLM": ("modelmill.llm", "LLM"), "build_engine": ("modelmill.build.builder", "build_engine")}
+_LAZY = {"LLM": ("modelmill.llm", "LLM"), "build_engine": ("modelmill.llm", "build_engine")}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,44 @@
+# Two commands on a bare machine with Python >= 3.11: `make demo` and `make test`. Each sets up .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= out
+DEMO_ENGINE ?= $(OUT)/smollm2.engine
+PROMPT ?= What is a watermill? Answer in two sentences.
+
+.PHONY: demo test test-gpu verify lint clean
+
+demo: $(VENV)/.core
+	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
+	$(BIN)/modelmill build $(OUT)/models/smollm2-135m-instruct.gguf -o $(DEMO_ENGINE) -q int8 --if-missing
+	$(BIN)/modelmill run $(DEMO_ENGINE) --prompt "$(PROMPT)" --temperature 0 --max-tokens 120
+
+test: $(VENV)/.test lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check modelmill tests benchmarks tools
+	$(BIN)/ruff format --check modelmill tests benchmarks tools
+	$(BIN)/mypy
+
+# every test that needs a CUDA device; on the device's own Python and torch
+test-gpu:
+	$(PYTHON) -m pytest -m gpu -q -p no:cacheprovider
+
+# everything the engine promises that needs no GPU, on the real model; resumable; writes docs/verification.md
+verify: $(VENV)/.test
+	$(BIN)/python -m tools.verify
+
+$(VENV)/bin/python:
+	$(PYTHON) tools/setup_venv.py create $(VENV)
+
+$(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python tools/setup_venv.py install $(VENV)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python tools/setup_venv.py install $(VENV) test,eval,report
+	@touch $@ $(VENV)/.core
+
+clean:
+	rm -rf $(OUT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

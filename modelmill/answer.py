@@ -1,0 +1,54 @@
+"""What comes back for a prompt: plain data in text and ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from modelmill.core.types import Logprob
+
+
+@dataclass
+class Completion:
+    """One of the n answers. token_ids include the token that ended it, text does not.
+
+    finish_reason: stop, length or abort. stop_reason: the stop string or token id that matched. score: of a beam.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
+    score: float | None = None
+
+
+@dataclass
+class Answer:
+    """A prompt and its completions. Times are seconds since the request was added, by the host's clock."""
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    cached_tokens: int = 0
+    first_token_seconds: float | None = None
+    seconds: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(c.finish_reason is not None for c in self.outputs)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """News of a streamed answer: text and ids that were added to completion ``index``."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    answer: Answer

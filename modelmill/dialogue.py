@@ -1,0 +1,95 @@
+"""Between ids and text for one request: detokenization, stop strings, and the answer as it grows."""
+
+from __future__ import annotations
+
+import time
+
+from modelmill.answer import Answer, Completion, Delta
+from modelmill.core.types import Finish, Request, Token
+from modelmill.text.stop import StopMatcher
+from modelmill.text.stream import Detokenizer
+from modelmill.text.tokenizer import Tokenizer
+
+
+class Dialogue:
+    """Turns the Tokens of one request into text. An ids-only engine has no tokenizer: its text stays empty."""
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        params = request.params
+        self._started = time.perf_counter()
+        self._voices = [_Voice(tokenizer, params.stop, params.skip_special_tokens) for _ in range(params.n)]
+        outputs = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+        self.answer = Answer(request.id, prompt, list(request.prompt), outputs)
+
+    def push(self, token: Token) -> tuple[Delta, bool]:
+        """Take one piece of news. Returns what it adds and whether a stop string ended that sequence just now."""
+        now = time.perf_counter() - self._started
+        answer, voice = self.answer, self._voices[token.index]
+        output = answer.outputs[token.index]
+        if token.prompt_logprobs is not None:
+            answer.prompt_logprobs = token.prompt_logprobs
+        answer.cached_tokens = max(answer.cached_tokens, token.cached_tokens)
+        if output.finish_reason is not None:
+            return Delta(token.index, "", (), output.finish_reason, answer), False
+        ids = token.replay if token.replay is not None else (() if token.id is None else (token.id,))
+        if ids and answer.first_token_seconds is None:
+            answer.first_token_seconds = now
+        text, stopped = "", False
+        for id in ids:
+            output.token_ids.append(id)
+            piece, stopped = voice.push(id)
+            text += piece
+            if stopped:
+                break
+        if token.logprobs is not None and output.logprobs is not None:
+            output.logprobs.append(token.logprobs)
+        if token.score is not None:
+            output.score = token.score
+        text += self._end(output, voice, token, stopped)
+        output.text += text
+        if answer.finished:
+            answer.seconds = now
+        return Delta(token.index, text, tuple(ids), output.finish_reason, answer), stopped and token.finish is None
+
+    def _end(self, output: Completion, voice: _Voice, token: Token, stopped: bool) -> str:
+        """Set the finish of a sequence; returns the text that was held back until now."""
+        if stopped:
+            output.finish_reason, output.stop_reason = Finish.STOP.value, voice.matched
+            return (voice.matched or "") if self.request.params.include_stop else ""
+        if token.finish is None:
+            return ""
+        output.finish_reason = token.finish.value
+        if token.stop is not None:
+            output.stop_reason = token.stop
+            if token.id is None:
+                output.token_ids.append(token.stop)
+        return voice.flush()
+
+
+class _Voice:
+    """One sequence's way from ids to text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...], skip_special: bool) -> None:
+        self._tokens = None if tokenizer is None else Detokenizer(tokenizer, skip_special=skip_special)
+        self._stops = StopMatcher(stops) if stops else None
+        self.matched: str | None = None
+
+    def push(self, id: int) -> tuple[str, bool]:
+        if self._tokens is None:
+            return "", False
+        return self._match(self._tokens.push(id))
+
+    def flush(self) -> str:
+        if self._tokens is None:
+            return ""
+        text, stopped = self._match(self._tokens.flush())
+        return text if stopped or self._stops is None else text + self._stops.flush()
+
+    def _match(self, text: str) -> tuple[str, bool]:
+        if self._stops is None:
+            return text, False
+        emit, stopped, matched = self._stops.push(text)
+        if stopped:
+            self.matched = matched
+        return emit, stopped

@@ -1,0 +1,331 @@
+"""Text in, text out: the class a user imports."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from modelmill.answer import Answer, Delta
+from modelmill.artifact.store import is_engine
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.env import cache_dir
+from modelmill.core.errors import RequestError, TokenizerError, UsageError
+from modelmill.core.types import Request, SamplingParams
+from modelmill.dialogue import Dialogue
+from modelmill.runtime.loop import Loop
+from modelmill.text.chat import ChatFormat, load_chat
+from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """An engine, opened: ``generate``, ``chat`` and ``stream``.
+
+    model: an engine folder, or a checkpoint, which is built into the cache first (and said on stderr). dtype,
+    quantization and the other fields of BuildConfig apply to that build; the fields of RunConfig to this start.
+    Raises the errors of the artifact, checkpoint and runtime rooms; UsageError for an unknown option.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tensor_parallel_size: int = 1,
+        chat_template: str | Path | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        if tensor_parallel_size != 1:
+            raise UsageError("tensor_parallel_size > 1 is not supported yet; use one GPU")
+        build, run = _split(options)
+        engine = Path(model)
+        if not is_engine(engine):
+            engine = cached_engine(engine, BuildConfig(**build), progress)
+        elif build:
+            raise UsageError(f"{', '.join(build)} belong(s) to a build, but {engine} is an engine already")
+        self.path = engine
+        self.loop = Loop.open(engine, RunConfig(**run))
+        files = dict(self.loop.artifact.tokenizer_files())
+        if chat_template is not None:
+            files["chat_template.jinja"] = _template(chat_template)
+        self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
+        self.chat_format: ChatFormat | None = load_chat(files, self.tokenizer) if self.tokenizer else None
+        self.defaults = sampling_defaults(self.loop.artifact.manifest.generation)
+        self.eos_ids = eos_ids(self.loop.artifact.manifest, self.tokenizer)
+        self._base_stops = _base_stops(self.loop.artifact.manifest)
+        self._count = itertools.count()
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Answer]:
+        """Answer raw prompts: texts, {"prompt": text}, {"prompt_token_ids": ids} or lists of ids, all in one batch.
+
+        Returns one Answer a prompt, in order. progress: a bar on stderr; default: on a terminal, for more than one.
+        """
+        listed = _listed(prompts)
+        requests = [
+            self._request(self._ids(prompt), text_of(prompt), given, self.eos_ids, self._base_stops)
+            for prompt, given in zip(listed, _each(params, len(listed)), strict=True)
+        ]
+        return self._answer(requests, progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> list[Answer]:
+        """Answer conversations ([{"role", "content"}, …], one or many) through the engine's chat template."""
+        talks = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        requests = [
+            self.chat_request(talk, given, **template)  # type: ignore[arg-type]
+            for talk, given in zip(talks, _each(params, len(talks)), strict=True)
+        ]
+        return self._answer(requests, progress)
+
+    def stream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[Delta]:
+        """Deltas of one answer as they come. Closing the iterator aborts the request."""
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+            dialogue = self.chat_request(prompt, params, **template)
+        else:
+            dialogue = self._request(
+                self._ids(prompt),
+                text_of(prompt),
+                params,
+                self.eos_ids,
+                self._base_stops,  # type: ignore[arg-type]
+            )
+        return self._stream(dialogue)
+
+    def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> Dialogue:
+        """One conversation as a request. Raises UsageError where the engine has no chat template."""
+        if self.chat_format is None:
+            raise UsageError(f"{self.path} has no chat template; use generate, or give one with --chat-template")
+        ids = self.chat_format.encode([dict(m) for m in messages], add_generation_prompt=True, **template)
+        eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
+        return self._request(ids, None, params, eos, tuple(self.chat_format.stop_strings))
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt in any of its forms."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return _checked(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise RequestError('a prompt object needs "prompt" or "prompt_token_ids"')
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TokenizerError(f"{self.path} is an ids-only engine (no tokenizer); give prompt_token_ids")
+            return self.tokenizer.encode(prompt)
+        return _checked(prompt)
+
+    def _request(
+        self,
+        ids: list[int],
+        text: str | None,
+        params: SamplingParams | None,
+        eos: tuple[int, ...],
+        stops: tuple[str, ...],
+    ) -> Dialogue:
+        resolved = (params or SamplingParams()).resolved(self.defaults)
+        if stops:
+            resolved = replace(resolved, stop=tuple(dict.fromkeys((*resolved.stop, *stops))))
+        if resolved.stop and self.tokenizer is None:
+            raise TokenizerError(
+                f"{self.path} is an ids-only engine (no tokenizer); use stop_token_ids instead of stop"
+            )
+        request = Request(id=f"r{next(self._count)}", prompt=tuple(ids), params=resolved, eos_ids=eos)
+        return Dialogue(request, text, self.tokenizer)
+
+    def _answer(self, dialogues: Sequence[Dialogue], progress: bool | None) -> list[Answer]:
+        running = {d.request.id: d for d in dialogues}
+        try:
+            for dialogue in dialogues:
+                self.loop.add(dialogue.request)
+            with _bar(progress, len(dialogues)) as advance:
+                for delta in self._pump(running):
+                    if delta.answer.finished:
+                        advance()
+        finally:
+            for id in running:
+                self.loop.abort(id)
+        return [d.answer for d in dialogues]
+
+    def _stream(self, dialogue: Dialogue) -> Iterator[Delta]:
+        running = {dialogue.request.id: dialogue}
+        self.loop.add(dialogue.request)
+        try:
+            yield from self._pump(running)
+        finally:
+            for id in running:
+                self.loop.abort(id)
+
+    def _pump(self, running: dict[str, Dialogue]) -> Iterator[Delta]:
+        """Step the loop until all of ``running`` have ended; finished ones are taken out of it."""
+        while running:
+            for token in self.loop.step():
+                dialogue = running.get(token.request)
+                if dialogue is None:
+                    continue
+                delta, stopped = dialogue.push(token)
+                if stopped:
+                    self.loop.finish(token.request, token.index)
+                if dialogue.answer.finished:
+                    del running[token.request]
+                yield delta
+
+
+def build_engine(
+    checkpoint: str | Path,
+    out: str | Path,
+    config: BuildConfig | None = None,
+    *,
+    delta: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    check: bool = True,
+) -> dict[str, Any]:
+    """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where it is refused."""
+    from modelmill.accept.run import accept
+    from modelmill.build.builder import build
+    from modelmill.build.plan import make_plan
+    from modelmill.checkpoint.open import open_checkpoint
+
+    plan = make_plan(open_checkpoint(Path(checkpoint), delta=delta), config or BuildConfig())
+
+    def judge(staged: Path, judged: Any) -> dict[str, Any]:
+        return accept(staged, judged.checkpoint, progress=progress)
+
+    return build(plan, Path(out), judge if check else None, progress)
+
+
+def cached_engine(
+    checkpoint: Path, config: BuildConfig, progress: Callable[[str, int, int], None] | None = None
+) -> Path:
+    """The engine of a checkpoint in the cache folder, built now where it is not there yet."""
+    from modelmill.build.plan import make_plan
+    from modelmill.checkpoint.open import open_checkpoint
+
+    plan = make_plan(open_checkpoint(checkpoint), config)
+    engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"
+    if not is_engine(engine):
+        sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
+        build_engine(checkpoint, engine, config, progress=progress)
+    return engine
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """SamplingParams fields from a generation_config; do_sample false means greedy, as in transformers."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    out = {name: generation[name] for name in names if isinstance(generation.get(name), (int, float))}
+    if generation.get("do_sample") is False:
+        out["temperature"] = 0.0
+    limit = generation.get("max_new_tokens")
+    if isinstance(limit, int) and limit > 0:
+        out["max_tokens"] = limit
+    return out
+
+
+def eos_ids(manifest: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end an answer: generation_config's, else the config's, else the tokenizer's."""
+    for raw in (manifest.generation.get("eos_token_id"), manifest.config.get("eos_token_id")):
+        found = raw if isinstance(raw, list) else [raw]
+        ids = tuple(id for id in found if isinstance(id, int) and id >= 0)
+        if ids:
+            return ids
+    return tuple(tokenizer.eos_ids) if tokenizer is not None else ()
+
+
+def text_of(prompt: Any) -> str | None:
+    """The text of a prompt, where it has one."""
+    if isinstance(prompt, Mapping):
+        return prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None
+
+
+def _base_stops(manifest: Any) -> tuple[str, ...]:
+    """Qwen v1's base models end a made-up dialogue at "Human:"."""
+    raw = manifest.model_type == "qwen" and manifest.generation.get("chat_format") == "raw"
+    return ("Human:",) if raw else ()
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options for a build and for this start. max_model_len and kernels concern the start of an engine."""
+    run_names = {f.name for f in fields(RunConfig)}
+    build_names = {f.name for f in fields(BuildConfig)} - run_names
+    unknown = sorted(set(options) - run_names - build_names)
+    if unknown:
+        raise UsageError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(run_names | build_names))}")
+    build = {k: v for k, v in options.items() if k in build_names}
+    return build, {k: v for k, v in options.items() if k in run_names}
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = list(prompts)
+    whole = bool(prompts) and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts)
+    return [prompts] if whole else prompts
+
+
+def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one a prompt")
+    return list(params)
+
+
+def _checked(ids: Any) -> list[int]:
+    if not isinstance(ids, (list, tuple)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise RequestError("prompt_token_ids must be a list of whole numbers")
+    return list(ids)
+
+
+def _template(source: str | Path) -> bytes:
+    path = Path(source)
+    try:
+        return path.read_bytes() if path.is_file() else str(source).encode()
+    except OSError as error:
+        raise UsageError(f"--chat-template {path}: {error.strerror}") from None
+
+
+class _bar:
+    """A progress bar over requests, only on a terminal."""
+
+    def __init__(self, wanted: bool | None, total: int) -> None:
+        show = wanted if wanted is not None else total > 1 and sys.stderr.isatty()
+        self._total, self._progress, self._task = total, None, None
+        if show:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress: Any = Progress(console=Console(stderr=True), transient=True)  # type: ignore[no-redef]
+
+    def __enter__(self) -> Callable[[], None]:
+        if self._progress is None:
+            return lambda: None
+        self._progress.start()
+        task = self._progress.add_task("prompts", total=self._total)
+        return lambda: self._progress.advance(task)
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()

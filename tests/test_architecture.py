@@ -1,0 +1,131 @@
+"""The floor plan, kept true: every import is read with ast and must go down."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "modelmill"
+
+# room → rooms it may import (docs/architecture.md draws it)
+MAY = {
+    "core": set(),
+    "ops": {"core"},
+    "text": {"core"},
+    "weights": {"core", "ops"},
+    "nn": {"core", "ops", "weights"},
+    "checkpoint": {"core", "weights"},
+    "artifact": {"core", "weights"},
+    "models": {"core", "ops", "nn", "checkpoint.rename"},
+    "runtime": {"core", "ops", "weights", "nn", "artifact"},
+    "build": {"core", "checkpoint", "weights", "nn", "artifact", "text.tokenizer", "ops"},
+    "accept": {"core", "runtime", "checkpoint", "artifact", "text", "nn.linear"},
+    "answer": {"core"},
+    "dialogue": {"core", "text", "answer"},
+    "llm": {"core", "runtime", "text", "artifact", "answer", "dialogue", "build", "accept", "checkpoint"},
+    "eval": {
+        "core",
+        "ops",
+        "text",
+        "checkpoint",
+        "artifact",
+        "runtime",
+        "build",
+        "accept",
+        "answer",
+        "dialogue",
+        "llm",
+    },
+}
+TOP = {"cli", "__init__", "__main__"}
+FOREIGN_HOME = {
+    "triton": ("ops/triton",),
+    "transformers": ("eval",),
+    "rouge_score": ("eval",),
+    "matplotlib": ("eval",),
+    "tiktoken": ("text",),
+    "sentencepiece": ("text",),
+    "tokenizers": ("text",),
+    "jinja2": ("text",),
+    "huggingface_hub": ("checkpoint/pull.py",),
+    "typer": ("cli",),
+    "rich": ("cli", "eval", "llm.py"),
+}
+
+
+def files() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every imported module of a file, wherever in the file the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield node.module or "", node.lineno
+            for alias in node.names:
+                if (ROOT.parent / (node.module or "").replace(".", "/") / f"{alias.name}.py").exists():
+                    yield f"{node.module}.{alias.name}", node.lineno
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path: Path) -> None:
+    """No file imports a room that its floor may not see."""
+    here = room(path)
+    if here in TOP:
+        return
+    for name, line in imports(path):
+        if name == "modelmill":
+            continue  # the package itself: its version
+        if not name.startswith("modelmill."):
+            continue
+        inner = name.removeprefix("modelmill.")
+        target = inner.split(".")[0]
+        if target == here:
+            continue
+        allowed = any(inner == a or inner.startswith(a + ".") or a == target for a in MAY[here])
+        assert allowed, f"{path.relative_to(ROOT)}:{line} imports {name}; {here} may import {sorted(MAY[here])}"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_foreign_packages_have_one_home(path: Path) -> None:
+    """A foreign package is imported in its home only; pickle and remote code nowhere; the environment in core/env."""
+    where = str(path.relative_to(ROOT))
+    text = path.read_text()
+    for name, line in imports(path):
+        package = name.split(".")[0]
+        assert package not in {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, (
+            f"{where}:{line} imports {package}"
+        )
+        for foreign, homes in FOREIGN_HOME.items():
+            if package == foreign:
+                assert where.startswith(homes), f"{where}:{line} imports {foreign}, whose home is {homes}"
+    if where != "core/env.py":
+        assert "os.environ" not in text, f"{where} reads the environment; core/env.py does that"
+        assert "getenv" not in text, f"{where} reads the environment; core/env.py does that"
+
+
+def test_variants_know_nothing_of_ours() -> None:
+    """Triton kernels import triton and torch, not our rooms (core's switches excepted)."""
+    for path in (ROOT / "ops" / "triton").glob("*.py"):
+        for name, line in imports(path):
+            mine = name.startswith("modelmill.") and not name.startswith(("modelmill.core", "modelmill.ops.triton"))
+            assert not mine, f"{path.name}:{line} imports {name}"
+
+
+def test_importing_is_light() -> None:
+    """``import modelmill`` and the command line's main must not import torch."""
+    import subprocess
+    import sys
+
+    code = "import sys, modelmill, modelmill.cli.main; assert 'torch' not in sys.modules, 'torch is imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
