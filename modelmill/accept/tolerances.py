@@ -25,8 +25,11 @@ norms swapped 0.34; RoPE base 1e4 for 1e5 0.44; eps 1e-6 for 1e-5 on inputs of s
 rel_l2 bound is 0.1 and the loosest gain bound 0.016, so each is out of bounds everywhere.
 
 Whole-model logits (centred per row) add up like √(layers + 2). Worst rel_l2 over that root: float32 3.5e-7,
-float16 6.0e-4, bfloat16 4.8e-3; int8 7.6e-3 Gaussian, 6.8e-3 SmolLM2, 2.9e-2 Student-t. Next tokens were
-lost at top-two margins up to (in standard deviations of the row) 0.002 float16, 0.062 bfloat16, 0.35 int8.
+float16 6.0e-4, bfloat16 4.8e-3; int8 7.6e-3 Gaussian, 6.8e-3 SmolLM2, 2.9e-2 Student-t. Bounds are three times
+that (int8: 4.6 times the first two, 1.2 times Student-t, so that agreement still tests something). Next tokens
+were lost at top-two margins up to (in standard deviations of the row) 0.002 float16, 0.062 bfloat16, 0.35 int8
+Student-t at 32 layers and 0.053 int8 SmolLM2. The margin asked for is 2.5 times the rel_l2 bound: for SmolLM2 it
+leaves 52 % of 512 rows to test in bfloat16, 17 % in int8, all but a few in float32.
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ LINEAR_INT8 = (1e-1, 3e-1)
 # float32 rotary: added per token of length.
 PER_POSITION = (1e-7, 4e-7)
 LOGITS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
-LOGITS_INT8 = 5e-2
+LOGITS_INT8 = 3.5e-2
 LOGITS_INT8_MOST = 0.3
 MARGIN = 2.5
 
