@@ -113,6 +113,8 @@ def open_checkpoint(path: Path, *, delta: Path | None = None) -> Checkpoint:
     if delta is None:
         return base
     added = _open_one(Path(delta))
+    if added.model_type != base.model_type:
+        raise CheckpointError(f"{delta}: the delta is of model_type {added.model_type}, its base of {base.model_type}")
     view = DeltaContainer(base.view, added.view)
     return Checkpoint(
         path=path,
@@ -184,6 +186,8 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
 
 def _open_gguf(path: Path) -> Checkpoint:
     raw = GgufFile(path)
+    if raw.metadata.get("split.count", 0) not in (0, 1):
+        raise CheckpointError(f"{path}: is one part of a split GGUF; join the parts with llama-gguf-split --merge")
     view = GgufAsHf(raw)
     return Checkpoint(
         path=path,

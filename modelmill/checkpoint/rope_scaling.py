@@ -47,7 +47,8 @@ def from_factors(factors: Sequence[float], theta: float, original: float | None)
     are tried first, then the pair with low_freq_factor 1 that fits; both compute the same frequencies.
     Raises CheckpointError where no such scaling gives these divisors.
     """
-    factor = max(factors, default=1.0)
+    # The divisors are float32 and computed: the shortest decimal near the largest is the number meant.
+    factor = float(f"{max(factors, default=1.0):.6g}")
     if all(abs(value - 1.0) <= TOLERANCE for value in factors):
         return None
     low, high, context = LLAMA3_DEFAULTS
@@ -60,7 +61,7 @@ def from_factors(factors: Sequence[float], theta: float, original: float | None)
         if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(made, factors, strict=True)):
             return {
                 "rope_type": "llama3",
-                "factor": float(factor),
+                "factor": factor,
                 "low_freq_factor": float(low),
                 "high_freq_factor": float(high),
                 "original_max_position_embeddings": round(context),

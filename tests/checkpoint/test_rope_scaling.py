@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.checkpoint.rope_scaling import from_factors, from_metadata, llama3_factors
+from modelmill.core.errors import CheckpointError
+
+
+def hf_factors(theta: float, head_dim: int, scaling: dict) -> list[float]:
+    """What transformers' own Llama 3 initialisation divides each frequency by."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rope_theta=theta,
+        rope_scaling=dict(scaling),
+    )
+    if hasattr(config, "rope_parameters"):
+        config.rope_parameters = {**scaling, "rope_theta": theta}
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
+    return (plain / scaled).tolist()
+
+
+PUBLISHED = [
+    (500000.0, 128, 8.0),  # Llama 3.1
+    (500000.0, 64, 32.0),  # Llama 3.2 1B
+]
+
+
+@pytest.mark.parametrize(("theta", "head_dim", "factor"), PUBLISHED)
+def test_published_scalings_are_recognised_from_their_divisors(theta, head_dim, factor):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert from_factors(hf_factors(theta, head_dim, scaling), theta, None) == scaling
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([2.0, 8.0, 16.0]),
+    st.floats(1.0, 2.0),
+    st.floats(3.0, 8.0),
+    st.sampled_from([2048.0, 4096.0, 8192.0]),
+)
+def test_any_bands_give_a_scaling_with_the_same_frequencies(factor, low, high, context):
+    wanted = llama3_factors(64, 500000.0, factor, (low, high, context))
+    found = from_factors(wanted, 500000.0, None)
+    assert found is not None
+    bands = (found["low_freq_factor"], found["high_freq_factor"], found["original_max_position_embeddings"])
+    assert llama3_factors(64, 500000.0, found["factor"], bands) == pytest.approx(wanted, rel=5e-3)
+
+
+def test_divisors_of_one_scale_nothing_and_wild_ones_are_refused():
+    assert from_factors([1.0] * 32, 10000.0, None) is None
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        from_factors([1.0, 5.0, 2.0, 8.0], 10000.0, None)
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        from_factors([float("nan")] * 4, 10000.0, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, None),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.type": "linear"}, None),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, None),
+        ({"rope.scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 32768,
+                "rope.scaling.yarn_beta_fast": 16.0,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+                "beta_fast": 16.0,
+            },
+        ),
+    ],
+)
+def test_keys_become_a_dictionary(keys, expected):
+    assert from_metadata({f"qwen2.{key}": value for key, value in keys.items()}, "qwen2") == expected
+
+
+def test_scalings_nobody_here_computes_are_refused():
+    keys = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}
+    with pytest.raises(CheckpointError, match="longrope"):
+        from_metadata(keys, "llama")
