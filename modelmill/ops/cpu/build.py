@@ -1,0 +1,191 @@
+"""Compiles the C++ kernels of this folder once for this machine, and loads them.
+
+One shared object holds all of them. Its name in the cache is a digest of everything that decides its code: the sources,
+the flags, the compiler's version and this CPU's instruction sets, so that a cache carried to another machine is never
+run there. Threads come from the OpenMP runtime that torch has loaded, whose entry points are handed over as pointers:
+nothing is linked, and no second pool of threads spins against torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.core import env
+from modelmill.core.errors import MissingDependency
+
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=default",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-w",
+)
+COMPILERS = ("g++", "clang++", "c++")
+FOLDER = Path(__file__).resolve().parent
+# Codes of simd.h.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded kernels. Calls through ``quick`` keep Python's lock (microseconds); ``long`` releases it."""
+
+    path: Path
+    quick: ctypes.PyDLL
+    long: ctypes.CDLL
+    vector_width: int
+
+
+def available(device: str) -> str | None:
+    """None where the kernels serve ``device``; else the reason, in one line."""
+    if device != "cpu":
+        return "it runs on the CPU only"
+    found = load()
+    return found if isinstance(found, str) else None
+
+
+def function(name: str, signature: str, *, long: bool = False) -> Callable[..., Any]:
+    """The C function ``name`` taking arguments of ``signature``: p pointer, q int64, i int, d double.
+
+    Raises MissingDependency where the kernels cannot be built.
+    """
+    library = load()
+    if isinstance(library, str):
+        raise MissingDependency(f"the CPU kernels cannot be used: {library}")
+    found = getattr(library.long if long else library.quick, name)
+    found.argtypes = [_TYPES[c] for c in signature]
+    found.restype = None
+    return found
+
+
+@functools.cache
+def load() -> Library | str:
+    """The library, built if this machine has none yet; a string says why it cannot be had."""
+    try:
+        return open_library(compiled(FLAGS))
+    except _Unavailable as problem:
+        return str(problem)
+
+
+def compiled(flags: tuple[str, ...]) -> Path:
+    """Path of the shared object for ``flags``, compiled now if it is not in the cache. Raises _Unavailable."""
+    compiler, version = _compiler()
+    target = env.cache_dir() / "cpu" / f"{_key(flags, compiler, version)}.so"
+    if not target.exists():
+        _compile(compiler, flags, target)
+    return target
+
+
+def open_library(path: Path) -> Library:
+    """Load a shared object, give it torch's threads and let it check itself. Raises _Unavailable."""
+    try:
+        library = Library(path, ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), 0)
+    except OSError as problem:
+        raise _Unavailable(f"{path} cannot be loaded: {problem}; delete it to build it again") from None
+    hand_over = library.quick.modelmill_threads
+    hand_over.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    hand_over.restype = None
+    hand_over(*_openmp())
+    failed = library.quick.modelmill_self_check()
+    if failed:
+        raise _Unavailable(f"{path} computes wrongly (check {failed}): the compiler or the machine is not what it says")
+    return Library(path, library.quick, library.long, library.quick.modelmill_vector_width())
+
+
+class _Unavailable(Exception):
+    """Why there are no kernels; its text is one line."""
+
+
+def _compiler() -> tuple[str, str]:
+    named = env.compiler()
+    for name in (named,) if named else COMPILERS:
+        path = shutil.which(name)
+        if path is None:
+            continue
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if shown.returncode == 0:
+            return path, shown.stdout
+    if named:
+        raise _Unavailable(f"the compiler {named!r} that CXX names does not run")
+    raise _Unavailable("no C++ compiler is here; install g++ or clang++")
+
+
+def _sources() -> list[Path]:
+    return sorted(FOLDER.glob("*.cpp"))
+
+
+def _key(flags: tuple[str, ...], compiler: str, version: str) -> str:
+    digest = hashlib.sha256()
+    for part in (*flags, compiler, version, _cpu()):
+        digest.update(part.encode() + b"\0")
+    for path in (*_sources(), *sorted(FOLDER.glob("*.h"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """What decides -march=native: family, model, stepping and flags of the first processor."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU part", "CPU implementer")
+    return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip() in wanted)
+
+
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+    """Build in a folder of our own and move the result in place, so that two processes may do so at once."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
+            objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
+            commands = [[compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(_sources(), objects)]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_execute, commands))
+            made = Path(folder) / "kernels.so"
+            _execute([compiler, "-shared", *map(str, objects), "-o", str(made)])
+            made.replace(target)
+    except OSError as problem:
+        raise _Unavailable(f"the compiled kernels cannot be written to {target.parent}: {problem.strerror}") from None
+
+
+def _execute(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        raise _Unavailable(f"{command[0]} did not finish within 300 s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise _Unavailable(f"{command[0]} fails: {lines[0].strip()}")
+
+
+def _openmp() -> tuple[int | None, int | None]:
+    """Addresses of GOMP_parallel and omp_get_max_threads in the runtime that torch itself calls."""
+    library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
+    try:
+        torch_cpu = ctypes.CDLL(str(library))  # already loaded: a lookup searches it and what it depends on
+        names = (torch_cpu.GOMP_parallel, torch_cpu.omp_get_max_threads)
+    except (OSError, AttributeError):
+        return None, None
+    parallel, threads = (ctypes.cast(name, ctypes.c_void_p).value for name in names)
+    return parallel, threads

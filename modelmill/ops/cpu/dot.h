@@ -1,0 +1,137 @@
+// A few rows of activations times the rows of a weight: the heart of every linear op at decode.
+//
+// Each output is one chain of multiply-adds along k and one final reduction, whatever the blocking, so that a row of
+// activations gives the same bits alone and in a batch. The weights stream from memory: each 64-byte line is asked for
+// 4 KiB ahead, since the hardware prefetchers stop at the end of a page and rows are short.
+#pragma once
+#include "simd.h"
+#include "threads.h"
+
+namespace mill {
+
+constexpr int kAhead = 4096;  // bytes
+
+// How weights of type T meet activations: both as floats.
+template <class T> struct AsFloat {
+    using Weight = T;
+    using Input = float;
+    using Vector = vf;
+    static constexpr int kStep = W;
+    static Vector input(const float* p) { return load(p); }
+    static Vector weight(const T* p, int n) { return take(p, n); }
+    static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
+};
+
+#if defined(MILL_BF16_DOT)
+// Pairs of bfloat16, multiplied exactly and summed in float by one instruction.
+struct AsPairs {
+    using Weight = bf16;
+    using Input = bf16;
+    using Vector = __m512i;
+    static constexpr int kStep = 2 * W;
+    static Vector input(const bf16* p) { return _mm512_loadu_si512(p); }
+    static Vector weight(const bf16* p, int n) {
+        return n == kStep ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
+    }
+    static vf accumulate(Vector w, Vector x, vf acc) {
+        return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
+    }
+};
+template <class T> using How = std::conditional_t<std::is_same_v<T, bf16>, AsPairs, AsFloat<T>>;
+#else
+template <class T> using How = AsFloat<T>;
+#endif
+
+// Activations as a kernel wants them: rows padded with zeros to whole vectors.
+template <class H> inline int64_t padded(int64_t k) { return (k + H::kStep - 1) / H::kStep * H::kStep; }
+
+template <class H, class X>
+inline const typename H::Input* prepare(Scratch& scratch, const X* x, int64_t rows, int64_t k) {
+    using Input = typename H::Input;
+    const int64_t stride = padded<H>(k);
+    if constexpr (std::is_same_v<Input, X>)
+        if (stride == k) return x;
+    Input* out = scratch.get<Input>(rows * stride);
+    for (int64_t m = 0; m < rows; m++) {
+        Input* row = out + m * stride;
+        if constexpr (std::is_same_v<Input, X>) std::memcpy(row, x + m * k, static_cast<size_t>(k) * sizeof(X));
+        else each(k, [&](int64_t i, int c) { put(row + i, take(x + m * k + i, c), c); });
+        std::memset(row + k, 0, static_cast<size_t>(stride - k) * sizeof(Input));
+    }
+    return out;
+}
+
+// MB activation rows x NB weight rows. sums: [MB][NB].
+template <class H, int MB, int NB>
+inline void dot_block(float* sums, const typename H::Input* x, int64_t stride, const typename H::Weight* w, int64_t k) {
+    constexpr int kLine = 64 / sizeof(typename H::Weight);
+    vf acc[MB][NB];
+    for (int m = 0; m < MB; m++)
+        for (int n = 0; n < NB; n++) acc[m][n] = zero();
+    int64_t i = 0;
+    const auto step = [&](int count) {
+        typename H::Vector xs[MB];
+        for (int m = 0; m < MB; m++) xs[m] = H::input(x + m * stride + i);
+        for (int n = 0; n < NB; n++) {
+            const auto weight = H::weight(w + n * k + i, count);
+            for (int m = 0; m < MB; m++) acc[m][n] = H::accumulate(weight, xs[m], acc[m][n]);
+        }
+        i += H::kStep;
+    };
+    while (i + kLine <= k) {
+        for (int n = 0; n < NB; n++) prefetch(reinterpret_cast<const char*>(w + n * k + i) + kAhead);
+        for (int j = 0; j < kLine / H::kStep; j++) step(H::kStep);
+    }
+    while (i + H::kStep <= k) step(H::kStep);
+    if (i < k) step(static_cast<int>(k - i));
+    for (int m = 0; m < MB; m++)
+        for (int n = 0; n < NB; n++) sums[m * NB + n] = sum(acc[m][n]);
+}
+
+template <class H, int MB, int NB, class Put>
+inline void dot_columns(const typename H::Input* x, const typename H::Weight* w, int64_t k, int64_t m0, int64_t n0,
+                        const Put& put_out) {
+    float sums[MB * NB];
+    const int64_t stride = padded<H>(k);
+    dot_block<H, MB, NB>(sums, x + m0 * stride, stride, w + n0 * k, k);
+    for (int m = 0; m < MB; m++)
+        for (int n = 0; n < NB; n++) put_out(m0 + m, n0 + n, sums[m * NB + n]);
+}
+
+// All rows of x for NB weight rows, four activation rows at a time: the weights come from the first-level cache after
+// the first four.
+template <class H, int NB, class Put>
+inline void dot_rows(const typename H::Input* x, int64_t rows, const typename H::Weight* w, int64_t k, int64_t n0,
+                     const Put& put_out) {
+    int64_t m = 0;
+    for (; m + 4 <= rows; m += 4) dot_columns<H, 4, NB>(x, w, k, m, n0, put_out);
+    if (rows - m == 3) dot_columns<H, 3, NB>(x, w, k, m, n0, put_out);
+    else if (rows - m == 2) dot_columns<H, 2, NB>(x, w, k, m, n0, put_out);
+    else if (rows - m == 1) dot_columns<H, 1, NB>(x, w, k, m, n0, put_out);
+}
+
+// Weight rows [from, to) for all activation rows; put_out(m, n, sum) receives each result.
+template <class H, class Put>
+inline void dot_range(const typename H::Input* x, int64_t rows, const typename H::Weight* w, int64_t k, int64_t from,
+                      int64_t to, const Put& put_out) {
+    constexpr int kMany = W == 16 ? 4 : 2;  // accumulators that fit the registers beside four activation rows
+    int64_t n = from;
+    if (rows == 1)
+        for (; n + 8 <= to; n += 8) dot_columns<H, 1, 8>(x, w, k, 0, n, put_out);
+    for (; n + kMany <= to; n += kMany) dot_rows<H, kMany>(x, rows, w, k, n, put_out);
+    for (; n < to; n++) dot_rows<H, 1>(x, rows, w, k, n, put_out);
+}
+
+// The whole product over the threads. X: type of the activations given.
+template <class H, class X, class Put>
+inline void skinny(const X* x, const typename H::Weight* w, int64_t rows, int64_t k, int64_t n, const Put& put_out) {
+    thread_local Scratch scratch;
+    const auto* input = prepare<H>(scratch, x, rows, k);
+    const int64_t bytes = k * static_cast<int64_t>(sizeof(typename H::Weight));
+    const int64_t step = ((64 << 10) / (bytes > 0 ? bytes : 1) / 8 + 1) * 8;  // pieces of about 64 KiB
+    share(n, step, n * bytes * (rows + 3) / 4, [&](int64_t from, int64_t to) {
+        dot_range<H>(input, rows, w, k, from, to, put_out);
+    });
+}
+
+}  // namespace mill

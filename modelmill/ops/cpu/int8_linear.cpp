@@ -1,0 +1,45 @@
+#include "dot.h"
+
+// out[rows, n] = (x[rows, k] · weight[n, k]ᵀ) · scale[n] + bias: the integers become floats in registers.
+extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, const float* scale, const void* bias,
+                            int64_t rows, int64_t k, int64_t n, int dtype) {
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        T* target = static_cast<T*>(out);
+        const T* added = static_cast<const T*>(bias);
+        mill::skinny<mill::AsFloat<int8_t>>(static_cast<const T*>(x), weight, rows, k, n,
+                                            [=](int64_t m, int64_t j, float value) {
+                                                value *= scale[j];
+                                                if (added) value += mill::to_float(added[j]);
+                                                target[m * n + j] = mill::from_float<T>(value);
+                                            });
+    });
+}
+
+// Exact floating-point copies of `count` integers, for products large enough that a library's blocked kernel wins.
+extern "C" void int8_widen(void* out, const int8_t* weight, int64_t count, int dtype) {
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        mill::share(count, 16 << 10, count, [&](int64_t from, int64_t to) {
+            T* target = static_cast<T*>(out) + from;
+            mill::each(to - from, [&](int64_t i, int c) { mill::put(target + i, mill::take(weight + from + i, c), c); });
+        });
+    });
+}
+
+// out[rows, n] = out · scale[n] + bias, in place: the end of a product with widened integers.
+extern "C" void int8_finish(void* out, const float* scale, const void* bias, int64_t rows, int64_t n, int dtype) {
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        const T* added = static_cast<const T*>(bias);
+        mill::share_rows(rows, n * 2 * sizeof(T), [&](int64_t from, int64_t to) {
+            for (int64_t m = from; m < to; m++) {
+                T* row = static_cast<T*>(out) + m * n;
+                mill::each(n, [&](int64_t j, int c) {
+                    const mill::vf wide = mill::mul(mill::take(row + j, c), mill::take(scale + j, c));
+                    mill::put(row + j, added ? mill::add(wide, mill::take(added + j, c)) : wide, c);
+                });
+            }
+        });
+    });
+}

@@ -1,0 +1,77 @@
+"""Products with int8 weights in C++ (int8_linear.cpp).
+
+A few rows: the integers become floats in registers, so that only a byte a weight comes from memory. More rows: exact
+floating-point copies of a slice of the weights, then torch's blocked product. Activations stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.cpu import build
+from modelmill.ops.int8_linear import int8_linear
+
+available = build.available
+_DTYPES = build.DTYPES
+# Rows up to which converting in registers beats widening the weights first.
+MOST_ROWS = 16
+# Weights widened at a time: the copies stay in the cache until the product has read them.
+SLICE = 1 << 20
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the reference; with a few rows the sums keep float precision until the one rounding at the end."""
+    dtype = x.dtype
+    if (
+        dtype not in _DTYPES
+        or x.dim() != 2
+        or not (weight.is_contiguous() and scale.is_contiguous())
+        or scale.dtype is not torch.float32
+        or weight.dtype is not torch.int8
+        or (bias is not None and not (bias.is_contiguous() and bias.dtype is dtype))
+    ):
+        return int8_linear(x, weight, scale, bias)
+    x = x.contiguous()
+    rows, k = x.shape
+    if rows > MOST_ROWS:
+        return _blocked(x, weight, scale, bias)
+    n = weight.shape[0]
+    out = torch.empty((rows, n), dtype=dtype)
+    added = None if bias is None else bias.data_ptr()
+    _kernel()(out.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), added, rows, k, n, _DTYPES[dtype])
+    return out
+
+
+def _blocked(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] times slices of the widened weight; the scale is applied in place at the end."""
+    n, k = weight.shape
+    code = _DTYPES[x.dtype]
+    step = min(n, max(256, SLICE // max(k, 1) // 256 * 256))
+    wide = torch.empty((step, k), dtype=x.dtype)
+    out = torch.empty((x.shape[0], n), dtype=x.dtype)
+    for first in range(0, n, step):
+        count = min(step, n - first)
+        _widen()(wide.data_ptr(), weight.data_ptr() + first * k, count * k, code)
+        torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
+    added = None if bias is None else bias.data_ptr()
+    _finish()(out.data_ptr(), scale.data_ptr(), added, x.shape[0], n, code)
+    return out
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    return build.function("int8_linear", "pppppqqqi")
+
+
+@functools.cache
+def _widen() -> Callable[..., Any]:
+    return build.function("int8_widen", "ppqi")
+
+
+@functools.cache
+def _finish() -> Callable[..., Any]:
+    return build.function("int8_finish", "pppqqi")

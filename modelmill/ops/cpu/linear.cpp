@@ -1,0 +1,16 @@
+#include "dot.h"
+
+// out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias; bias may be null; all of one dtype.
+extern "C" void linear(void* out, const void* x, const void* weight, const void* bias, int64_t rows, int64_t k,
+                       int64_t n, int dtype) {
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        T* target = static_cast<T*>(out);
+        const T* added = static_cast<const T*>(bias);
+        mill::skinny<mill::How<T>>(static_cast<const T*>(x), static_cast<const T*>(weight), rows, k, n,
+                                   [=](int64_t m, int64_t j, float value) {
+                                       if (added) value += mill::to_float(added[j]);
+                                       target[m * n + j] = mill::from_float<T>(value);
+                                   });
+    });
+}

@@ -1,0 +1,84 @@
+"""Attention over the paged cache in C++ (paged_attention.cpp).
+
+Prompts are taken in blocks of queries that share tiles of keys; a single query's context is split into parts of fixed
+length over the threads, so that a sequence gives the same bits alone and in a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.cpu import build
+from modelmill.ops.paged_attention import paged_attention
+
+available = build.available
+_DTYPES = build.DTYPES
+
+
+def run(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query: int,
+    max_context: int,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """As the reference, which also serves caches with gaps and index tensors other than packed int32."""
+    dtype = q.dtype
+    if (
+        dtype not in _DTYPES
+        or k_cache.dtype not in _DTYPES
+        or v_cache.dtype is not k_cache.dtype
+        or not (k_cache.is_contiguous() and v_cache.is_contiguous())
+        or not (_packed(block_tables) and _packed(query_start) and _packed(context_lens))
+    ):
+        return paged_attention(
+            q, k_cache, v_cache, block_tables, query_start, context_lens, max_query, max_context, scale, window
+        )
+    _, kv_heads, page_size, dim = k_cache.shape
+    q = q.contiguous()
+    tokens, heads, _ = q.shape
+    sequences, pages = block_tables.shape
+    out = torch.empty((tokens, heads * dim), dtype=dtype)
+    (_long_kernel() if max_query > 1 else _kernel())(
+        out.data_ptr(),
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_tables.data_ptr(),
+        query_start.data_ptr(),
+        context_lens.data_ptr(),
+        sequences,
+        heads,
+        kv_heads,
+        page_size,
+        dim,
+        pages,
+        window or 0,
+        scale,
+        _DTYPES[dtype],
+        _DTYPES[k_cache.dtype],
+    )
+    return out
+
+
+def _packed(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.int32 and tensor.is_contiguous()
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    return build.function("paged_attention", "p" * 7 + "q" * 7 + "dii")
+
+
+@functools.cache
+def _long_kernel() -> Callable[..., Any]:
+    return build.function("paged_attention", "p" * 7 + "q" * 7 + "dii", long=True)

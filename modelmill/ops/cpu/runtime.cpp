@@ -1,0 +1,47 @@
+// What every kernel of this library shares: the thread pool's entry points and a check that runs once after loading.
+#include "simd.h"
+#include "threads.h"
+
+namespace mill {
+Pool pool{nullptr, nullptr};
+}
+
+// Hands over GOMP_parallel and omp_get_max_threads of the OpenMP runtime in use; null for serial work.
+extern "C" void modelmill_threads(void* parallel, void* max_threads) {
+    mill::pool.parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
+    mill::pool.max_threads = reinterpret_cast<int (*)()>(max_threads);
+}
+
+extern "C" int modelmill_vector_width() { return mill::W; }
+
+// 0, or the number of the first check that failed: a compiler or a machine that is not what it claims.
+extern "C" int modelmill_self_check() {
+    using namespace mill;
+    float x[64], y[64];
+    for (int i = 0; i < 64; i++) x[i] = static_cast<float>(i - 32) * 0.25f;
+    vf total = zero();
+    for (int i = 0; i < 64; i += W) total = add(total, load(x + i));
+    if (sum(total) != -8.0f) return 1;
+    for (int i = 0; i < 64; i += W) store(y + i, mill::exp(load(x + i)));
+    for (int i = 0; i < 64; i++)
+        if (std::fabs(y[i] / std::exp(x[i]) - 1.0f) > 1e-6f) return 2;
+    bf16 b[W];
+    f16 h[W];
+    store(b, load_n(x + 1, W - 1));
+    store(h, load_n(x + 1, W - 1));
+    for (int i = 0; i < W; i++) {
+        const float want = i == W - 1 ? 0.0f : x[i + 1];  // quarters are exact in both
+        if (to_float(b[i]) != want || to_float(h[i]) != want) return 3;
+    }
+    vf square[W];
+    for (int i = 0; i < W; i++) square[i] = set1(static_cast<float>(i));
+    transpose(square);
+    for (int i = 0; i < W; i++) {
+        store(y, square[i]);
+        for (int j = 0; j < W; j++)
+            if (y[j] != static_cast<float>(j)) return 4;
+    }
+    std::atomic<int64_t> seen{0};
+    share(1000, 7, kWorthTeam, [&](int64_t from, int64_t to) { seen += to - from; });
+    return seen == 1000 ? 0 : 5;
+}
