@@ -36,6 +36,7 @@ class DeltaContainer:
                 f"base and delta do not belong together: {len(alone)} tensor(s) are in one of them only: "
                 f"{listed(alone)}"
             )
+        self._added = second
         self._names = [name for name in delta.names() if name in first]
         self._names += [name for name in base.names() if name not in second]
         for name in self._names:
@@ -47,7 +48,7 @@ class DeltaContainer:
 
     def info(self, name: str) -> TensorInfo:
         one = self._base.info(name)
-        if name not in self._delta.names():
+        if name not in self._added:
             return one
         other = self._delta.info(name)
         dtype = torch.promote_types(one.torch_dtype, other.torch_dtype)
@@ -56,7 +57,7 @@ class DeltaContainer:
 
     def get(self, name: str) -> torch.Tensor:
         one = self._base.get(name)
-        if name not in self._delta.names():
+        if name not in self._added:
             return one
         other = self._delta.get(name)
         dtype = torch.promote_types(one.dtype, other.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from modelmill.checkpoint import rope_scaling
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
@@ -56,11 +58,16 @@ class _Keys:
         value = self.raw.metadata.get(f"{self.arch}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_shown(value)}")
-        # GGUF stores float32; the shortest decimal that rounds to it is the number config.json had.
-        return float(f"{value:.6g}")
+        return _shortest(value)
 
     def has(self, tensor: str) -> bool:
         return tensor in self.raw.names()
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal a float32 may have come from: GGUF stores those, config.json had 1e-05."""
+    narrow = np.float32(value)
+    return float(str(narrow)) if float(narrow) == value else float(value)
 
 
 def _shown(value: Any) -> str:
@@ -115,8 +122,7 @@ def _rope_scaling(keys: _Keys, theta: float) -> dict[str, Any] | None:
             if info.shape != (_head_dim(keys) // 2,):
                 raise CorruptCheckpoint(f"rope_freqs.weight has {list(info.shape)}, not one a frequency")
             factors = raw.get("rope_freqs.weight").float().tolist()
-            original = raw.metadata.get(f"{keys.arch}.rope.scaling.original_context_length")
-            return rope_scaling.from_factors(factors, theta, original)
+            return rope_scaling.from_factors(factors, theta, rope_scaling.trained(raw.metadata, keys.arch))
         return rope_scaling.from_metadata(raw.metadata, keys.arch)
     except CheckpointError as error:
         raise type(error)(f"{raw.path}: {error}") from None

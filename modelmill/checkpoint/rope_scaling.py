@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.core.errors import CheckpointError
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
 LLAMA3_DEFAULTS = (1.0, 4.0, 8192.0)
 """low_freq_factor, high_freq_factor and original context of every published Llama 3 that scales."""
 
 TOLERANCE = 1e-3
+
+LARGEST = 1e12
+"""Above every real factor, base and length; keeps nonsense from overflowing."""
 
 
 def from_metadata(get: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
@@ -21,22 +24,36 @@ def from_metadata(get: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
     Raises CheckpointError for a type that no family of ours computes.
     """
     prefix = f"{arch}.rope.scaling."
-    factor = get.get(prefix + "factor", get.get(f"{arch}.rope.scale_linear", 0.0))
+    factor = _positive(get, prefix + "factor") or _positive(get, f"{arch}.rope.scale_linear")
     kind = get.get(prefix + "type", "linear")
-    if kind == "none" or not factor or (kind == "linear" and factor == 1.0):
+    if kind == "none" or factor is None or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": float(factor)}
+        return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise CheckpointError(f"the GGUF scales positions by {kind!r}, which modelmill does not compute")
-    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": float(factor)}
-    original = get.get(prefix + "original_context_length", get.get(f"{arch}.context_length"))
-    if original:
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    original = trained(get, arch) or _positive(get, f"{arch}.context_length")
+    if original is not None:
         scaling["original_max_position_embeddings"] = int(original)
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        if prefix + theirs in get:
-            scaling[ours] = float(get[prefix + theirs])
+        value = _positive(get, prefix + theirs)
+        if value is not None:
+            scaling[ours] = value
     return scaling
+
+
+def trained(get: Mapping[str, Any], arch: str) -> float | None:
+    """The context length before scaling, where the file tells it."""
+    return _positive(get, f"{arch}.rope.scaling.original_context_length")
+
+
+def _positive(get: Mapping[str, Any], key: str) -> float | None:
+    """A key's number; None where it is absent or 0. Raises CorruptCheckpoint for anything else."""
+    value = get.get(key, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+        raise CorruptCheckpoint(f"the GGUF's key {key} is {str(value)[:40]!r}, which makes no sense")
+    return float(value) or None
 
 
 def from_factors(factors: Sequence[float], theta: float, original: float | None) -> dict[str, Any] | None:
@@ -51,6 +68,8 @@ def from_factors(factors: Sequence[float], theta: float, original: float | None)
     factor = float(f"{max(factors, default=1.0):.6g}")
     if all(abs(value - 1.0) <= TOLERANCE for value in factors):
         return None
+    if not (1.0 < factor < LARGEST and 1.0 <= theta < LARGEST):
+        raise CheckpointError("the GGUF's rope_freqs.weight or rope.freq_base makes no sense")
     low, high, context = LLAMA3_DEFAULTS
     tried = [(low, high, original or context)]
     fitted = _fit(factors, theta, factor)

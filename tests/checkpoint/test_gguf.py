@@ -127,7 +127,7 @@ def test_a_damaged_header_is_one_line_and_costs_no_memory(tmp_path, good, data):
     assert "\n" not in line
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 30 * len(good)
+    assert peak < 1 << 22  # the file has 80 kB, the lies promise exabytes
 
 
 class Writer:

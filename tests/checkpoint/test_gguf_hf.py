@@ -17,10 +17,13 @@ from checkpoint_factory import (
     write_llama_gguf,
     write_tensors,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
-from modelmill.core.errors import CorruptCheckpoint, TensorMismatch, UnknownArchitecture
+from modelmill.checkpoint.rope_scaling import llama3_factors
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch, UnknownArchitecture
 
 
 def present(path: Path) -> GgufAsHf:
@@ -109,8 +112,6 @@ def test_yarn_and_linear_scaling_reach_the_config(tmp_path):
 
 
 def test_llama3_scaling_is_read_from_its_tensor(tmp_path):
-    from modelmill.checkpoint.rope_scaling import llama3_factors
-
     factors = np.array(llama3_factors(4, 10000.0, 8.0, (1.0, 4.0, 512.0)), dtype=np.float32)
     extra = {"rope.scaling.original_context_length": ("add_uint32", 512)}
     more = {"rope_freqs.weight": factors}
@@ -246,8 +247,6 @@ def test_vocabulary_holds_every_tokenizer_key(tmp_path):
     ],
 )
 def test_variants_and_nonsense_are_told_apart(tmp_path, extra, error, message):
-    from modelmill.core.errors import CheckpointError
-
     with pytest.raises(error or CheckpointError, match=message) as caught:
         present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), extra=extra))
     assert "m.gguf" in str(caught.value)
@@ -285,6 +284,38 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path):
     path.write_bytes(data.replace(b"blk.0.attn_v.weight", b"blk.0.attn_k.weight"))
     with pytest.raises(CorruptCheckpoint, match="heads do not divide"):
         present(path)
+
+
+KEYS = [
+    "attention.head_count_kv attention.key_length attention.value_length attention.sliding_window",
+    "rope.dimension_count_x rope.scaling.type rope.scaling.factor rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast rope.scale_linear expert_count",
+]
+nonsense = st.one_of(
+    st.tuples(st.just("add_uint64"), st.sampled_from([0, 1, 3, 1 << 20, (1 << 64) - 1])),
+    st.tuples(st.just("add_int32"), st.sampled_from([0, -1])),
+    st.tuples(st.just("add_float64"), st.sampled_from([0.0, -1.0, 1e-320, 8.0, 1e308])),
+    st.tuples(st.just("add_string"), st.sampled_from(["yarn", "linear", "8"])),
+    st.tuples(st.just("add_bool"), st.booleans()),
+    st.tuples(st.just("add_array"), st.just([1, 2])),
+)
+
+
+@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from(" ".join(KEYS).split()), nonsense, min_size=1, max_size=4),
+    st.one_of(st.none(), st.lists(st.floats(width=32), min_size=4, max_size=4)),
+)
+def test_senseless_keys_are_one_line_or_a_config(tmp_path, extra, factors):
+    more = {} if factors is None else {"rope_freqs.weight": np.array(factors, dtype=np.float32)}
+    path = write_llama_gguf(tmp_path / "m.gguf", llama_state(), extra=extra, more=more)
+    line = str(path)
+    try:
+        json.dumps(present(path).config)
+    except CheckpointError as error:
+        line = str(error)
+    assert str(path) in line
+    assert "\n" not in line
 
 
 def test_unknown_names_are_named(tmp_path):

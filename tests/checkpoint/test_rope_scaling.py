@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.checkpoint.rope_scaling import from_factors, from_metadata, llama3_factors
-from modelmill.core.errors import CheckpointError
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
 
 def hf_factors(theta: float, head_dim: int, scaling: dict) -> list[float]:
@@ -68,6 +68,10 @@ def test_divisors_of_one_scale_nothing_and_wild_ones_are_refused():
         from_factors([1.0, 5.0, 2.0, 8.0], 10000.0, None)
     with pytest.raises(CheckpointError, match="rope_freqs"):
         from_factors([float("nan")] * 4, 10000.0, None)
+    with pytest.raises(CheckpointError, match="no sense"):
+        from_factors([1.0, 2.0, 4.0, 8.0], 1e-320, None)
+    with pytest.raises(CorruptCheckpoint, match=r"scaling\.factor is 'x'"):
+        from_metadata({"llama.rope.scaling.factor": "x"}, "llama")
 
 
 @pytest.mark.parametrize(

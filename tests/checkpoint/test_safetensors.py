@@ -83,7 +83,7 @@ def test_a_damaged_file_is_an_error_line_or_reads_within_its_size(tmp_path, mode
     assert "\n" not in line
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 40 * header + 100_000
+    assert peak < 1 << 22  # the file has 70 kB, the lies promise exabytes
 
 
 @pytest.mark.parametrize(
