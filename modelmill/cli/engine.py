@@ -1,0 +1,69 @@
+"""What the verbs that run an engine have in common: its options, and opening it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelmill.cli.options import borrow
+from modelmill.cli.output import note
+from modelmill.core.config import BuildConfig, RunConfig
+
+if TYPE_CHECKING:
+    from modelmill.llm import LLM
+
+ENGINE_HELP = "an engine folder, or a checkpoint (it is built into the cache first)"
+
+SAMPLING_HELP = {
+    "n": "answers per prompt",
+    "temperature": "0 is greedy; unset: the engine's own default",
+    "top_p": "keep the most likely tokens up to this total probability",
+    "top_k": "keep the K most likely tokens (0: all)",
+    "min_p": "keep tokens at least this likely, relative to the most likely one",
+    "max_tokens": "longest answer in tokens",
+    "min_tokens": "no stop before this many tokens",
+    "stop": "text that ends the answer (repeatable)",
+    "stop_token_ids": "token ids that end the answer",
+    "seed": "seed; one per request gives the same text alone and in a batch",
+    "logprobs": "log probabilities of this many most likely tokens",
+    "presence_penalty": "penalty for tokens that occurred",
+    "frequency_penalty": "penalty for each time a token occurred",
+    "repetition_penalty": "divide the logits of tokens that occurred",
+    "logit_bias": "ID=BIAS added to a token's logit (repeatable)",
+    "ignore_eos": "go on after the end-of-text token",
+    "num_beams": "beam search with this many beams",
+    "length_penalty": "exponent of the length in a beam's score",
+    "early_stopping": "stop the beam search at num_beams finished answers",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "include_stop": "keep the stop text in the answer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheBuild:
+    """How a checkpoint is built when it stands where an engine is wanted; not used for an engine."""
+
+    dtype: str = borrow(BuildConfig, "dtype", help="for a checkpoint: type to build it in")
+    quantization: str = borrow(BuildConfig, "quantization", help="for a checkpoint: weight recipe to build it with")
+
+
+def open_llm(model: Path, build: CacheBuild, run: RunConfig, *, quiet: bool = False) -> LLM:
+    """An LLM for an engine; a checkpoint is built into the cache first, and that is said on stderr.
+
+    A dtype or recipe given together with an engine is answered by LLM itself.
+    """
+    from modelmill.artifact.store import is_engine
+
+    if not is_engine(model) and not quiet:
+        note(f"{model} is a checkpoint; it is built into the cache first (an engine of its own: modelmill build)")
+    from modelmill.llm import LLM
+
+    return LLM(model, **changed(build), **changed(run))
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """The fields of a config that differ from their defaults: what was asked for."""
+    default = type(config)()
+    pairs = ((each.name, getattr(config, each.name)) for each in fields(config))
+    return {name: value for name, value in pairs if value != getattr(default, name)}

@@ -1,0 +1,155 @@
+"""The ``modelmill`` command: one file a verb, imported when it is called.
+
+A verb is a module ``cli/<verb>.py`` with ``HELP`` (one line), ``Args`` (a dataclass, see ``options``) and
+``run(args) -> int``, the exit code. 0: done. 1: it did not work, or a check was not passed. 2: the command line
+makes no sense. 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from modelmill.core import env
+from modelmill.core.errors import ModelmillError, UsageError
+from modelmill.core.find import find, names, nearest
+
+SUPPORT = ("main", "options", "output", "engine")
+"""Modules of this folder that are no verbs."""
+
+ORDER = ("pull", "inspect", "build", "run", "chat", "serve", "compare", "perplexity", "summarize", "bench", "doctor")
+"""The order of the help page; a verb that is not named here stands behind these."""
+
+
+def verbs() -> list[str]:
+    """Names of all verbs: the files of this folder."""
+    found = [name for name in names("modelmill.cli") if name not in SUPPORT]
+    return sorted(found, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code."""
+    code = execute(list(sys.argv[1:] if argv is None else argv))
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _quiet_stdout()
+    sys.exit(code)
+
+
+def execute(argv: list[str]) -> int:
+    """Run one command line; returns the exit code. A user's mistake is one line on stderr, a bug is raised."""
+    import typer
+
+    try:
+        verb = _verb(argv)
+        command = typer.main.get_command(_app(verb))
+        code = command.main(args=argv, prog_name="modelmill", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except ModelmillError as error:
+        return _fail(str(error), 2 if isinstance(error, UsageError) else 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("stopped", 130)
+    except BrokenPipeError:
+        _quiet_stdout()
+        return 0
+    except Exception as error:
+        # typer carries click inside itself in its newer versions, so click's errors are known by their shape only.
+        if not hasattr(error, "format_message"):
+            raise
+        return _fail(_reworded(error, argv), 2)
+
+
+def _verb(argv: list[str]) -> str | None:
+    """The verb that is called; None for the help page. Raises UsageError for an unknown one."""
+    called = next((word for word in argv if not word.startswith("-")), None)
+    if called is None or (argv and argv[0] in ("--show-completion", "--install-completion")):
+        return None
+    name, known = called.replace("-", "_"), verbs()
+    if name not in known:
+        hint = nearest(called, known)
+        raise UsageError(
+            f"there is no command {called!r}; " + (f"did you mean {hint}?" if hint else f"there are {', '.join(known)}")
+        )
+    return name
+
+
+def _app(verb: str | None) -> Any:
+    """The typer application with the flags of one verb; of the others only name and help."""
+    import typer
+
+    app = typer.Typer(
+        name="modelmill",
+        help="Turns a language-model checkpoint into a verified engine, and runs, evaluates and serves it.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings=_settings(),
+    )
+    app.callback()(_top)
+    completing = "_MODELMILL_COMPLETE" in env.child()
+    for name in verbs():
+        module = find("modelmill.cli", name)
+        assert module is not None
+        call = _call(module) if completing or name == verb else _placeholder
+        app.command(name, help=_long_help(module), short_help=module.HELP, context_settings=_settings())(call)
+    return app
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+        "max_content_width": 110,
+    }
+
+
+def _call(module: ModuleType) -> Callable[..., int]:
+    from modelmill.cli.options import call_of
+
+    return call_of(module.Args, module.run)
+
+
+def _long_help(module: ModuleType) -> str:
+    """A verb's help page: its one line, and the examples of its module, as they stand."""
+    more = getattr(module, "MORE", "")
+    return f"{module.HELP}\n\n{more}" if more else module.HELP
+
+
+def _placeholder() -> None:
+    """Stands in for the verbs that are not called."""
+
+
+def _top(version: bool = False) -> None:
+    """Options of the command itself."""
+
+
+def _reworded(error: Any, argv: list[str]) -> str:
+    """One line for an error of the command line's parser."""
+    text = " ".join(str(error.format_message()).split()).rstrip(".")
+    option = getattr(error, "option_name", None)
+    if option and type(error).__name__ == "NoSuchOption":
+        from modelmill.cli.options import flags_of
+
+        verb = _verb(argv)
+        module = find("modelmill.cli", verb) if verb else None
+        known = ["--" + flag.long for flag in flags_of(module.Args) if not flag.positional] if module else []
+        hint = nearest(option.replace("_", "-"), known)
+        text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
+    text = text[:1].lower() + text[1:]
+    verb = next((word for word in argv if not word.startswith("-")), "")
+    return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(f"modelmill: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _quiet_stdout() -> None:
+    """The reader went away: let what is still buffered go nowhere, instead of failing at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,340 @@
+"""A dataclass becomes the command line: its fields' metadata are the one source of every flag.
+
+A verb's ``Args`` holds plain fields and whole configs (BuildConfig, RunConfig, SamplingParams); a config's fields
+become flags of the verb, and a name that stands in several configs is one flag that sets it in each. A value is
+looked for on the command line, then in MODELMILL_<FLAG>, then in ``--config FILE.yaml``, then in the dataclass.
+
+Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, ``--x`` replaces the long one),
+``positional``, ``metavar``, ``required``, ``hidden``.
+"""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from modelmill.core.config import option
+from modelmill.core.errors import UsageError
+from modelmill.core.find import nearest
+
+T = TypeVar("T")
+SCALARS: tuple[type, ...] = (bool, int, float, str, Path)
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What every verb takes."""
+
+    json: bool = option(False, "print JSON, and nothing else, on stdout", flags=("--json",))
+    config: Path | None = option(None, "YAML file with values for flags that are not given", metavar="FILE.yaml")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One parameter of a verb.
+
+    shape: "one" value, "many" (repeatable), "ints" (comma-separated and repeatable), "pairs" (KEY=VALUE,
+    repeatable) or "two" (two values after one flag). kind: the type of a value; key: that of a pair's key.
+    """
+
+    name: str
+    long: str
+    short: tuple[str, ...]
+    shape: str
+    kind: type
+    key: type
+    choices: tuple[Any, ...]
+    default: Any
+    help: str
+    positional: bool
+    required: bool
+    metavar: str | None
+    hidden: bool
+    panel: str | None
+    negatable: bool
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.metavar or self.name.upper() if self.positional else f"--{self.long}"
+
+
+def config(kind: type[T], panel: str, *, helps: Mapping[str, str] | None = None, leave: tuple[str, ...] = ()) -> Any:
+    """A field that holds a whole config. helps: help texts for fields without one; leave: fields that get no flag."""
+    metadata = {"panel": panel, "helps": dict(helps or {}), "leave": leave}
+    return field(default_factory=kind, metadata=metadata)
+
+
+def borrow(kind: type, name: str, **changes: Any) -> Any:
+    """A field with the default, help and choices of ``kind``'s field of that name, but for ``changes``."""
+    for found in fields(kind):
+        if found.name == name:
+            settings = {**found.metadata, **changes}
+            return option(settings.pop("default", found.default), settings.pop("help", ""), **settings)
+    raise LookupError(f"{kind.__name__} has no field {name!r}")
+
+
+def flags_of(args: type) -> list[Flag]:
+    """Every flag of an ``Args`` dataclass, positional ones first; the first of equal names describes it."""
+    found: dict[str, Flag] = {}
+    for flag in _walk(args, None, {}, ()):
+        first = found.setdefault(flag.name, flag)
+        if first is not flag and not first.help:
+            found[flag.name] = replace(first, help=flag.help)
+    return sorted(found.values(), key=lambda flag: not flag.positional)
+
+
+def _walk(kind: type, panel: str | None, helps: Mapping[str, str], leave: tuple[str, ...]) -> Iterator[Flag]:
+    hints = typing.get_type_hints(kind)
+    for each in fields(kind):
+        if each.name in leave:
+            continue
+        hint = hints[each.name]
+        if is_dataclass(hint):
+            below = each.metadata
+            yield from _walk(typing.cast(type, hint), below["panel"], below["helps"], below["leave"])
+        else:
+            yield _flag(each, hint, panel, helps.get(each.name, ""))
+
+
+def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
+    more = each.metadata
+    shape, kind, key = _shape(hint)
+    named = more.get("flags", ())
+    long = [name[2:] for name in named if name.startswith("--")]
+    default = each.default
+    if default is MISSING and each.default_factory is not MISSING:
+        default = each.default_factory()
+    return Flag(
+        name=each.name,
+        long=long[0] if long else each.name.replace("_", "-"),
+        short=tuple(name for name in named if not name.startswith("--")),
+        shape=shape,
+        kind=kind,
+        key=key,
+        choices=tuple(more.get("choices", ())),
+        default=None if default is MISSING else default,
+        help=more.get("help") or help,
+        positional=bool(more.get("positional")),
+        required=default is MISSING or bool(more.get("required")),
+        metavar=more.get("metavar"),
+        hidden=bool(more.get("hidden")),
+        panel=panel,
+        negatable=kind is bool and not long,
+    )
+
+
+def _shape(hint: Any) -> tuple[str, type, type]:
+    """(shape, kind of a value, kind of a key) of a type hint."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [part for part in typing.get_args(hint) if part is not type(None)]
+        return _shape(rest[0])
+    if hint in SCALARS:
+        return "one", hint, str
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and inner[-1] is Ellipsis:
+        return ("ints", int, str) if inner[0] is int else ("many", inner[0], str)
+    if origin is tuple and len(inner) == 2:
+        return "two", str, str
+    if origin is not None and issubclass(origin, Mapping):
+        return "pairs", inner[1], inner[0]
+    raise TypeError(f"the command line cannot offer a value of type {hint}")
+
+
+# -- to typer
+
+
+def signature_of(flags: list[Flag]) -> inspect.Signature:
+    """The signature that typer reads: every parameter defaults to None, so that "not given" can be told."""
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                flag.name, inspect.Parameter.KEYWORD_ONLY, default=_parameter(flag), annotation=_annotation(flag)
+            )
+            for flag in flags
+        ]
+    )
+
+
+def _annotation(flag: Flag) -> Any:
+    if flag.shape in ("many", "ints", "pairs"):
+        return list[str] | None
+    if flag.shape == "two":
+        return tuple[str, str] | None
+    if flag.choices:
+        # An enum, because every version of typer understands it.
+        return Enum(flag.name, {str(c): str(c) for c in flag.choices}, type=str) | None  # type: ignore[operator]
+    return flag.kind | None
+
+
+def _parameter(flag: Flag) -> Any:
+    import typer
+
+    if flag.positional:
+        return typer.Argument(... if flag.required else None, help=flag.help, metavar=flag.metavar, show_default=False)
+    long = f"--{flag.long}/--no-{flag.long}" if flag.negatable else f"--{flag.long}"
+    return typer.Option(
+        None,
+        long,
+        *flag.short,
+        help=flag.help,
+        metavar=_metavar(flag),
+        envvar=variable(flag),
+        show_envvar=False,
+        show_default=_shown(flag),
+        rich_help_panel=flag.panel,
+        hidden=flag.hidden,
+    )
+
+
+def variable(flag: Flag) -> str:
+    """Name of a flag's environment variable."""
+    return "MODELMILL_" + flag.long.replace("-", "_").upper()
+
+
+def _metavar(flag: Flag) -> str | None:
+    if flag.metavar or flag.kind is bool:
+        return flag.metavar
+    return {"pairs": "KEY=VALUE", "ints": "N,N,…"}.get(flag.shape)
+
+
+def _shown(flag: Flag) -> Any:
+    if flag.default in (None, (), {}, "") or (flag.kind is bool and not flag.negatable):
+        return False
+    if flag.kind is bool:
+        return flag.long if flag.default else f"no-{flag.long}"
+    return ",".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
+
+
+# -- from what was given to Args
+
+
+def gather(args: type[T], given: Mapping[str, Any]) -> T:
+    """An ``args`` from typer's values (None: not given), the --config file and the defaults.
+
+    Raises UsageError, in one line, for a value of the wrong kind, an unknown key in the file, or a missing flag.
+    """
+    flags = flags_of(args)
+    values: dict[str, Any] = {}
+    for flag in flags:
+        value = given.get(flag.name)
+        if value is not None and value != [] and value != ():
+            values[flag.name] = _typed(flag, value, flag.label)
+    if values.get("config") is not None:
+        values = {**_from_file(flags, values["config"]), **values}
+    for flag in flags:
+        if flag.required and flag.name not in values:
+            raise UsageError(f"{flag.label} is missing: {flag.help}")
+    return _build(args, values)
+
+
+def _build(kind: type[T], values: Mapping[str, Any]) -> T:
+    hints = typing.get_type_hints(kind)
+    chosen: dict[str, Any] = {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        hint = hints[each.name]
+        if is_dataclass(hint):
+            left = each.metadata["leave"]
+            chosen[each.name] = _build(typing.cast(type, hint), {k: v for k, v in values.items() if k not in left})
+        elif each.name in values:
+            chosen[each.name] = values[each.name]
+    return kind(**chosen)
+
+
+def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise UsageError(f"--config {path} must hold `flag: value` lines, not a {type(raw).__name__}")
+    known = {name: flag for flag in flags if not flag.positional for name in (flag.name, flag.long.replace("-", "_"))}
+    values = {}
+    for key, value in raw.items():
+        flag = known.get(str(key).replace("-", "_"))
+        if flag is None or flag.name == "config":
+            hint = nearest(str(key).replace("-", "_"), list(known))
+            raise UsageError(f"{path}: unknown option {key!r}" + (f"; did you mean {hint}?" if hint else ""))
+        if value is not None:
+            values[flag.name] = _typed(flag, value, f"{path}: {key}")
+    return values
+
+
+def _typed(flag: Flag, value: Any, where: str) -> Any:
+    """``value`` (of the command line, or of YAML) as the field wants it."""
+    if isinstance(value, Enum):
+        value = value.value
+    if flag.shape == "one":
+        return _scalar(flag.kind, value, where, flag.choices)
+    if flag.shape == "pairs":
+        return _pairs(flag, value, where)
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    if flag.shape == "two":
+        if len(items) != 2:
+            raise UsageError(f"{where} takes two values, not {len(items)}")
+        return tuple(str(item) for item in items)
+    if flag.shape == "ints":
+        parts = [part for item in items for part in str(item).split(",") if part.strip()]
+        return tuple(_scalar(int, part.strip(), where, ()) for part in parts)
+    return tuple(_scalar(flag.kind, item, where, flag.choices) for item in items)
+
+
+def _pairs(flag: Flag, value: Any, where: str) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        items = list(value.items())
+    else:
+        items = []
+        for text in value if isinstance(value, list) else [value]:
+            name, equals, rest = str(text).partition("=")
+            if not equals or not name:
+                raise UsageError(f"{where} takes KEY=VALUE, not {text!r}")
+            items.append((name, rest))
+    return {_scalar(flag.key, k, where, ()): _scalar(flag.kind, v, where, ()) for k, v in items}
+
+
+def _scalar(kind: type, value: Any, where: str, choices: tuple[Any, ...]) -> Any:
+    result = _convert(kind, value)
+    if result is None:
+        raise UsageError(f"{where} must be {KINDS[kind]}, not {value!r}")
+    if choices and result not in choices:
+        raise UsageError(f"{where} {value!r} is not one of {', '.join(map(str, choices))}")
+    return result
+
+
+def _convert(kind: type, value: Any) -> Any:
+    """``value`` as ``kind``; None where it is not one. YAML's own types are taken, text is parsed."""
+    if kind is bool:
+        return value if isinstance(value, bool) else None
+    if isinstance(value, (bool, dict, list)):
+        # YAML reads an unquoted `on` or `no` as a bool: for a text that would be a silent change.
+        return None
+    try:
+        if kind is int and isinstance(value, float):
+            return int(value) if value.is_integer() else None
+        return kind(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def call_of(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
+    """A function with the signature that typer reads; it gathers the values into ``args`` and runs."""
+
+    def call(**given: Any) -> int:
+        return run(gather(args, given))
+
+    signature = signature_of(flags_of(args))
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+    return call

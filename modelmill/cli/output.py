@@ -1,0 +1,139 @@
+"""What the verbs print: results on stdout, everything said along the way on stderr.
+
+With ``--json`` stdout is the JSON alone. Progress is drawn only where stderr is a terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from modelmill.core import env
+
+Progress = Callable[..., None]
+"""Called with (stage, done, total) or (done, total)."""
+
+
+def emit_json(value: Any) -> None:
+    """One JSON value on stdout; NaN and infinities become null, so that every reader can read it."""
+    print(json.dumps(_finite(value), indent=1, ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0.0 else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value if isinstance(value, (str, int, bool, type(None))) else str(value)
+
+
+def note(text: str) -> None:
+    """A remark for people, on stderr."""
+    print(f"modelmill: {text}", file=sys.stderr)
+
+
+def plain() -> bool:
+    """Whether output is to be without colours and progress bars."""
+    names = env.child()
+    return bool(names.get("NO_COLOR") or names.get("CI"))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
+    """A table on stdout; numbers stand right. Off a terminal it keeps its full width."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    width = None if sys.stdout.isatty() else 200
+    console = Console(width=width, no_color=plain(), highlight=False)
+    drawn = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = bool(rows) and all(_number_like(row[index]) for row in rows)
+        drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*[_escape(shown(cell)) for cell in row])
+    console.print(drawn)
+
+
+def facts(pairs: Sequence[tuple[str, Any]], title: str | None = None) -> None:
+    """Names and values below one another; values that are None are left out."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 200, no_color=plain(), highlight=False)
+    drawn = Table(
+        title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold", pad_edge=False
+    )
+    drawn.add_column(style="cyan", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for name, value in pairs:
+        if value is not None:
+            drawn.add_row(_escape(name), _escape(shown(value)))
+    console.print(drawn)
+
+
+def shown(value: Any) -> str:
+    """A cell's text: numbers with what can be read of them."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10000 else str(value)
+    return str(value)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _number_like(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= step:
+            return f"{count / step:.2f} {unit}"
+    return f"{count} bytes"
+
+
+@contextlib.contextmanager
+def progress(label: str, *, quiet: bool = False) -> Iterator[Progress]:
+    """A bar on stderr while the block runs, if stderr is a terminal; yields the function that moves it."""
+    if quiet or plain() or not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    layout = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*layout, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def move(*told: Any) -> None:
+            stage = str(told[0]) if told and isinstance(told[0], str) else label
+            numbers = [each for each in told if isinstance(each, (int, float))]
+            if len(numbers) < 2:
+                return
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=numbers[1])
+            bars.update(tasks[stage], completed=numbers[0], total=numbers[1])
+
+        yield move

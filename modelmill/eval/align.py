@@ -1,0 +1,207 @@
+"""An engine against its checkpoint: template and tokens first, then layer by layer."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.core.errors import ModelmillError
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  Two leading spaces,\ttabs\nand\n\nnew lines  ",
+    "Zürich, 北京 and naïve café: 3.14159 × 10⁶ — 100%",
+    "def f(x):\n    return {'a': x[0], \"b\": x ** 2}\n",
+    "👩‍👩‍👧‍👦 emoji, e\u0301 combining, العربية",
+    "<|im_end|> </s> typed by a user",
+)
+TALKS = (
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "Hello!\n\nHow are you?"},
+        {"role": "assistant", "content": "Fine."},
+        {"role": "user", "content": " Who are you? "},
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One text or conversation on both sides. equal None: the other side cannot tell, ``note`` says why.
+
+    place: index of the first token (or character) that differs; ours, theirs: what stands there.
+    """
+
+    what: str
+    subject: str
+    against: str
+    equal: bool | None
+    place: int | None = None
+    ours: str | None = None
+    theirs: str | None = None
+    note: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def check_text(llm: Any, checkpoint: Checkpoint) -> list[Check]:
+    """Chat rendering and tokens of a few texts: the engine's against transformers', else the checkpoint's own files.
+
+    Empty where the checkpoint has no tokenizer.
+    """
+    if not checkpoint.tokenizer_files():
+        return []
+    if llm.tokenizer is None:
+        return [Check("tokens", "", "checkpoint", False, note="the checkpoint has a tokenizer, the engine has none")]
+    judge = _transformers(checkpoint) or _own(checkpoint)
+    return [*_templates(llm, judge), *_tokens(llm, judge)]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The other side. encode: a text's ids; render: a conversation as text, None where it has no template."""
+
+    name: str
+    encode: Callable[[str], list[int]]
+    render: Callable[[list[dict[str, str]]], str] | None
+
+
+def _transformers(checkpoint: Checkpoint) -> Judge | None:
+    """transformers' tokenizer of a Hugging Face folder; None where it is absent or cannot read this one."""
+    path = Path(checkpoint.path)
+    if not path.is_dir() or not (path / "tokenizer.json").is_file():
+        return None
+    try:
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception:
+        # Whatever it stumbles over, the checkpoint's own files can still be compared.
+        return None
+
+    def render(talk: list[dict[str, str]]) -> str:
+        return str(theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+
+    # Control tokens in a user's text are text for us; transformers reads them unless told so.
+    return Judge(
+        "transformers",
+        lambda text: list(theirs(text, split_special_tokens=True)["input_ids"]),
+        render if getattr(theirs, "chat_template", None) else None,
+    )
+
+
+def _own(checkpoint: Checkpoint) -> Judge:
+    from modelmill.text.chat import load_chat
+    from modelmill.text.tokenizer import load_tokenizer
+
+    files = checkpoint.tokenizer_files()
+    tokenizer = load_tokenizer(files)
+    chat = load_chat(files, tokenizer)
+    return Judge("the checkpoint's files", tokenizer.encode, chat.render if chat is not None else None)
+
+
+def _templates(llm: Any, judge: Judge) -> Iterable[Check]:
+    if llm.chat_format is None and judge.render is None:
+        return
+    if llm.chat_format is None or judge.render is None:
+        side = "the engine" if llm.chat_format is None else judge.name
+        yield Check("template", "", judge.name, False, note=f"only {side} has no chat template")
+        return
+    for number, talk in enumerate(TALKS, 1):
+        subject = f"conversation {number}"
+        try:
+            theirs = judge.render([dict(turn) for turn in talk])
+        except Exception as error:
+            yield Check("template", subject, judge.name, None, note=f"{judge.name} cannot render it: {error}")
+            continue
+        try:
+            ours = llm.chat_format.render([dict(turn) for turn in talk], add_generation_prompt=True)
+        except ModelmillError as error:
+            yield Check("template", subject, judge.name, False, note=f"the engine cannot render it: {error}")
+            continue
+        yield _difference("template", subject, judge.name, ours, theirs)
+
+
+def _tokens(llm: Any, judge: Judge) -> Iterable[Check]:
+    for text in TEXTS:
+        yield _difference("tokens", text, judge.name, llm.tokenizer.encode(text), judge.encode(text))
+
+
+def _difference(what: str, subject: str, against: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Check:
+    """Equal, or the first place where they are not."""
+    if list(ours) == list(theirs):
+        return Check(what, subject, against, True)
+    pairs = zip(ours, theirs, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    step = 20 if isinstance(ours, str) else 1
+    return Check(what, subject, against, False, place, _excerpt(ours, place, step), _excerpt(theirs, place, step))
+
+
+def _excerpt(values: Sequence[Any], place: int, step: int) -> str:
+    return "(ended)" if place >= len(values) else str(values[place : place + step] if step > 1 else values[place])
+
+
+def probe_ids(llm: Any, length: int, text: str, seed: int = 0) -> list[int]:
+    """The ids that the layers are compared on: the text's first ``length``, or seeded ones for an ids-only engine."""
+    length = min(length, llm.loop.max_model_len)
+    if llm.tokenizer is not None:
+        ids = list(llm.tokenizer.encode(text))[:length]
+        if len(ids) >= 2:
+            return ids
+    source = random.Random(seed)
+    return [source.randrange(llm.loop.vocab) for _ in range(length)]
+
+
+def align(
+    llm: Any, checkpoint: Checkpoint, ids: Sequence[int], compare: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """The whole comparison; ``compare(loop, checkpoint, ids)`` gives the layers' part and its verdict.
+
+    Adds ``text``, the checks of template and tokens, and ``passed``. Tokens that differ are the first thing to
+    mend, so they take the verdict: the layers behind them are reported all the same.
+    """
+    checks = check_text(llm, checkpoint)
+    found = compare(llm.loop, checkpoint, list(ids))
+    wrong = next((check for check in checks if check.equal is False), None)
+    result = {**found, "text": [check.to_dict() for check in checks]}
+    layers_ok = all(layer.get("ok", True) for layer in found["layers"]) and not str(found["verdict"]).startswith("bug")
+    result["passed"] = wrong is None and layers_ok
+    if wrong is not None and layers_ok:
+        result["verdict"] = f"{wrong.what} differ: {json.dumps(wrong.subject or wrong.note, ensure_ascii=False)}"
+        result["layer"], result["module"] = None, "tokenizer" if wrong.what == "tokens" else "chat template"
+    return result
+
+
+def draw(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
+    """Error by layer on a log scale, a line a module, with each module's tolerance dashed."""
+    modules: dict[str, list[tuple[int, float, float | None]]] = {}
+    for place, layer in enumerate(layers):
+        index, module = place_of(str(layer["name"]), place)
+        modules.setdefault(module, []).append((index, float(layer["max_rel"]), layer.get("tolerance")))
+    for module, points in modules.items():
+        shown = [(index, max(error, 1e-12)) for index, error, _ in points if error - error == 0.0]
+        (line,) = axes.plot(*zip(*shown, strict=True), marker=".", label=module) if shown else (None,)
+        limits = [(index, limit) for index, _, limit in points if isinstance(limit, (int, float))]
+        if limits and line is not None:
+            axes.plot(*zip(*limits, strict=True), linestyle="--", linewidth=0.7, color=line.get_color())
+    axes.set_yscale("log")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("largest error / largest value")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", ncols=2)
+
+
+def place_of(name: str, otherwise: int) -> tuple[int, str]:
+    """(layer, module) of a name such as layers.3.attn.o_proj; a name without a layer keeps its place in the list."""
+    parts = name.split(".")
+    if len(parts) > 2 and parts[0] == "layers" and parts[1].isdigit():
+        return int(parts[1]), ".".join(parts[2:])
+    return otherwise, name

@@ -1,0 +1,69 @@
+"""ROUGE-1, -2, -L and -Lsum of summaries, in percent, by Google's rouge-score."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from modelmill.core.errors import MissingDependency
+
+KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+TITLES = ("mr", "mrs", "ms", "dr", "prof", "sen", "rep", "gov", "gen", "col", "sgt", "lt", "capt", "st", "jr", "sr")
+SHORT = ("vs", "no", "inc", "ltd", "co", "corp", "dept", "est", "fig", "u.s", "u.k", "u.n", "e.g", "i.e", "a.m", "p.m")
+MONTHS = ("jan", "feb", "mar", "apr", "jun", "jul", "aug", "sept", "sep", "oct", "nov", "dec")
+ABBREVIATIONS = frozenset((*TITLES, *SHORT, *MONTHS))
+_END = re.compile(r"([.!?]+[\"'”’)\]]*)\s+")
+
+
+def sentences(text: str) -> list[str]:
+    """Split at line ends, and where . ! or ? (with its closing quotes) ends a sentence and not an abbreviation.
+
+    News text is also written with a space before the full stop ("it is over . The next"); that splits too.
+    """
+    found: list[str] = []
+    for line in text.split("\n"):
+        start = 0
+        for end in _END.finditer(line):
+            if end.end() < len(line) and _ends(line, start, end):
+                found.append(line[start : end.end()])
+                start = end.end()
+        found.append(line[start:])
+    return [" ".join(part.split()) for part in found if part.strip()]
+
+
+def _ends(line: str, start: int, end: re.Match[str]) -> bool:
+    """Whether the mark ends a sentence: not after an abbreviation or an initial, not before a small letter."""
+    after = line[end.end()]
+    if after.islower():
+        return False
+    if end.group(1) != ".":
+        return True
+    words = line[start : end.start()].split()
+    attached = end.start() > start and not line[end.start() - 1].isspace()
+    if not words or not attached:
+        return True
+    last = words[-1].strip("\"'“‘([").lower()
+    return last not in ABBREVIATIONS and not (len(last) == 1 and last.isalpha() and last != "i")
+
+
+class Rouge:
+    """Scores pairs of a summary and its reference; F-measures with stemming, mean × 100."""
+
+    def __init__(self) -> None:
+        try:
+            from rouge_score import rouge_scorer
+        except ImportError:
+            raise MissingDependency("ROUGE needs rouge-score; pip install 'modelmill[eval]'") from None
+        self._scorer: Any = rouge_scorer.RougeScorer(list(KINDS), use_stemmer=True)
+
+    def one(self, summary: str, reference: str) -> dict[str, float]:
+        """F-measures × 100 of one pair."""
+        scores = self._scorer.score("\n".join(sentences(reference)), "\n".join(sentences(summary)))
+        return {kind: 100.0 * float(scores[kind].fmeasure) for kind in KINDS}
+
+    def mean(self, summaries: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+        """The mean over all pairs (as many summaries as references, at least one)."""
+        each = [self.one(*pair) for pair in zip(summaries, references, strict=True)]
+        return {kind: sum(score[kind] for score in each) / len(each) for kind in KINDS}

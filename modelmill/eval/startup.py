@@ -1,0 +1,94 @@
+"""From process start to first token, measured in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from modelmill.core.errors import ModelmillError
+from modelmill.eval.report import Spread
+from modelmill.eval.subjects import EngineSubject, Progress
+from modelmill.eval.texts import random_work
+
+LIMIT_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Startup:
+    """Seconds. total: process start to first token; import_, load and first add up to it but for the start itself."""
+
+    total_s: Spread
+    import_s: Spread
+    load_s: Spread
+    first_s: Spread
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def measure(
+    engine: Path, options: Mapping[str, Any], *, input_length: int, runs: int, progress: Progress | None = None
+) -> Startup:
+    """Start ``runs`` processes one after another, after one that warms the file cache.
+
+    options: fields of RunConfig. Raises ModelmillError where a process fails.
+    """
+    found: list[Mapping[str, float]] = []
+    for number in range(-1, runs):
+        stages = _one(engine, options, input_length)
+        if number >= 0:
+            found.append(stages)
+        if progress is not None:
+            progress("startup", number + 2, runs + 1)
+    return Startup(*[Spread.of([each[name] for each in found]) for name in ("total", "import", "load", "first")])
+
+
+def _one(engine: Path, options: Mapping[str, Any], input_length: int) -> dict[str, float]:
+    told = json.dumps({"engine": str(engine), "options": dict(options), "input": input_length})
+    began = time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, "-m", "modelmill.eval.startup", told],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        total = time.perf_counter() - began
+        _, trouble = process.communicate(timeout=LIMIT_SECONDS)
+    if process.returncode or not line:
+        last = trouble.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        raise ModelmillError(f"the started process failed: {last[0]}")
+    return {**json.loads(line), "total": total}
+
+
+def probe(told: str) -> dict[str, float]:
+    """In the fresh process: load the engine, answer one prompt with one token; seconds by stage."""
+    began = time.perf_counter()
+    from modelmill.core.config import RunConfig
+    from modelmill.runtime.loop import Loop
+
+    facts = json.loads(told)
+    imported = time.perf_counter()
+    loop = Loop.open(Path(facts["engine"]), RunConfig(**facts["options"]))
+    loaded = time.perf_counter()
+    EngineSubject(loop).run(random_work([(facts["input"], 1)], loop.vocab, 0))
+    done = time.perf_counter()
+    return {"import": imported - began, "load": loaded - imported, "first": done - loaded}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the stages as one JSON line, as soon as the first token is there."""
+    sys.stdout.write(json.dumps(probe(argv[0])) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

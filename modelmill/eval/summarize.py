@@ -1,0 +1,205 @@
+"""Summaries of articles by an engine, and by transformers on the same prompts, lengths and stops, under ROUGE."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from modelmill.core.errors import TokenizerError, UsageError
+from modelmill.core.types import SamplingParams
+from modelmill.eval.rouge import KINDS, Rouge
+from modelmill.eval.texts import Item, read_jsonl
+
+TASK = "Summarize the following news article in three sentences.\n\n"
+TLDR = "\nTL;DR:"
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One summary. seconds: its share of the time that its batch took."""
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both sides get: prompt ids an item, the longest summary, and the ids that end it."""
+
+    items: list[Item]
+    prompts: list[list[int]]
+    max_new_tokens: int
+    eos_ids: tuple[int, ...]
+
+
+class Summarizer(Protocol):
+    """One side: prompt ids to answer ids."""
+
+    name: str
+    batch: int
+
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]) -> list[list[int]]:
+        """Greedy answers."""
+
+
+class EngineSummarizer:
+    """The engine: ``batch`` prompts in flight at once."""
+
+    def __init__(self, llm: Any, batch: int, name: str = "modelmill") -> None:
+        self.llm, self.batch, self.name = llm, batch, name
+
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]) -> list[list[int]]:
+        """Greedy answers; every default of the checkpoint's generation_config is overruled."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_new_tokens,
+            stop_token_ids=tuple(eos_ids),
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+        )
+        answers = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, progress=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+class HfSummarizer:
+    """transformers: static batches of ``batch``."""
+
+    def __init__(self, reference: Any, batch: int, name: str = "transformers") -> None:
+        self.reference, self.batch, self.name = reference, batch, name
+
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]) -> list[list[int]]:
+        """Greedy answers."""
+        found, _ = self.reference.generate(prompts, max_new_tokens, eos_ids)
+        return found
+
+
+def make_task(llm: Any, items: Sequence[Item], max_new_tokens: int, max_input: int | None = None) -> Task:
+    """The prompts of all items: through the chat template where the engine has one, else with "TL;DR:" behind.
+
+    An article is cut, at its end and in tokens, so that prompt and summary fit the engine (and ``max_input``).
+    Raises TokenizerError for an ids-only engine, UsageError where not even an empty article fits.
+    """
+    if llm.tokenizer is None:
+        raise TokenizerError("this is an ids-only engine (no tokenizer); summaries need a checkpoint with a tokenizer")
+    room = llm.loop.max_model_len - max_new_tokens
+    room = room if max_input is None else min(room, max_input)
+    stops = tuple(llm.eos_ids)
+    if llm.chat_format is not None:
+        stops = tuple(dict.fromkeys((*stops, *llm.chat_format.stop_ids)))
+    encode = _encoder(llm)
+    return Task(list(items), [_fitted(llm, encode, item.article, room) for item in items], max_new_tokens, stops)
+
+
+def _encoder(llm: Any) -> Callable[[str], list[int]]:
+    if llm.chat_format is None:
+        return lambda article: list(llm.tokenizer.encode(article + TLDR))
+    return lambda article: list(llm.chat_format.encode([{"role": "user", "content": TASK + article}]))
+
+
+def _fitted(llm: Any, encode: Callable[[str], list[int]], article: str, room: int) -> list[int]:
+    """The prompt's ids, the article cut until they fit ``room``."""
+    ids = encode(article)
+    if len(ids) <= room:
+        return ids
+    words = llm.tokenizer.encode(article, bos=False)
+    kept = len(words) - (len(ids) - room)
+    while kept > 0:
+        ids = encode(llm.tokenizer.decode(words[:kept]))
+        if len(ids) <= room:
+            return ids
+        kept -= max(len(ids) - room, 1)
+    raise UsageError(f"no article fits {room} tokens of prompt; lower --max-new-tokens or raise --max-model-len")
+
+
+def summarize(
+    task: Task, side: Summarizer, decode: Callable[[list[int]], str], *, store: Store, progress: Progress | None = None
+) -> list[Summary]:
+    """All summaries of one side, in the items' order; those that ``store`` already has are not made again."""
+    key = _key(task, side.name, side.batch)
+    done = store.read(key)
+    missing = [place for place, item in enumerate(task.items) if item.id not in done]
+    for start in range(0, len(missing), side.batch):
+        part = missing[start : start + side.batch]
+        began = time.perf_counter()
+        answers = side.answer([task.prompts[place] for place in part], task.max_new_tokens, task.eos_ids)
+        share = (time.perf_counter() - began) / len(part)
+        for place, ids in zip(part, answers, strict=True):
+            item = task.items[place]
+            done[item.id] = Summary(item.id, len(task.prompts[place]), len(ids), decode(ids).strip(), share)
+        store.add(key, [done[task.items[place].id] for place in part])
+        if progress is not None:
+            progress(side.name, len(task.items) - len(missing) + start + len(part), len(task.items))
+    return [done[item.id] for item in task.items]
+
+
+class Store:
+    """Summaries kept in a jsonl file, so that a broken run goes on where it ended. path None keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def read(self, key: str) -> dict[str, Summary]:
+        """What was kept under the key, by item."""
+        if self.path is None or not self.path.exists():
+            return {}
+        rows = (value for _, value in read_jsonl(self.path))
+        return {row["id"]: Summary(**{k: row[k] for k in Summary.__annotations__}) for row in rows if row["key"] == key}
+
+    def add(self, key: str, summaries: Sequence[Summary]) -> None:
+        """Keep some more; each line is whole or absent."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as sink:
+                sink.writelines(json.dumps({"key": key, **asdict(each)}) + "\n" for each in summaries)
+        except OSError as error:
+            raise UsageError(f"cannot write {self.path}: {error.strerror}; choose another --save") from None
+
+
+def _key(task: Task, name: str, batch: int) -> str:
+    """Changes with anything that changes a summary or its time."""
+    facts = [name, batch, task.prompts, task.max_new_tokens, task.eos_ids]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def report(summaries: Sequence[Summary], items: Sequence[Item], rouge: Rouge) -> dict[str, Any]:
+    """ROUGE and speed of one side: {rouge: {kind: percent}, items, seconds, seconds_per_item, …}."""
+    seconds = sum(each.seconds for each in summaries)
+    output = sum(each.output_tokens for each in summaries)
+    return {
+        "rouge": rouge.mean([each.text for each in summaries], [item.highlights for item in items]),
+        "items": len(summaries),
+        "prompt_tokens": sum(each.prompt_tokens for each in summaries),
+        "output_tokens": output,
+        "seconds": seconds,
+        "seconds_per_item": seconds / len(summaries),
+        "output_tokens_per_s": output / seconds if seconds else 0.0,
+    }
+
+
+def differences(engine: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    """Engine minus reference, per kind of ROUGE, in points."""
+    return {kind: engine["rouge"][kind] - reference["rouge"][kind] for kind in KINDS}
+
+
+def equal_texts(left: Sequence[Summary], right: Sequence[Summary]) -> int:
+    """How many summaries of both sides are the same text."""
+    return sum(a.text == b.text for a, b in zip(left, right, strict=True))
+
+
+def pairs(task: Task, sides: dict[str, Sequence[Summary]]) -> Iterator[dict[str, Any]]:
+    """One dict an item with all sides' texts, for --json."""
+    for place, item in enumerate(task.items):
+        yield {"id": item.id, **{name: found[place].text for name, found in sides.items()}}
