@@ -186,7 +186,7 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
 
 def _open_gguf(path: Path) -> Checkpoint:
     raw = GgufFile(path)
-    if raw.metadata.get("split.count", 0) not in (0, 1):
+    if str(raw.metadata.get("split.count", 0)) not in ("0", "1"):
         raise CheckpointError(f"{path}: is one part of a split GGUF; join the parts with llama-gguf-split --merge")
     view = GgufAsHf(raw)
     return Checkpoint(

@@ -26,6 +26,8 @@ def from_metadata(get: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
     prefix = f"{arch}.rope.scaling."
     factor = _positive(get, prefix + "factor") or _positive(get, f"{arch}.rope.scale_linear")
     kind = get.get(prefix + "type", "linear")
+    if not isinstance(kind, str):
+        raise CorruptCheckpoint(f"the GGUF's key {prefix}type is no text")
     if kind == "none" or factor is None or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
@@ -60,8 +62,8 @@ def from_factors(factors: Sequence[float], theta: float, original: float | None)
     """Llama 3's scaling from the divisors a GGUF stores in rope_freqs.weight, one a frequency.
 
     theta: the rotary base; original: the context length before scaling where the file tells it.
-    The divisors determine the scaling only up to a common scale of its two bands, so the published numbers
-    are tried first, then the pair with low_freq_factor 1 that fits; both compute the same frequencies.
+    The divisors determine both band factors only relative to the context length, so the published numbers
+    are tried first, then the pair that fits the context; either computes the same frequencies.
     Raises CheckpointError where no such scaling gives these divisors.
     """
     # The divisors are float32 and computed: the shortest decimal near the largest is the number meant.
@@ -70,20 +72,21 @@ def from_factors(factors: Sequence[float], theta: float, original: float | None)
         return None
     if not (1.0 < factor < LARGEST and 1.0 <= theta < LARGEST):
         raise CheckpointError("the GGUF's rope_freqs.weight or rope.freq_base makes no sense")
-    low, high, context = LLAMA3_DEFAULTS
-    tried = [(low, high, original or context)]
-    fitted = _fit(factors, theta, factor)
+    low, high, usual = LLAMA3_DEFAULTS
+    context = float(max(1, round(original or usual)))
+    tried = [(low, high)]
+    fitted = _fit(factors, theta, factor, context)
     if fitted is not None:
         tried.append(fitted)
-    for low, high, context in tried:
+    for low, high in tried:
         made = llama3_factors(len(factors), theta, factor, (low, high, context))
         if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(made, factors, strict=True)):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
-                "low_freq_factor": float(low),
-                "high_freq_factor": float(high),
-                "original_max_position_embeddings": round(context),
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": int(context),
             }
     raise CheckpointError("the GGUF's rope_freqs.weight follows no rotary scaling that modelmill computes")
 
@@ -103,8 +106,8 @@ def _wavelength(i: int, count: int, theta: float) -> float:
     return 2.0 * math.pi * theta ** (i / count)
 
 
-def _fit(factors: Sequence[float], theta: float, factor: float) -> tuple[float, float, float] | None:
-    """(1, high, context) through the first and last divisor between the bands; None where there are none.
+def _fit(factors: Sequence[float], theta: float, factor: float, context: float) -> tuple[float, float] | None:
+    """(low, high) through the first and last divisor between the bands; None where there are none.
 
     smooth = (context / wavelength − low) / (high − low) is a line over 1 / wavelength.
     """
@@ -119,5 +122,5 @@ def _fit(factors: Sequence[float], theta: float, factor: float) -> tuple[float, 
     crossing = points[0][1] - slope * points[0][0]
     if slope <= 0 or crossing >= 0:
         return None
-    high = 1.0 - 1.0 / crossing
-    return 1.0, high, slope * (high - 1.0)
+    width = context / slope
+    return -crossing * width, width - crossing * width

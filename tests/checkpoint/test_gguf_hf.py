@@ -50,16 +50,23 @@ def test_llama_comes_back_value_by_value(tmp_path):
 
 def test_transformers_own_gguf_reader_agrees(tmp_path):
     utils = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     path = write_llama_gguf(tmp_path / "m.gguf", llama_state())
-    theirs = utils.load_gguf_checkpoint(str(path))["config"]
-    ours = present(path).config
+    view = present(path)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**view.config))
+    theirs = utils.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    for name, tensor in theirs["tensors"].items():
+        assert torch.equal(view.get(name), tensor), name
+    assert len(theirs["tensors"]) == len(view.names())
     same = [
         "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
         "max_position_embeddings rope_theta vocab_size bos_token_id eos_token_id tie_word_embeddings",
     ]
     for key in " ".join(same).split():
-        assert theirs.get(key, ours[key]) == ours[key], key
-    assert theirs["rms_norm_eps"] == pytest.approx(ours["rms_norm_eps"])
+        assert theirs["config"].get(key, view.config[key]) == view.config[key], key
+    assert theirs["config"]["rms_norm_eps"] == pytest.approx(view.config["rms_norm_eps"])
 
 
 def test_biases_of_q_and_k_are_put_back_too(tmp_path):
