@@ -11,9 +11,13 @@ from modelmill.core.errors import ModelmillError
 from modelmill.core.types import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ModelmillError", "SamplingParams", "__version__", "build_engine"]
+__all__ = ["AsyncLLM", "LLM", "ModelmillError", "SamplingParams", "__version__", "build_engine"]
 
-_LAZY = {"LLM": ("modelmill.llm", "LLM"), "build_engine": ("modelmill.llm", "build_engine")}
+_LAZY = {
+    "AsyncLLM": ("modelmill.aio", "AsyncLLM"),
+    "LLM": ("modelmill.llm", "LLM"),
+    "build_engine": ("modelmill.llm", "build_engine"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,8 +77,7 @@ class LLM:
         """
         listed = _listed(prompts)
         requests = [
-            self._request(self._ids(prompt), text_of(prompt), given, self.eos_ids, self._base_stops)
-            for prompt, given in zip(listed, _each(params, len(listed)), strict=True)
+            self.request(prompt, given) for prompt, given in zip(listed, _each(params, len(listed)), strict=True)
         ]
         return self._answer(requests, progress)
 
@@ -101,17 +101,13 @@ class LLM:
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
     ) -> Iterator[Delta]:
         """Deltas of one answer as they come. Closing the iterator aborts the request."""
+        return self._stream(self.request(prompt, params, **template))
+
+    def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> Dialogue:
+        """A prompt in any form, or a conversation, as a request that has not been added yet."""
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-            dialogue = self.chat_request(prompt, params, **template)
-        else:
-            dialogue = self._request(
-                self._ids(prompt),
-                text_of(prompt),
-                params,
-                self.eos_ids,
-                self._base_stops,  # type: ignore[arg-type]
-            )
-        return self._stream(dialogue)
+            return self.chat_request(prompt, params, **template)
+        return self._request(self._ids(prompt), text_of(prompt), params, self.eos_ids, self._base_stops)
 
     def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> Dialogue:
         """One conversation as a request. Raises UsageError where the engine has no chat template."""
@@ -123,7 +119,7 @@ class LLM:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: Any) -> list[int]:
         """Token ids of a prompt in any of its forms."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
@@ -179,18 +175,24 @@ class LLM:
                 self.loop.abort(id)
 
     def _pump(self, running: dict[str, Dialogue]) -> Iterator[Delta]:
-        """Step the loop until all of ``running`` have ended; finished ones are taken out of it."""
+        """Step the loop until all of ``running`` have ended."""
         while running:
-            for token in self.loop.step():
-                dialogue = running.get(token.request)
-                if dialogue is None:
-                    continue
-                delta, stopped = dialogue.push(token)
-                if stopped:
-                    self.loop.finish(token.request, token.index)
-                if dialogue.answer.finished:
-                    del running[token.request]
-                yield delta
+            yield from self.advance(running)
+
+    def advance(self, running: dict[str, Dialogue]) -> list[Delta]:
+        """One step of the loop: what it adds to the ``running`` dialogues; ended ones are taken out of the dict."""
+        deltas = []
+        for token in self.loop.step():
+            dialogue = running.get(token.request)
+            if dialogue is None:
+                continue
+            delta, stopped = dialogue.push(token)
+            if stopped:
+                self.loop.finish(token.request, token.index)
+            if dialogue.answer.finished:
+                del running[token.request]
+            deltas.append(delta)
+        return deltas
 
 
 def build_engine(
@@ -307,25 +309,15 @@ def _template(source: str | Path) -> bytes:
         raise UsageError(f"--chat-template {path}: {error.strerror}") from None
 
 
-class _bar:
-    """A progress bar over requests, only on a terminal."""
+@contextlib.contextmanager
+def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar over requests; by default on a terminal and for more than one."""
+    if not (wanted if wanted is not None else total > 1 and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
 
-    def __init__(self, wanted: bool | None, total: int) -> None:
-        show = wanted if wanted is not None else total > 1 and sys.stderr.isatty()
-        self._total, self._progress, self._task = total, None, None
-        if show:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._progress: Any = Progress(console=Console(stderr=True), transient=True)  # type: ignore[no-redef]
-
-    def __enter__(self) -> Callable[[], None]:
-        if self._progress is None:
-            return lambda: None
-        self._progress.start()
-        task = self._progress.add_task("prompts", total=self._total)
-        return lambda: self._progress.advance(task)
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("prompts", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,314 @@
+"""The engine under the measuring rod: its modules' inputs are replaced by the reference's, their outputs compared.
+
+Three passes over the same tokens through the real runtime (its pages, kernels and Step):
+
+* modules: every module reads what the reference's module read, so nothing accumulates and a fault names itself;
+* wiring: only the residual stream entering a layer is replaced, so what connects the modules is judged too;
+* norms: every norm reads inputs of the size of √eps, where a wrong eps shows in any dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.accept.metrics import Row, compare_tensors
+from modelmill.accept.reference import HeadTrace, LayerTrace, Reference
+from modelmill.accept.tolerances import Bound, module_bound
+from modelmill.nn.linear import Linear
+from modelmill.runtime.loop import Loop
+from modelmill.runtime.runner import tap
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison against its bound. layer None: embedding, final norm, head. name: the engine's module path."""
+
+    name: str
+    layer: int | None
+    module: str
+    row: Row
+    bound: Bound
+
+    @property
+    def ok(self) -> bool:
+        """Whether the row is within its published bound."""
+        return not self.bound.broken_by(self.row)
+
+    @property
+    def tolerance(self) -> float:
+        """The bound on max_abs: the published share of the reference tensor's scale."""
+        return self.bound.max_rel * self.row.scale
+
+
+class Bench:
+    """One engine and one reference, reading one sequence of ids."""
+
+    def __init__(self, loop: Loop, reference: Reference, ids: Sequence[int]) -> None:
+        self.loop = loop
+        self.reference = reference
+        self.ids = list(ids)
+        self.dtype = loop.artifact.manifest.build["dtype"]
+        self.kinds = loop.artifact.manifest.weights
+        self.findings: list[Finding] = []
+        self._streams: list[torch.Tensor] = []
+        self._linears = {name for name, module in loop.model.named_modules() if isinstance(module, Linear)}
+
+    # -- the passes -------------------------------------------------------------------------------------------------
+
+    def modules(self) -> torch.Tensor:
+        """Every module on the reference's inputs. Returns the reference's logits [T, V]."""
+        x = self.reference.embed(torch.tensor(self.ids))
+        state = _Walk(self.reference, x, len(self.ids))
+
+        def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            return self._feed(state, name, args)
+
+        def after(name: str, args: tuple[Any, ...], output: Any) -> None:
+            self._judge(state, name, args, output)
+
+        self._run(before, after)
+        self._streams = state.streams
+        return state.final()["logits"].output
+
+    def wiring(self) -> None:
+        """Every layer on the reference's residual stream, its inside left alone; call after ``modules``."""
+
+        def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            layer, part = _split(name)
+            if part != "attn_norm" and name != "norm":
+                return None
+            index = self.reference.num_layers if layer is None else layer
+            x, residual = args[0], args[1]
+            stream = x if residual is None else x.float() + residual.float()
+            if index > 0:
+                self._note(f"layers.{index - 1}", index - 1, "layer", "layer", stream, self._streams[index])
+            return _stream_args(self._streams[index], args)
+
+        self._run(before, None)
+
+    def norms(self) -> None:
+        """Every norm on inputs of the size of √eps."""
+        width, eps = self.reference.hidden_size, self.reference.eps
+        generator = torch.Generator().manual_seed(17)
+        tiny = torch.randn(len(self.ids), width, generator=generator) * eps**0.5
+        tiny = tiny.to(getattr(torch, self.dtype)).float()
+        canonical = {"attn_norm": "input_norm", "mlp_norm": "mlp_norm", "norm": "final_norm"}
+
+        def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            return _stream_args(tiny, args) if _split(name)[1] in canonical else None
+
+        def after(name: str, _: tuple[Any, ...], output: Any) -> None:
+            layer, part = _split(name)
+            if part in canonical:
+                expected = self.reference.run_norm(layer, canonical[part], tiny)
+                self._note(f"{name}.eps", layer, f"{part}.eps", canonical[part], output[0], expected)
+
+        self._run(before, after)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _run(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
+        with tap(self.loop.model, before, after):
+            self.loop.score([self.ids])
+
+    def _feed(self, state: _Walk, name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The reference's inputs for a module; None leaves it alone."""
+        layer, part = _split(name)
+        if part == "attn_norm" and layer is not None:
+            previous = state.trace
+            state.enter(layer)
+            if previous is None:
+                return _stream_args(state.stream, args)
+            return (
+                _like(previous["down"].output, args[0]),
+                _like(previous["post_attn_residual"].output, args[0]),
+                *args[2:],
+            )
+        if name == "norm" and state.trace is not None:
+            state.leave()
+            trace = state.trace
+            return _like(trace["down"].output, args[0]), _like(trace["post_attn_residual"].output, args[0]), *args[2:]
+        if name == "head":
+            return _like(state.final()["final_norm"].output, args[0]), *args[1:]
+        trace = state.trace
+        if layer is None or trace is None:
+            return None
+        if part == "mlp_norm":
+            return _like(trace["o_proj"].output, args[0]), _like(state.stream, args[0]), *args[2:]
+        given = _inputs(part, trace)
+        return None if given is None else (_like(given, args[0]), *args[1:])
+
+    def _judge(self, state: _Walk, name: str, args: tuple[Any, ...], output: Any) -> None:
+        """Compare what a module put out."""
+        layer, part = _split(name)
+        if name == "embed":
+            self._note(name, None, "embed", "embed", output, state.stream)
+        elif name == "norm":
+            last = self.reference.num_layers - 1
+            self._note(f"layers.{last}.output", last, "output", "output", output[1], state.stream)
+            self._note(name, None, "norm", "final_norm", output[0], state.final()["final_norm"].output)
+        elif name == "head":
+            self._note(name, None, "head", "logits", output, state.final()["logits"].output)
+        if layer is None or state.trace is None:
+            return
+        trace, where = state.trace, f"layers.{layer}"
+        if part == "attn_norm":
+            if layer > 0:
+                self._note(f"layers.{layer - 1}.output", layer - 1, "output", "output", output[1], state.stream)
+            self._note(name, layer, part, "input_norm", output[0], trace["input_norm"].output)
+        elif part == "mlp_norm":
+            expected = trace["post_attn_residual"].output
+            self._note(f"{where}.attn.residual", layer, "attn.residual", "post_attn_residual", output[1], expected)
+            self._note(name, layer, part, "mlp_norm", output[0], trace["mlp_norm"].output)
+        elif part in _OUTPUTS:
+            parent = name.rpartition(".")[0]
+            names = [n for n in _OUTPUTS[part] if n in trace]
+            for piece, canonical in zip(_pieces(output, [trace[n].output for n in names]), names, strict=True):
+                label = f"{canonical}_proj" if len(names) > 1 else part.rpartition(".")[2]
+                path = f"{parent}.{label}"
+                self._note(path, layer, path.removeprefix(where + "."), canonical, piece, trace[canonical].output, name)
+        elif part == "attn.rotate":
+            self._judge_rotation(layer, name, args, output, trace)
+
+    def _judge_rotation(self, layer: int, name: str, args: tuple[Any, ...], q: torch.Tensor, trace: LayerTrace) -> None:
+        """q as returned; k and v as they stand in the pages."""
+        step = args[2]
+        slots, size = step.slots, step.kv.page_size
+        rotated = "q_rot" in trace
+        tokens = q.shape[0]
+        self._note(f"{name}.q", layer, "attn.rotate.q", "q_rot" if rotated else "output", q.reshape(tokens, -1),
+                   trace["q_rot" if rotated else "q"].output)  # fmt: skip
+        k = step.kv.k[layer][slots // size, :, slots % size].reshape(tokens, -1)
+        v = step.kv.v[layer][slots // size, :, slots % size].reshape(tokens, -1)
+        self._note(f"{name}.k", layer, "attn.rotate.k", "k_rot" if rotated else "output", k,
+                   trace["k_rot" if rotated else "k"].output)  # fmt: skip
+        self._note(f"{name}.v", layer, "attn.rotate.v", "output", v, trace["v"].output)
+
+    def _note(
+        self,
+        name: str,
+        layer: int | None,
+        module: str,
+        canonical: str,
+        ours: torch.Tensor,
+        expected: torch.Tensor,
+        linear: str | None = None,
+    ) -> None:
+        held = self.kinds.get(linear or name, "dense")
+        recipe = held if held == "int8" else "none"
+        if canonical == "layer":
+            bound = layer_bound(self.dtype, "int8" if "int8" in self.kinds.values() else "none", len(self.ids))
+        else:
+            bound = module_bound(canonical, self.dtype, recipe, length=len(self.ids))
+        self.findings.append(Finding(name, layer, module, compare_tensors(name, ours, expected), bound))
+
+
+def layer_bound(dtype: str, recipe: str, length: int) -> Bound:
+    """A whole layer run freely on the reference's input: the modules' bounds, added up along its longest path.
+
+    A layer has eight modules in a row; independent errors grow with the root of their number, and the residual
+    stream that is added at the end only makes the relative error smaller.
+    """
+    parts = [module_bound(m, dtype, recipe, length=length) for m in ("q", "q_rot", "attn", "act")]
+    root = 8**0.5
+    return Bound(
+        root * max(b.rel_l2 for b in parts), root * max(b.max_rel for b in parts), 2 * max(b.gain for b in parts)
+    )
+
+
+class _Walk:
+    """The reference, layer by layer, as the engine's forward reaches it; one layer's trace in memory."""
+
+    def __init__(self, reference: Reference, x: torch.Tensor, length: int) -> None:
+        self.reference = reference
+        self.stream = x
+        self.streams = [x]
+        self.trace: LayerTrace | None = None
+        self._length = length
+        self._head: HeadTrace | None = None
+
+    def enter(self, layer: int) -> None:
+        """Go on to a layer: the stream becomes the previous one's output."""
+        self.leave()
+        self.trace = self.reference.layer(layer, self.stream, prompt_length=self._length)
+
+    def leave(self) -> None:
+        if self.trace is not None and self.stream is not self.trace["output"].output:
+            self.stream = self.trace["output"].output
+            self.streams.append(self.stream)
+
+    def final(self) -> HeadTrace:
+        """Final norm and logits."""
+        if self._head is None:
+            self._head = self.reference.head(self.stream)
+        return self._head
+
+
+# engine module → the reference's names for its output, in the order they lie side by side
+_OUTPUTS = {
+    "attn.qkv_proj": ("q", "k", "v"),
+    "attn.mix": ("attn",),
+    "attn.o_proj": ("o_proj",),
+    "mlp.gate_up_proj": ("gate", "up"),
+    "mlp.fc_proj": ("fc",),
+    "mlp.act": ("act",),
+    "mlp.down_proj": ("down",),
+}
+
+
+def _inputs(part: str, trace: LayerTrace) -> torch.Tensor | None:
+    """What the reference's module read."""
+    if part == "attn.qkv_proj":
+        return trace["input_norm"].output
+    if part == "attn.rotate":
+        return torch.cat([trace[n].output for n in ("q", "k", "v")], -1)
+    if part == "attn.mix":
+        return trace["q_rot"].output if "q_rot" in trace else trace["q"].output
+    if part == "attn.o_proj":
+        return trace["attn"].output
+    if part in ("mlp.gate_up_proj", "mlp.fc_proj"):
+        return trace["mlp_norm"].output
+    if part == "mlp.act":
+        return torch.cat([trace[n].output for n in ("gate", "up", "fc") if n in trace], -1)
+    return trace["act"].output if part == "mlp.down_proj" else None
+
+
+def _pieces(output: torch.Tensor, expected: list[torch.Tensor]) -> list[torch.Tensor]:
+    flat = output.reshape(output.shape[0], -1)
+    widths = [e.shape[-1] for e in expected]
+    # a fused output of another width than the reference's cannot be cut: compare as it is and fail by shape
+    return list(flat.split(widths, -1)) if sum(widths) == flat.shape[-1] else [flat] * len(expected)
+
+
+def _stream_args(stream: torch.Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(x, residual, …) of a norm so that their sum is exactly ``stream`` in the engine's dtype."""
+    x, residual = args[0], args[1]
+    given = _like(stream, x)
+    if residual is None:
+        return given, None, *args[2:]
+    return torch.zeros_like(given), given, *args[2:]
+
+
+def _like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """``value`` as the engine would hold it: dtype, device and layout of ``model``."""
+    return (
+        value.to(device=model.device, dtype=model.dtype).reshape(value.shape[0], *model.shape[1:]).contiguous().clone()
+    )
+
+
+def _split(name: str) -> tuple[int | None, str]:
+    """("layers.3.attn.o_proj") → (3, "attn.o_proj")."""
+    parts = name.split(".", 2)
+    if parts[0] == "layers" and len(parts) == 3:
+        return int(parts[1]), parts[2]
+    return None, name
+
+
+def leaf_names(model: nn.Module) -> list[str]:
+    """Module paths that findings are named after."""
+    return [name for name, _ in model.named_modules()]

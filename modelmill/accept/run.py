@@ -1,0 +1,208 @@
+"""The acceptance contract: a staged engine through the real runtime, against the float32 reference.
+
+Modules, wiring and norms are judged one by one (``accept.engine``); then whole sequences run freely, in one batch,
+partly as prefill and partly as decode, and their logits, next tokens and perplexity are judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.accept.engine import Bench, Finding
+from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
+from modelmill.accept.reference import Reference, open_reference
+from modelmill.accept.tolerances import logits_bound
+from modelmill.artifact.store import Artifact, open_artifact
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.core.config import RunConfig
+from modelmill.runtime.loop import Loop
+from modelmill.text.tokenizer import load_tokenizer
+
+Progress = Callable[[str, int, int], None]
+PROBE = 96
+SEQUENCES = 3
+LENGTH = 128
+
+
+def accept(staged: Path, checkpoint: Checkpoint, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Judge a staged engine. Returns the report: {"accepted", "reason", "verdict", "layer", "module", "layers", …}."""
+    artifact = open_artifact(staged, staged=True)
+    config = RunConfig(
+        device=artifact.manifest.build["target"] if torch.cuda.is_available() else "cpu",
+        max_num_seqs=8,
+        max_num_batched_tokens=max(LENGTH, PROBE),
+        kv_cache_bytes=_kv_bytes(artifact),
+        enable_prefix_caching=False,
+        cuda_graphs=False,
+        kernels=artifact.manifest.build["kernels"],
+    )
+    loop = Loop.open(artifact, config)
+    return compare_engine(loop, checkpoint, sample_ids(artifact), progress=progress)
+
+
+def sample_ids(artifact: Artifact) -> list[list[int]]:
+    """Sequences to judge with: our own text, or seeded ids where the engine has no tokenizer."""
+    limit = min(LENGTH, artifact.manifest.max_model_len)
+    files = artifact.tokenizer_files()
+    vocab = int(artifact.manifest.config.get("vocab_size") or artifact.manifest.config["padded_vocab_size"])
+    if files:
+        text = (resources.files("modelmill.accept") / "text.txt").read_text()
+        ids = load_tokenizer(files).encode(text, bos=False)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, vocab, (SEQUENCES * limit,), generator=generator).tolist()
+    cuts = [ids[i * limit : (i + 1) * limit] for i in range(SEQUENCES)]
+    return [cut for cut in cuts if len(cut) > 1] or [ids[:limit]]
+
+
+def compare_engine(
+    loop: Loop, checkpoint: Checkpoint, ids: Sequence[Sequence[int]], *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Compare an opened engine with its checkpoint on sequences of ids; every number is in the result.
+
+    verdict: "numerical noise", or "bug at layer N, module M" with ``layer`` and ``module`` set.
+    """
+    stages = ("modules", "wiring", "norms", "sequences")
+
+    def told(stage: str) -> None:
+        if progress is not None:
+            progress(f"acceptance: {stage}", stages.index(stage), len(stages))
+
+    reference = open_reference(checkpoint)
+    bench = Bench(loop, reference, list(ids[0])[:PROBE])
+    told("modules")
+    bench.modules()
+    told("wiring")
+    bench.wiring()
+    told("norms")
+    bench.norms()
+    told("sequences")
+    whole = _sequences(loop, reference, [list(s) for s in ids])
+    report = _report(loop, bench.findings, whole)
+    if progress is not None:
+        progress("acceptance: done", len(stages), len(stages))
+    return report
+
+
+def _sequences(loop: Loop, reference: Reference, ids: list[list[int]]) -> dict[str, Any]:
+    """Free runs in one batch: three quarters as prefill, the rest token by token, against the reference's logits."""
+    cut = max(1, min(len(s) for s in ids) * 3 // 4)
+    ours = loop.score(ids, decode_from=cut)
+    theirs = reference.forward_many(ids, prompt_lengths=[cut] * len(ids))
+    manifest = loop.artifact.manifest
+    recipe = "int8" if "int8" in manifest.weights.values() else "none"
+    bound = logits_bound(manifest.build["dtype"], recipe, layers=reference.num_layers)
+    mine, right = torch.cat([o.float().cpu() for o in ours]), torch.cat(theirs)
+    row = compare_logits("logits", mine, right)
+    agreed = top1_agreement(mine, right, bound.margin)
+    targets = torch.cat([torch.tensor(s[1:]) for s in ids])
+    shifted = torch.cat([o[:-1].float().cpu() for o in ours]), torch.cat([t[:-1] for t in theirs])
+    loss = [perplexity(part, targets) for part in shifted]
+    change = abs(math.log(loss[0]) - math.log(loss[1])) if all(map(math.isfinite, loss)) else math.inf
+    kl = float(kl_divergence(mine, right).mean())
+    return {
+        "rel_l2": row.rel_l2,
+        "bound": bound.rel_l2,
+        "max_abs": row.max_abs,
+        "mean_kl": kl,
+        "tokens": len(mine),
+        "decoded": sum(len(s) - cut for s in ids),
+        "sure_rows": agreed.sure,
+        "agreed_rows": agreed.agreed,
+        "margin": bound.margin,
+        "perplexity": loss[0],
+        "reference_perplexity": loss[1],
+        "ok": bool(row.rel_l2 <= bound.rel_l2 and agreed.complete and change <= bound.rel_l2),
+    }
+
+
+def _report(loop: Loop, findings: list[Finding], whole: dict[str, Any]) -> dict[str, Any]:
+    manifest = loop.artifact.manifest
+    bad = [f for f in findings if not f.ok]
+    first = _first(bad)
+    if first is not None:
+        where = "the embedding or head" if first.layer is None else f"layer {first.layer}"
+        verdict = f"bug at {where}, module {first.module}"
+        why = "; ".join(first.bound.broken_by(first.row))
+        reason = f"{verdict}: {why}; compare tells more, another --dtype or --kernel {_try(first.module)} may help"
+    elif not whole["ok"]:
+        verdict = "bug between the modules: every module is right alone, whole sequences are not"
+        reason = f"{verdict} (logits off by {whole['rel_l2']:.2g}, bound {whole['bound']:.2g})"
+    else:
+        verdict = reason = "numerical noise"
+    return {
+        "accepted": first is None and whole["ok"],
+        "verdict": verdict,
+        "reason": reason,
+        "layer": None if first is None else first.layer,
+        "module": None if first is None else first.module,
+        "dtype": manifest.build["dtype"],
+        "quantization": manifest.build["quantization"],
+        "kernels": dict(loop.ops.chosen),
+        "logits": {k: _round(v) for k, v in whole.items()},
+        "layers": [_row(f) for f in findings],
+    }
+
+
+def _first(bad: list[Finding]) -> Finding | None:
+    """The finding to name: a module that is wrong alone beats a layer that is wrong as a whole; then the earliest."""
+    alone = [f for f in bad if f.module != "layer"] or bad
+    return min(alone, key=lambda f: (_depth(f), alone.index(f))) if alone else None
+
+
+def _depth(finding: Finding) -> float:
+    if finding.layer is not None:
+        return finding.layer
+    return -1 if finding.module == "embed" else math.inf
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    row = finding.row
+    return {
+        "name": finding.name,
+        "layer": finding.layer,
+        "module": finding.module,
+        "max_abs": _round(row.max_abs),
+        "mean_abs": _round(row.mean_abs),
+        "median_abs": _round(row.median_abs),
+        "max_rel": _round(row.max_rel),
+        "rel_l2": _round(row.rel_l2),
+        "cosine": _round(row.cosine, 9),
+        "gain": _round(row.gain, 9),
+        "tolerance": _round(finding.tolerance),
+        "tolerance_rel_l2": _round(finding.bound.rel_l2),
+        "tolerance_gain": _round(finding.bound.gain),
+        "ok": finding.ok,
+    }
+
+
+def _round(value: Any, digits: int = 4) -> Any:
+    """Numbers to a few digits, so that a report does not depend on the last bit; infinities as text for JSON."""
+    if isinstance(value, bool) or not isinstance(value, float):
+        return value
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+
+
+def _try(module: str) -> str:
+    op = {
+        "attn.mix": "paged_attention",
+        "attn.rotate": "rope_cache",
+        "attn_norm": "add_rms_norm",
+        "mlp.act": "silu_mul",
+    }
+    return f"{next((o for m, o in op.items() if module.startswith(m)), 'linear')}=torch"
+
+
+def _kv_bytes(artifact: Artifact) -> int:
+    """Room for the judged sequences and nothing more: width 8192, 256 layers would still be 8 GiB in bfloat16."""
+    config = artifact.manifest.config
+    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
+    hidden = int(config.get("hidden_size") or config.get("n_embd") or 1)
+    dim = int(config.get("head_dim") or 0) * int(config.get("num_attention_heads") or 0)
+    return 2 * layers * max(hidden, dim) * 4 * (SEQUENCES + 2) * (LENGTH + 64)

@@ -1,0 +1,115 @@
+"""The engine for asyncio: many callers stream at once, one thread steps the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from modelmill.answer import Answer, Delta
+from modelmill.core.errors import ModelmillError
+from modelmill.core.types import SamplingParams
+from modelmill.dialogue import Dialogue
+from modelmill.llm import LLM, Messages, Prompt
+
+_Listener = Callable[[Delta | BaseException | None], None]
+
+
+class AsyncLLM:
+    """``async for delta in engine.stream(prompt)``; leaving the loop early aborts the request.
+
+    Takes what LLM takes. All calls but ``close`` belong to an asyncio event loop; several loops may share one engine.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.llm = LLM(model, **options)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._running: dict[str, Dialogue] = {}
+        self._listeners: dict[str, _Listener] = {}
+        self._thread = threading.Thread(target=self._run, name="modelmill-engine", daemon=True)
+        self._thread.start()
+
+    async def stream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
+    ) -> AsyncIterator[Delta]:
+        """Deltas of one answer as they come. Raises what LLM.stream raises."""
+        dialogue = self.llm.request(prompt, params, **template)
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[Delta | BaseException | None]()
+        id = dialogue.request.id
+
+        def tell(item: Delta | BaseException | None) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, item)
+
+        self._commands.put(lambda: self._add(dialogue, tell))
+        try:
+            while (item := await news.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self.abort(id)
+
+    async def generate(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
+    ) -> Answer:
+        """The whole answer to one prompt or conversation."""
+        answer: Answer | None = None
+        async for delta in self.stream(prompt, params, **template):
+            answer = delta.answer
+        assert answer is not None, "a stream ends with a delta"
+        return answer
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown and finished ones are ignored."""
+        self._commands.put(lambda: self._drop(request_id))
+
+    def close(self) -> None:
+        """Abort everything and stop the thread."""
+        self._commands.put(None)
+        self._thread.join()
+
+    # -- on the engine's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            while not (self._running and self._commands.empty()):
+                command = self._commands.get()
+                if command is None:
+                    self._fail(ModelmillError("the engine was closed"))
+                    return
+                command()
+            try:
+                deltas = self.llm.advance(self._running)
+            except Exception as error:
+                self._fail(error)
+                continue
+            for delta in deltas:
+                listener = self._listeners.get(delta.answer.id)
+                if listener is not None:
+                    listener(delta)
+                    if delta.answer.finished:
+                        self._listeners.pop(delta.answer.id)(None)
+
+    def _add(self, dialogue: Dialogue, listener: _Listener) -> None:
+        try:
+            self.llm.loop.add(dialogue.request)
+        except ModelmillError as error:
+            listener(error)
+            return
+        self._running[dialogue.request.id] = dialogue
+        self._listeners[dialogue.request.id] = listener
+
+    def _drop(self, id: str) -> None:
+        if self._running.pop(id, None) is not None:
+            self.llm.loop.abort(id)
+        self._listeners.pop(id, None)
+
+    def _fail(self, error: BaseException) -> None:
+        """Everyone who waits is told; the engine starts over empty."""
+        for id, listener in list(self._listeners.items()):
+            self.llm.loop.abort(id)
+            listener(error)
+        self._listeners.clear()
+        self._running.clear()
