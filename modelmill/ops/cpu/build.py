@@ -41,6 +41,8 @@ FLAGS = (
 )
 COMPILERS = ("g++", "clang++", "c++")
 FOLDER = Path(__file__).resolve().parent
+# Rows of activations of a decode step: there bandwidth counts, and calls are too short to release Python's lock.
+FEW_ROWS = 16
 # Codes of simd.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}

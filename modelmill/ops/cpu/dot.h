@@ -9,7 +9,8 @@
 
 namespace mill {
 
-constexpr int kAhead = 4096;  // bytes
+constexpr int kAhead = 4096;               // bytes
+constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations kept close
 
 // How weights of type T meet activations: both as floats.
 template <class T> struct AsFloat {
@@ -98,37 +99,43 @@ inline void dot_columns(const typename H::Input* x, const typename H::Weight* w,
         for (int n = 0; n < NB; n++) put_out(m0 + m, n0 + n, sums[m * NB + n]);
 }
 
-// All rows of x for NB weight rows, four activation rows at a time: the weights come from the first-level cache after
-// the first four.
+// Activation rows [m, last) for NB weight rows, four at a time.
 template <class H, int NB, class Put>
-inline void dot_rows(const typename H::Input* x, int64_t rows, const typename H::Weight* w, int64_t k, int64_t n0,
-                     const Put& put_out) {
-    int64_t m = 0;
-    for (; m + 4 <= rows; m += 4) dot_columns<H, 4, NB>(x, w, k, m, n0, put_out);
-    if (rows - m == 3) dot_columns<H, 3, NB>(x, w, k, m, n0, put_out);
-    else if (rows - m == 2) dot_columns<H, 2, NB>(x, w, k, m, n0, put_out);
-    else if (rows - m == 1) dot_columns<H, 1, NB>(x, w, k, m, n0, put_out);
+inline void dot_rows(const typename H::Input* x, int64_t m, int64_t last, const typename H::Weight* w, int64_t k,
+                     int64_t n0, const Put& put_out) {
+    for (; m + 4 <= last; m += 4) dot_columns<H, 4, NB>(x, w, k, m, n0, put_out);
+    if (last - m == 3) dot_columns<H, 3, NB>(x, w, k, m, n0, put_out);
+    else if (last - m == 2) dot_columns<H, 2, NB>(x, w, k, m, n0, put_out);
+    else if (last - m == 1) dot_columns<H, 1, NB>(x, w, k, m, n0, put_out);
 }
 
-// Weight rows [from, to) for all activation rows; put_out(m, n, sum) receives each result.
+// Weight rows [from, to) for all activation rows; put_out(m, n, sum) receives each result. Activations are taken in
+// blocks that stay in the second-level cache while the weight rows pass.
 template <class H, class Put>
 inline void dot_range(const typename H::Input* x, int64_t rows, const typename H::Weight* w, int64_t k, int64_t from,
                       int64_t to, const Put& put_out) {
     constexpr int kMany = W == 16 ? 4 : 2;  // accumulators that fit the registers beside four activation rows
-    int64_t n = from;
-    if (rows == 1)
-        for (; n + 8 <= to; n += 8) dot_columns<H, 1, 8>(x, w, k, 0, n, put_out);
-    for (; n + kMany <= to; n += kMany) dot_rows<H, kMany>(x, rows, w, k, n, put_out);
-    for (; n < to; n++) dot_rows<H, 1>(x, rows, w, k, n, put_out);
+    if (rows == 1) {
+        for (; from + 8 <= to; from += 8) dot_columns<H, 1, 8>(x, w, k, 0, from, put_out);
+    }
+    const int64_t block = (kInputBlock / (padded<H>(k + 1) * static_cast<int64_t>(sizeof(typename H::Input))) / 4 + 1) * 4;
+    for (int64_t m = 0; m < rows; m += block) {
+        const int64_t last = m + block < rows ? m + block : rows;
+        int64_t n = from;
+        for (; n + kMany <= to; n += kMany) dot_rows<H, kMany>(x, m, last, w, k, n, put_out);
+        for (; n < to; n++) dot_rows<H, 1>(x, m, last, w, k, n, put_out);
+    }
 }
 
 // The whole product over the threads. X: type of the activations given.
 template <class H, class X, class Put>
-inline void skinny(const X* x, const typename H::Weight* w, int64_t rows, int64_t k, int64_t n, const Put& put_out) {
+inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int64_t k, int64_t n, const Put& put_out) {
     thread_local Scratch scratch;
     const auto* input = prepare<H>(scratch, x, rows, k);
-    const int64_t bytes = k * static_cast<int64_t>(sizeof(typename H::Weight));
-    const int64_t step = ((64 << 10) / (bytes > 0 ? bytes : 1) / 8 + 1) * 8;  // pieces of about 64 KiB
+    const int64_t bytes = (k > 0 ? k : 1) * static_cast<int64_t>(sizeof(typename H::Weight));
+    int64_t piece = rows > 16 ? 256 << 10 : 64 << 10;  // many rows: fewer passes over the activations
+    if (piece > n * bytes / 16) piece = n * bytes / 16;  // but enough pieces to even the threads out
+    const int64_t step = (piece / bytes / 8 + 1) * 8;
     share(n, step, n * bytes * (rows + 3) / 4, [&](int64_t from, int64_t to) {
         dot_range<H>(input, rows, w, k, from, to, put_out);
     });

@@ -7,7 +7,7 @@ extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, cons
         using T = std::remove_pointer_t<decltype(type)>;
         T* target = static_cast<T*>(out);
         const T* added = static_cast<const T*>(bias);
-        mill::skinny<mill::AsFloat<int8_t>>(static_cast<const T*>(x), weight, rows, k, n,
+        mill::multiply<mill::AsFloat<int8_t>>(static_cast<const T*>(x), weight, rows, k, n,
                                             [=](int64_t m, int64_t j, float value) {
                                                 value *= scale[j];
                                                 if (added) value += mill::to_float(added[j]);

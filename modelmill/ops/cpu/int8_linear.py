@@ -1,7 +1,7 @@
-"""Products with int8 weights in C++ (int8_linear.cpp).
+"""Products with int8 weights in C++ (int8_linear.cpp). Activations stay as they are.
 
-A few rows: the integers become floats in registers, so that only a byte a weight comes from memory. More rows: exact
-floating-point copies of a slice of the weights, then torch's blocked product. Activations stay as they are.
+The integers become floats in registers, so that only a byte a weight comes from memory. Many rows of bfloat16: exact
+bfloat16 copies of a slice of the weights, then torch's blocked product.
 """
 
 from __future__ import annotations
@@ -13,46 +13,47 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu import build
+from modelmill.ops.cpu.linear import most_rows
 from modelmill.ops.int8_linear import int8_linear
 
 available = build.available
 _DTYPES = build.DTYPES
-# Rows up to which converting in registers beats widening the weights first.
-MOST_ROWS = 16
 # Weights widened at a time: the copies stay in the cache until the product has read them.
-SLICE = 1 << 20
+SLICE = 4 << 20
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference; with a few rows the sums keep float precision until the one rounding at the end."""
+    """As the reference, but that in 16 bit a few rows keep float sums until the one rounding at the end."""
     dtype = x.dtype
-    if (
-        dtype not in _DTYPES
-        or x.dim() != 2
-        or not (weight.is_contiguous() and scale.is_contiguous())
-        or scale.dtype is not torch.float32
-        or weight.dtype is not torch.int8
-        or (bias is not None and not (bias.is_contiguous() and bias.dtype is dtype))
-    ):
+    if dtype not in _DTYPES or x.dim() != 2 or not _held(weight, scale):
+        return int8_linear(x, weight, scale, bias)
+    if bias is not None and not (bias.is_contiguous() and bias.dtype is dtype):
         return int8_linear(x, weight, scale, bias)
     x = x.contiguous()
     rows, k = x.shape
-    if rows > MOST_ROWS:
-        return _blocked(x, weight, scale, bias)
+    if rows > most_rows(dtype):
+        return _widened(x, weight, scale, bias)
     n = weight.shape[0]
-    out = torch.empty((rows, n), dtype=dtype)
+    out = torch.empty(rows, n, dtype=dtype)
     added = None if bias is None else bias.data_ptr()
-    _kernel()(out.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), added, rows, k, n, _DTYPES[dtype])
+    kernel = _kernel() if rows <= build.FEW_ROWS else _long_kernel()
+    kernel(out.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), added, rows, k, n, _DTYPES[dtype])
     return out
 
 
-def _blocked(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _held(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    return (
+        weight.dtype is torch.int8 and scale.dtype is torch.float32 and weight.is_contiguous() and scale.is_contiguous()
+    )
+
+
+def _widened(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] times slices of the widened weight; the scale is applied in place at the end."""
     n, k = weight.shape
     code = _DTYPES[x.dtype]
-    step = min(n, max(256, SLICE // max(k, 1) // 256 * 256))
-    wide = torch.empty((step, k), dtype=x.dtype)
-    out = torch.empty((x.shape[0], n), dtype=x.dtype)
+    step = min(n, max(256, SLICE // max(k, 1)))
+    wide = torch.empty(step, k, dtype=x.dtype)
+    out = torch.empty(x.shape[0], n, dtype=x.dtype)
     for first in range(0, n, step):
         count = min(step, n - first)
         _widen()(wide.data_ptr(), weight.data_ptr() + first * k, count * k, code)
@@ -65,6 +66,11 @@ def _blocked(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: t
 @functools.cache
 def _kernel() -> Callable[..., Any]:
     return build.function("int8_linear", "pppppqqqi")
+
+
+@functools.cache
+def _long_kernel() -> Callable[..., Any]:
+    return build.function("int8_linear", "pppppqqqi", long=True)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ extern "C" void linear(void* out, const void* x, const void* weight, const void*
         using T = std::remove_pointer_t<decltype(type)>;
         T* target = static_cast<T*>(out);
         const T* added = static_cast<const T*>(bias);
-        mill::skinny<mill::How<T>>(static_cast<const T*>(x), static_cast<const T*>(weight), rows, k, n,
+        mill::multiply<mill::How<T>>(static_cast<const T*>(x), static_cast<const T*>(weight), rows, k, n,
                                    [=](int64_t m, int64_t j, float value) {
                                        if (added) value += mill::to_float(added[j]);
                                        target[m * n + j] = mill::from_float<T>(value);

@@ -119,7 +119,12 @@ void run(const Call& c, T* out, const T* q, const mill::Pages<C>& pages) {
     Task* tasks = plan_scratch.get<Task>(count + 1);
     plan(c, tasks, &parts);
     float* partial = part_scratch.get<float>(parts * c.group() * (c.dim + 2));
-    for (int64_t b = 0; b < c.sequences; b++) work += c.queries(b) * c.contexts[b] * c.heads * c.dim / 2;
+    for (int64_t b = 0; b < c.sequences; b++) {
+        const int64_t size = c.queries(b) * c.heads * c.dim;
+        work += size * c.contexts[b] / 2;
+        if (c.contexts[b] <= 0 && size > 0)  // padding: zeros, so that nothing downstream meets stray NaNs
+            std::memset(static_cast<void*>(out + c.starts[b] * c.heads * c.dim), 0, static_cast<size_t>(size) * sizeof(T));
+    }
     mill::share(count, 1, work, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) serve(c, tasks[i], out, q, pages, partial);
     });

@@ -47,7 +47,7 @@ def run(
     q = q.contiguous()
     tokens, heads, _ = q.shape
     sequences, pages = block_tables.shape
-    out = torch.empty((tokens, heads * dim), dtype=dtype)
+    out = torch.empty(tokens, heads * dim, dtype=dtype)
     (_long_kernel() if max_query > 1 else _kernel())(
         out.data_ptr(),
         q.data_ptr(),

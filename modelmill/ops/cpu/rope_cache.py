@@ -49,7 +49,7 @@ def run(
     _, kv_heads, page_size, dim = k_cache.shape
     qkv, slots = qkv.contiguous(), slots.contiguous()
     tokens = qkv.shape[0]
-    out = torch.empty((tokens, heads, dim), dtype=dtype)
+    out = torch.empty(tokens, heads, dim, dtype=dtype)
     _kernel()(
         out.data_ptr(),
         qkv.data_ptr(),

@@ -45,3 +45,21 @@ extern "C" int modelmill_self_check() {
     share(1000, 7, kWorthTeam, [&](int64_t from, int64_t to) { seen += to - from; });
     return seen == 1000 ? 0 : 5;
 }
+
+// Reads `bytes` over all threads and returns a checksum: the bandwidth that the streaming kernels are held against.
+extern "C" int64_t modelmill_read(const int64_t* data, int64_t bytes) {
+    std::atomic<int64_t> total{0};
+    mill::share(bytes / 8, 64 << 10, bytes, [&](int64_t from, int64_t to) {
+        int64_t sums[32] = {};
+        int64_t i = from;
+        for (; i + 32 <= to; i += 32) {
+            for (int line = 0; line < 32; line += 8)
+                mill::prefetch(reinterpret_cast<const char*>(data + i + line) + 4096);
+            for (int j = 0; j < 32; j++) sums[j] += data[i + j];
+        }
+        for (; i < to; i++) sums[0] += data[i];
+        for (int j = 1; j < 32; j++) sums[0] += sums[j];
+        total += sums[0];
+    });
+    return total;
+}

@@ -23,7 +23,7 @@ def run(gate_up: torch.Tensor) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape
     inner = width // 2
-    out = torch.empty((rows, inner), dtype=dtype)
+    out = torch.empty(rows, inner, dtype=dtype)
     _kernel()(out.data_ptr(), gate_up.data_ptr(), rows, inner, _DTYPES[dtype])
     return out
 
