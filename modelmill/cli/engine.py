@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.options import borrow
-from modelmill.cli.output import note
+from modelmill.cli.output import progress
 from modelmill.core.config import BuildConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -48,18 +48,16 @@ class CacheBuild:
     quantization: str = borrow(BuildConfig, "quantization", help="for a checkpoint: weight recipe to build it with")
 
 
-def open_llm(model: Path, build: CacheBuild, run: RunConfig, *, quiet: bool = False) -> LLM:
-    """An LLM for an engine; a checkpoint is built into the cache first, and that is said on stderr.
+def open_llm(model: Path, build: CacheBuild, run: RunConfig, **more: Any) -> LLM:
+    """An LLM for an engine; a checkpoint is built into the cache first, and LLM says so on stderr.
 
-    A dtype or recipe given together with an engine is answered by LLM itself.
+    A dtype or recipe that is given together with an engine is refused by LLM. more: LLM's own options.
     """
-    from modelmill.artifact.store import is_engine
-
-    if not is_engine(model) and not quiet:
-        note(f"{model} is a checkpoint; it is built into the cache first (an engine of its own: modelmill build)")
     from modelmill.llm import LLM
 
-    return LLM(model, **changed(build), **changed(run))
+    with progress("building") as told:
+        given = {name: value for name, value in more.items() if value is not None}
+        return LLM(model, progress=told, **changed(build), **changed(run), **given)
 
 
 def changed(config: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _app(verb: str | None) -> Any:
         rich_markup_mode="rich",
         context_settings=_settings(),
     )
-    app.callback()(_top)
+    app.callback()(_top())
     completing = "_MODELMILL_COMPLETE" in env.child()
     for name in verbs():
         module = find("modelmill.cli", name)
@@ -123,8 +123,23 @@ def _placeholder() -> None:
     """Stands in for the verbs that are not called."""
 
 
-def _top(version: bool = False) -> None:
-    """Options of the command itself."""
+def _top() -> Callable[..., None]:
+    """The command itself: --version."""
+    import typer
+
+    def show(wanted: bool) -> None:
+        if wanted:
+            from modelmill import __version__
+
+            print(f"modelmill {__version__}")
+            raise typer.Exit
+
+    option = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True, callback=show)
+
+    def top(version: bool = option) -> None:
+        """Nothing of its own to do."""
+
+    return top
 
 
 def _reworded(error: Any, argv: list[str]) -> str:

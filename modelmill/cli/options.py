@@ -185,11 +185,11 @@ def _parameter(flag: Flag) -> Any:
         None,
         long,
         *flag.short,
-        help=flag.help,
+        help=_with_default(flag),
         metavar=_metavar(flag),
         envvar=variable(flag),
         show_envvar=False,
-        show_default=_shown(flag),
+        show_default=False,
         rich_help_panel=flag.panel,
         hidden=flag.hidden,
     )
@@ -206,12 +206,15 @@ def _metavar(flag: Flag) -> str | None:
     return {"pairs": "KEY=VALUE", "ints": "N,N,…"}.get(flag.shape)
 
 
-def _shown(flag: Flag) -> Any:
+def _with_default(flag: Flag) -> str:
     if flag.default in (None, (), {}, "") or (flag.kind is bool and not flag.negatable):
-        return False
+        return flag.help
+    shown = flag.default
     if flag.kind is bool:
-        return flag.long if flag.default else f"no-{flag.long}"
-    return ",".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
+        shown = "on" if flag.default else "off"
+    elif isinstance(flag.default, tuple):
+        shown = ",".join(map(str, flag.default))
+    return f"{flag.help} (default: {shown})"
 
 
 # -- from what was given to Args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,9 @@ TALKS = (
         {"role": "user", "content": " Who are you? "},
     ],
 )
+
+FLOOR = 1e-12
+"""What an error of 0 is drawn as: a log scale has no 0."""
 
 
 @dataclass(frozen=True)
@@ -149,59 +152,44 @@ def _excerpt(values: Sequence[Any], place: int, step: int) -> str:
     return "(ended)" if place >= len(values) else str(values[place : place + step] if step > 1 else values[place])
 
 
-def probe_ids(llm: Any, length: int, text: str, seed: int = 0) -> list[int]:
-    """The ids that the layers are compared on: the text's first ``length``, or seeded ones for an ids-only engine."""
-    length = min(length, llm.loop.max_model_len)
-    if llm.tokenizer is not None:
-        ids = list(llm.tokenizer.encode(text))[:length]
-        if len(ids) >= 2:
-            return ids
-    source = random.Random(seed)
-    return [source.randrange(llm.loop.vocab) for _ in range(length)]
-
-
 def align(
-    llm: Any, checkpoint: Checkpoint, ids: Sequence[int], compare: Callable[..., dict[str, Any]]
+    llm: Any, checkpoint: Checkpoint, compare: Callable[[], dict[str, Any]], checks: Sequence[Check] | None = None
 ) -> dict[str, Any]:
-    """The whole comparison; ``compare(loop, checkpoint, ids)`` gives the layers' part and its verdict.
+    """The whole comparison; ``compare()`` gives the layers' part: verdict, layer, module, layers, accepted.
 
-    Adds ``text``, the checks of template and tokens, and ``passed``. Tokens that differ are the first thing to
-    mend, so they take the verdict: the layers behind them are reported all the same.
+    Adds ``text``, the checks of template and tokens, and ``passed``. Tokens that differ are the first thing to mend;
+    where the layers are right they take the verdict, else they stand beside it.
     """
-    checks = check_text(llm, checkpoint)
-    found = compare(llm.loop, checkpoint, list(ids))
-    wrong = next((check for check in checks if check.equal is False), None)
+    checks = check_text(llm, checkpoint) if checks is None else checks
+    found = compare()
     result = {**found, "text": [check.to_dict() for check in checks]}
-    layers_ok = all(layer.get("ok", True) for layer in found["layers"]) and not str(found["verdict"]).startswith("bug")
-    result["passed"] = wrong is None and layers_ok
-    if wrong is not None and layers_ok:
-        result["verdict"] = f"{wrong.what} differ: {json.dumps(wrong.subject or wrong.note, ensure_ascii=False)}"
-        result["layer"], result["module"] = None, "tokenizer" if wrong.what == "tokens" else "chat template"
+    wrong = next((check for check in checks if check.equal is False), None)
+    result["passed"] = wrong is None and bool(found["accepted"])
+    if wrong is not None and found["accepted"]:
+        module = "tokenizer" if wrong.what == "tokens" else "chat template"
+        subject = json.dumps(wrong.subject, ensure_ascii=False) if wrong.subject else wrong.note
+        result |= {"verdict": f"the {module} differs: {subject}", "layer": None, "module": module}
     return result
 
 
 def draw(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
-    """Error by layer on a log scale, a line a module, with each module's tolerance dashed."""
-    modules: dict[str, list[tuple[int, float, float | None]]] = {}
-    for place, layer in enumerate(layers):
-        index, module = place_of(str(layer["name"]), place)
-        modules.setdefault(module, []).append((index, float(layer["max_rel"]), layer.get("tolerance")))
-    for module, points in modules.items():
-        shown = [(index, max(error, 1e-12)) for index, error, _ in points if error - error == 0.0]
-        (line,) = axes.plot(*zip(*shown, strict=True), marker=".", label=module) if shown else (None,)
-        limits = [(index, limit) for index, _, limit in points if isinstance(limit, (int, float))]
-        if limits and line is not None:
-            axes.plot(*zip(*limits, strict=True), linestyle="--", linewidth=0.7, color=line.get_color())
+    """Largest absolute error by layer on a log scale, a line a module, with the module's tolerance dashed."""
+    modules: dict[str, list[tuple[int, float, float]]] = {}
+    depth = max((layer["layer"] for layer in layers if layer.get("layer") is not None), default=0)
+    for layer in layers:
+        place = layer.get("layer")
+        if place is None:
+            place = -1 if layer["module"] == "embed" else depth + 1
+        error, tolerance = float(layer["max_abs"]), float(layer["tolerance"])
+        if math.isfinite(error) and math.isfinite(tolerance):
+            modules.setdefault(str(layer["module"]), []).append((place, max(error, FLOOR), max(tolerance, FLOOR)))
+    for module, points in sorted(modules.items()):
+        places = [place for place, _, _ in points]
+        (line,) = axes.plot(places, [error for _, error, _ in points], marker=".", label=module)
+        axes.plot(places, [limit for _, _, limit in points], linestyle="--", linewidth=0.7, color=line.get_color())
     axes.set_yscale("log")
-    axes.set_xlabel("layer")
-    axes.set_ylabel("largest error / largest value")
+    axes.set_xlabel("layer (-1: embedding)")
+    axes.set_ylabel("largest absolute error (dashed: tolerance)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
-
-
-def place_of(name: str, otherwise: int) -> tuple[int, str]:
-    """(layer, module) of a name such as layers.3.attn.o_proj; a name without a layer keeps its place in the list."""
-    parts = name.split(".")
-    if len(parts) > 2 and parts[0] == "layers" and parts[1].isdigit():
-        return int(parts[1]), ".".join(parts[2:])
-    return otherwise, name
+    if modules:
+        axes.legend(fontsize="small", ncols=2)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from modelmill.core.types import Request, SamplingParams
+from modelmill.core.errors import CapacityError
+from modelmill.core.types import Finish, Request, SamplingParams
 from modelmill.eval.texts import Work
 
 Progress = Callable[[str, int, int], None]
@@ -68,6 +69,8 @@ class EngineSubject:
                     if token.id is not None:
                         tokens += 1
                         firsts.setdefault(token.request, now)
+                    if token.finish is Finish.ABORT:
+                        raise CapacityError(f"{self.name} ran out of memory with {len(work)} requests")
                     if token.finish is not None:
                         finished += 1
                         if progress is not None:
@@ -84,6 +87,8 @@ class EngineSubject:
         """Whether the KV cache holds them all: a batch that must wait or be preempted is no batch of that size."""
         if length > self.loop.max_model_len:
             return f"{length} tokens are more than the engine's {self.loop.max_model_len}"
+        if batch > self.loop.config.max_num_seqs:
+            return f"{batch} sequences are more than --max-num-seqs {self.loop.config.max_num_seqs}"
         pages = batch * -(-length // self.loop.page_size)
         if pages > self.loop.num_pages:
             held = self.loop.num_pages * self.loop.page_size
@@ -147,6 +152,8 @@ class EngineScorer:
                 for token in self.loop.step():
                     if token.prompt_logprobs is not None:
                         found[token.request] = _values(token.prompt_logprobs, running[token.request])
+                    if token.finish is Finish.ABORT:
+                        raise CapacityError("a window does not fit the memory; lower --max-length")
                     ended += token.finish is not None
         finally:
             if ended < len(running):

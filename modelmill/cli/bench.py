@@ -1,0 +1,330 @@
+"""``modelmill bench``: latency, throughput and start-up, measured."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelmill.cli.engine import ENGINE_HELP, CacheBuild, changed, open_llm
+from modelmill.cli.options import Common, config
+from modelmill.cli.output import emit_json, note, progress, table
+from modelmill.core.config import DTYPES, RunConfig, option
+from modelmill.core.errors import TokenizerError, UsageError
+
+if TYPE_CHECKING:
+    from modelmill.eval.subjects import Subject
+    from modelmill.eval.texts import Work
+    from modelmill.llm import LLM
+
+HELP = "Measure first token, time per output token, tokens per second and start-up, beside transformers if asked."
+MORE = """latency: all of a batch at once, prompt and answer of one length, for each batch size.
+
+throughput: many requests at once, of one length, of a data set or of a trace.
+
+startup: fresh processes, from their start to the first token.
+
+Examples:
+
+  modelmill bench latency model.engine --batch-size 1,2,4,8 --input-len 128 --output-len 64 --plot latency.png
+
+  modelmill bench latency model.engine --reference hf --checkpoint model.gguf
+
+  modelmill bench throughput model.engine --dataset sharegpt.json --num-prompts 200
+
+  modelmill bench throughput model.engine --trace trace.csv --num-prompts 500"""
+
+KINDS = ("latency", "throughput", "startup")
+SPREAD = "median (min … max)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """What to measure, with which requests, how often."""
+
+    what: str = option(help="latency, throughput or startup", positional=True, choices=KINDS, metavar="WHAT")
+    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    batch_size: tuple[int, ...] = option((1,), "latency: batch sizes, measured in turn until memory ends")
+    input_len: int = option(128, "tokens of a prompt")
+    output_len: int = option(64, "tokens of an answer (end-of-text is ignored)")
+    num_prompts: int | None = option(None, "throughput: requests (default: 100; of a trace 500)")
+    dataset: Path | None = option(None, "throughput: ShareGPT json, or jsonl of prompts", metavar="FILE")
+    trace: Path | None = option(
+        None, "throughput: lengths from a csv with ContextTokens and GeneratedTokens", metavar="FILE.csv"
+    )
+    runs: int = option(5, "measured runs")
+    warmup: int = option(1, "runs before them that are not counted")
+    reference: str | None = option(None, "measure transformers, too, in turn with the engine", choices=("hf",))
+    checkpoint: Path | None = option(
+        None, "checkpoint for the reference (default: ENGINE, where that is one)", metavar="CHECKPOINT"
+    )
+    reference_dtype: str | None = option(None, "type of the reference (default: the engine's)", choices=DTYPES)
+    reference_batch_size: int = option(8, "throughput: size of the reference's static batches")
+    plot: Path | None = option(None, "draw the figures", metavar="FILE.png")
+    save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
+    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    run: RunConfig = config(RunConfig, "Engine")
+
+
+def run(args: Args) -> int:
+    """Measure, print, plot and keep the rows."""
+    _check(args)
+    measured = {"latency": _latency, "throughput": _throughput, "startup": _startup}[args.what](args)
+    rows = _rows(args, measured)
+    if args.save is not None:
+        from modelmill.eval.report import save
+
+        save(args.save, rows)
+    if args.plot is not None:
+        _plot(args, measured)
+    if args.json:
+        emit_json({"command": _command(), **measured, "rows": rows})
+    else:
+        _show(measured)
+    return 0
+
+
+def _check(args: Args) -> None:
+    for name in ("input_len", "output_len", "runs", "num_prompts", "reference_batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if any(size < 1 for size in args.batch_size):
+        raise UsageError("--batch-size takes whole numbers from 1 on")
+    if args.dataset is not None and args.trace is not None:
+        raise UsageError("give one of --dataset and --trace")
+    if args.what != "throughput" and (args.dataset or args.trace):
+        raise UsageError("--dataset and --trace belong to bench throughput")
+    if args.reference is not None and args.what == "startup":
+        raise UsageError("--reference belongs to bench latency and throughput")
+
+
+def _open(args: Args, **more: Any) -> tuple[LLM, list[Subject]]:
+    """The engine, and transformers where it is asked for."""
+    from modelmill.eval.subjects import EngineSubject, HfSubject
+
+    settings = replace(args.run, **more)
+    llm = open_llm(args.engine, args.build, settings)
+    subjects: list[Subject] = [EngineSubject(llm.loop)]
+    if args.reference is not None:
+        from modelmill.artifact.store import is_engine
+        from modelmill.checkpoint.open import open_checkpoint
+        from modelmill.eval.hf import load_reference
+
+        source = args.checkpoint or args.engine
+        if is_engine(source):
+            raise UsageError("--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from")
+        dtype = args.reference_dtype or str(llm.loop.dtype).removeprefix("torch.")
+        note(f"loading {source} into transformers ({dtype})")
+        reference = load_reference(open_checkpoint(source), dtype, llm.loop.device)
+        batch = max(args.batch_size) if args.what == "latency" else args.reference_batch_size
+        subjects.append(HfSubject(reference, batch, f"transformers {dtype}"))
+    return llm, subjects
+
+
+def _latency(args: Args) -> dict[str, Any]:
+    from modelmill.eval.latency import Shape, sweep
+
+    llm, subjects = _open(args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size))
+    shapes = [Shape(batch, args.input_len, args.output_len) for batch in args.batch_size]
+    with progress("latency", quiet=args.json) as told:
+        how = {"runs": args.runs, "warmup": args.warmup, "seed": args.run.seed, "progress": told}
+        found = sweep(subjects, shapes, llm.loop.vocab, **how)
+    if found.ended is not None:
+        note(f"the sweep ended before its last batch size: {found.ended}")
+    results = [each.to_dict() for each in found.results]
+    return {**_about(args, llm), "ended": found.ended, "results": results, "speedups": _speedups(results, _latency_of)}
+
+
+def _throughput(args: Args) -> dict[str, Any]:
+    from modelmill.eval.throughput import measure
+
+    llm, subjects = _open(args)
+    work = _work(args, llm)
+    with progress("throughput", quiet=args.json) as told:
+        found = measure(subjects, work, runs=args.runs, warmup=args.warmup, progress=told)
+    results = [each.to_dict() for each in found]
+    return {**_about(args, llm), "results": results, "speedups": _speedups(results, lambda each: each["seconds"])}
+
+
+def _work(args: Args, llm: LLM) -> list[Work]:
+    from modelmill.eval.texts import TRACE_MAX, random_work, read_dataset, read_trace
+
+    limit, vocab, seed = llm.loop.max_model_len, llm.loop.vocab, args.run.seed
+    if args.trace is not None:
+        return random_work(read_trace(args.trace, args.num_prompts or 500, min(limit, TRACE_MAX)), vocab, seed)
+    count = args.num_prompts or 100
+    if args.dataset is not None:
+        tokenizer = llm.tokenizer
+        if tokenizer is None:
+            raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); leave --dataset out")
+        return read_dataset(args.dataset, count, tokenizer.encode, limit, args.output_len)
+    return random_work([(args.input_len, args.output_len)] * count, vocab, seed)
+
+
+def _startup(args: Args) -> dict[str, Any]:
+    from modelmill.artifact.store import is_engine, open_artifact
+    from modelmill.eval.report import device_name
+    from modelmill.eval.startup import measure
+    from modelmill.runtime.loop import pick_device
+
+    # A checkpoint is built first: its build is no part of a start.
+    engine = args.engine if is_engine(args.engine) else open_llm(args.engine, args.build, args.run).path
+    device = pick_device(args.run.device)
+    with progress("startup", quiet=args.json) as told:
+        found = measure(engine, changed(args.run), input_length=args.input_len, runs=args.runs, progress=told)
+    build = open_artifact(engine).manifest.build
+    facts = {"engine": str(args.engine), "device": device_name(device), "dtype": build["dtype"]}
+    facts["quantization"] = build["quantization"]
+    return {"what": "startup", **facts, "results": [{"subject": "modelmill", **found.to_dict()}]}
+
+
+def _about(args: Args, llm: LLM) -> dict[str, Any]:
+    from modelmill.eval.report import device_name
+
+    build = llm.loop.artifact.manifest.build  # type: ignore[union-attr]
+    return {
+        "what": args.what,
+        "engine": str(args.engine),
+        "device": device_name(llm.loop.device),
+        "dtype": build["dtype"],
+        "quantization": build["quantization"],
+        "kernels": dict(llm.loop.ops.chosen),
+    }
+
+
+def _latency_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    return result["per_token_ms"] or result["first_token_ms"]
+
+
+def _speedups(results: Sequence[Mapping[str, Any]], of: Any) -> list[dict[str, Any]]:
+    """Reference's median over the engine's, for each shape that both were measured at."""
+    found = []
+    for ours in results:
+        for theirs in results:
+            same = ours.get("shape") == theirs.get("shape")
+            if same and ours["subject"] == "modelmill" and theirs["subject"] != "modelmill":
+                ratio = of(theirs)["median"] / of(ours)["median"]
+                found.append({"over": theirs["subject"], "shape": ours.get("shape"), "speedup": ratio})
+    return found
+
+
+# -- rows, tables, plots
+
+UNITS = {
+    "first_token_ms": "ms",
+    "per_token_ms": "ms",
+    "total_ms": "ms",
+    "input_tokens_per_s": "tokens/s",
+    "output_tokens_per_s": "tokens/s",
+    "requests_per_s": "requests/s",
+    "seconds": "s",
+    "total_s": "s",
+    "import_s": "s",
+    "load_s": "s",
+    "first_s": "s",
+}
+
+
+def _command() -> str:
+    return shlex.join(["modelmill", *sys.argv[1:]])
+
+
+def _rows(args: Args, measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each figure: its median, with the spread beside it."""
+    from modelmill.eval.report import row
+
+    rows = []
+    about = {key: measured[key] for key in ("engine", "dtype", "quantization", "kernels") if key in measured}
+    for result in measured["results"]:
+        for figure, unit in UNITS.items():
+            spread = result.get(figure)
+            if spread is None:
+                continue
+            details = {**about, "subject": result["subject"], "spread": spread, **_asked(args, result)}
+            rows.append(row(_command(), f"{args.what}.{figure}", spread["median"], unit, measured["device"], **details))
+    return rows
+
+
+def _asked(args: Args, result: Mapping[str, Any]) -> dict[str, Any]:
+    if "shape" in result:
+        return {"shape": result["shape"]}
+    if "requests" not in result:
+        return {"input": args.input_len}
+    return {key: result[key] for key in ("requests", "input_tokens", "output_tokens")}
+
+
+def _show(measured: Mapping[str, Any]) -> None:
+    results = measured["results"]
+    figures = [name for name in UNITS if any(result.get(name) for result in results)]
+    head = ["", *(["batch × input + output"] if "shape" in results[0] else [])]
+    rows = []
+    for result in results:
+        shape = result.get("shape")
+        asked = [f"{shape['batch']} × {shape['input']} + {shape['output']}"] if shape else []
+        rows.append([result["subject"], *asked, *[_cell(result.get(name)) for name in figures]])
+    title = f"{measured['what']}: {measured['engine']} ({measured['dtype']}, {measured['quantization']}) on "
+    names = [_heading(name) for name in figures]
+    table([*head, *names], rows, title=f"{title}{measured['device']}; {SPREAD} of {_runs(results)} runs")
+    for each in measured.get("speedups", []):
+        where = f" at batch {each['shape']['batch']}" if each["shape"] else ""
+        print(f"speed-up over {each['over']}{where}: {each['speedup']:.2f}×")
+    if measured.get("ended"):
+        print(f"the sweep ended before its last batch size: {measured['ended']}")
+
+
+def _runs(results: Sequence[Mapping[str, Any]]) -> int:
+    name = next(name for name in ("total_ms", "seconds", "total_s") if name in results[0])
+    return results[0][name]["runs"]
+
+
+def _heading(figure: str) -> str:
+    unit = UNITS[figure]
+    name = figure.removesuffix("_ms").removesuffix("_per_s").removesuffix("_s").replace("_", " ")
+    return name if name == unit else f"{name}, {unit}"
+
+
+def _cell(spread: Mapping[str, Any] | None) -> str:
+    if spread is None:
+        return "–"
+    return f"{_short(spread['median'])} ({_short(spread['min'])} … {_short(spread['max'])})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _plot(args: Args, measured: Mapping[str, Any]) -> None:
+    from modelmill.eval.report import plot
+
+    assert args.plot is not None
+    title = f"{args.what}: {args.engine.name} on {measured['device']}"
+    plot(args.plot, lambda axes: _draw(axes, measured), title)
+
+
+def _draw(axes: Any, measured: Mapping[str, Any]) -> None:
+    """latency: output tokens/s by batch size, a line a subject; else a bar a subject."""
+    results = measured["results"]
+    subjects = list(dict.fromkeys(result["subject"] for result in results))
+    if measured["what"] == "latency":
+        key = "output_tokens_per_s" if results[0]["output_tokens_per_s"] else "input_tokens_per_s"
+        for subject in subjects:
+            mine = [result for result in results if result["subject"] == subject]
+            low = [each[key]["median"] - each[key]["min"] for each in mine]
+            high = [each[key]["max"] - each[key]["median"] for each in mine]
+            at, values = [each["shape"]["batch"] for each in mine], [each[key]["median"] for each in mine]
+            axes.errorbar(at, values, yerr=[low, high], marker="o", capsize=3, label=subject)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("batch size")
+        axes.set_ylabel(key.replace("_per_s", " per second").replace("_", " "))
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    else:
+        key = "output_tokens_per_s" if measured["what"] == "throughput" else "total_s"
+        axes.bar(subjects, [result[key]["median"] for result in results])
+        axes.set_ylabel("output tokens per second" if measured["what"] == "throughput" else "seconds to first token")
+    axes.grid(alpha=0.3)

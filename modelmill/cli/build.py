@@ -1,0 +1,148 @@
+"""``modelmill build``: a checkpoint becomes a verified engine."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelmill.cli.options import Common, config
+from modelmill.cli.output import emit_json, facts, progress, size, table
+from modelmill.core.config import BuildConfig, option
+from modelmill.core.errors import UsageError
+
+HELP = "Build an engine from a checkpoint, and check that it computes what the checkpoint computes."
+MORE = """Examples:
+
+  modelmill build model.gguf -o model.engine
+
+  modelmill build models/Qwen--Qwen3-0.6B -o qwen3.engine --dtype bfloat16 -q int8
+
+  modelmill build models/Qwen--Qwen3-0.6B --dry-run"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """checkpoint: a Hugging Face folder or a .gguf, .safetensors, .bin or .pth file."""
+
+    checkpoint: Path = option(
+        help="a Hugging Face folder, or a .gguf, .safetensors, .bin or .pth file",
+        positional=True,
+        metavar="CHECKPOINT",
+    )
+    output: Path | None = option(
+        None, "engine folder to write; it appears when it is complete", flags=("-o", "--output"), metavar="ENGINE"
+    )
+    dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
+    delta: Path | None = option(None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA")
+    check: bool = option(True, "judge the engine against the float32 reference before it appears")
+    build: BuildConfig = config(BuildConfig, "Build")
+
+
+def run(args: Args) -> int:
+    """Print the plan, build, print the acceptance summary. A refused engine raises AcceptanceError."""
+    from modelmill.build.plan import make_plan
+    from modelmill.checkpoint.open import open_checkpoint
+
+    if args.output is None and not args.dry_run:
+        raise UsageError("-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan alone)")
+    plan = make_plan(open_checkpoint(args.checkpoint, delta=args.delta), args.build).describe()
+    if args.output is None or args.dry_run:
+        emit_json(plan) if args.json else show_plan(plan)
+        return 0
+    if not args.json:
+        show_plan(plan)
+    from modelmill.llm import build_engine
+
+    began = time.perf_counter()
+    with progress("building") as told:
+        report = build_engine(
+            args.checkpoint, args.output, args.build, delta=args.delta, progress=told, check=args.check
+        )
+    seconds = time.perf_counter() - began
+    if args.json:
+        emit_json({"engine": str(args.output), "seconds": seconds, "plan": plan, "acceptance": report})
+        return 0
+    show_acceptance(report)
+    print(f"{args.output} is ready ({seconds:.1f} s): modelmill run {args.output} --prompt '…'")
+    return 0
+
+
+def show_plan(plan: dict[str, Any]) -> None:
+    """The plan for people: what, why, and the memory it takes."""
+    build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
+    options = [
+        (name, _with_reason(value, reasons.get(name))) for name, value in build.items() if value not in (None, {})
+    ]
+    kinds = ", ".join(f"{name} {size(count)}" for name, count in plan["bytes_by_kind"].items())
+    facts(
+        [
+            ("checkpoint", f"{plan['checkpoint']} ({plan['container']})"),
+            ("architecture", f"{plan['model_type']}, {plan['layers']} layers, {plan['tensors']} tensors"),
+            ("tokenizer", "yes" if plan["tokenizer"] else "none: an ids-only engine"),
+            ("weights", f"{size(memory['weights'])} ({kinds})"),
+            ("longest sequence", plan["max_model_len"]),
+            *options,
+        ],
+        title="Plan",
+    )
+    facts(
+        [
+            ("device", f"{size(memory['device_total'])}, {size(memory['device_free'])} free now"),
+            ("while building", size(memory["build_peak"])),
+            ("weights at run time", size(memory["weights"])),
+            ("workspace at run time", size(memory["workspace"])),
+            ("KV cache per token", size(memory["kv_per_token"])),
+            ("fits", memory["fits"]),
+        ],
+        title="Memory",
+    )
+
+
+def _with_reason(value: Any, reason: str | None) -> str:
+    if reason is None:
+        return str(value)
+    return reason if reason.startswith(str(value)) else f"{value} ({reason})"
+
+
+def show_acceptance(report: dict[str, Any]) -> None:
+    """The acceptance report for people: the verdict, and the worst of each kind of module."""
+    if not report or report.get("accepted") is None:
+        facts([("acceptance", (report or {}).get("reason", "built without"))])
+        return
+    logits = report.get("logits") or {}
+    agreed = f"{logits.get('agreed_rows')} of {logits.get('sure_rows')} where the reference is sure"
+    perplexity = f"{logits.get('perplexity')} (reference {logits.get('reference_perplexity')})"
+    facts(
+        [
+            ("verdict", report.get("verdict")),
+            ("compared", f"{len(report.get('layers', []))} modules, {logits.get('tokens')} tokens" if logits else None),
+            ("next tokens", agreed if logits else None),
+            ("perplexity", perplexity if logits else None),
+        ],
+        title="Acceptance",
+    )
+    rows = worst_by_module(report.get("layers", []))
+    columns = ("module", "worst at", "max abs", "mean abs", "median abs", "cosine", "tolerance", "within")
+    keys = ("module", "name", "max_abs", "mean_abs", "median_abs", "cosine", "tolerance", "ok")
+    table(columns, [[row.get(key) for key in keys] for row in rows])
+
+
+def worst_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each module the layer that comes closest to its tolerance, in the order of the modules."""
+    worst: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        found = worst.get(layer["module"])
+        if found is None or closeness(layer) > closeness(found):
+            worst[layer["module"]] = layer
+    return list(worst.values())
+
+
+def closeness(layer: dict[str, Any]) -> float:
+    """The error as a share of its tolerance; above 1 is out of bounds."""
+    error, tolerance = float(layer["max_abs"]), float(layer["tolerance"])
+    if not layer.get("ok", True):
+        return float("inf")
+    return error / tolerance if tolerance else error

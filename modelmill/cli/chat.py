@@ -1,0 +1,202 @@
+"""``modelmill chat``: a conversation in the terminal."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelmill.cli.engine import ENGINE_HELP, SAMPLING_HELP, CacheBuild, open_llm
+from modelmill.cli.options import Common, config
+from modelmill.cli.output import emit_json, note
+from modelmill.cli.run import Interrupt, tell_speed, with_limit
+from modelmill.core.config import RunConfig, option
+from modelmill.core.errors import RequestError, UsageError
+from modelmill.core.types import SamplingParams
+
+if TYPE_CHECKING:
+    from modelmill.answer import Answer
+    from modelmill.llm import LLM
+
+HELP = "Talk with an engine in the terminal; /help tells the commands."
+MORE = """Ctrl-C stops the answer, not the program. From a pipe, every line is a turn.
+
+Examples:
+
+  modelmill chat model.engine --system "Answer briefly." --temperature 0.7"""
+
+COMMANDS = """/system TEXT   set the system message (alone: show it)
+/reset         forget the conversation
+/save FILE     write the conversation as JSON
+/help          this list
+/exit          leave (also Ctrl-D)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """engine: one with a chat template."""
+
+    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    system: str | None = option(None, "system message at the beginning")
+    stream: bool = option(True, "show the answer while it is made")
+    chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
+    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP, leave=("n", "num_beams"))
+    run: RunConfig = config(RunConfig, "Engine")
+
+
+def run(args: Args) -> int:
+    """Talk until /exit or the end of the input. With --json the conversation is printed at the end, and only it."""
+    llm = open_llm(args.engine, args.build, args.run, chat_template=args.chat_template)
+    if llm.chat_format is None:
+        raise UsageError(
+            f"{args.engine} has no chat template; give one with --chat-template, or use modelmill run --prompt"
+        )
+    talk = Talk(llm, with_limit(args.sampling, llm), args.system, stream=args.stream, silent=args.json)
+    if sys.stdin.isatty() and not args.json:
+        note(f"{args.engine}: /help for commands, Ctrl-D to leave")
+    while talk.turn(read_line()):
+        pass
+    if args.json:
+        emit_json({"messages": talk.messages})
+    return 0
+
+
+def read_line() -> str | None:
+    """The next line of the user; None at the end of the input. Ctrl-C at the prompt only clears the line."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 -- gives input() its line editing and history
+    while True:
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print("\n(/exit or Ctrl-D leaves)")
+
+
+class Talk:
+    """A conversation: its messages, and what each line of the user does to them."""
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, *, stream: bool = True, silent: bool = False
+    ) -> None:
+        self.llm, self.params = llm, params
+        self.stream, self.silent = stream, silent
+        self.messages: list[dict[str, str]] = []
+        if system is not None:
+            self._set_system(system)
+
+    def turn(self, line: str | None) -> bool:
+        """Do what a line asks for; False when the talk is over."""
+        if line is None:
+            return False
+        if not line.strip():
+            return True
+        if line.startswith("/"):
+            return self._command(*_split(line))
+        self._ask(line)
+        return True
+
+    def _command(self, name: str, rest: str) -> bool:
+        if name in ("exit", "quit"):
+            return False
+        if name == "help":
+            self._say(COMMANDS)
+        elif name == "reset":
+            self.messages = [each for each in self.messages if each["role"] == "system"]
+            self._say("(forgotten)")
+        elif name == "system" and rest:
+            self._set_system(rest)
+            self._say("(system message set)")
+        elif name == "system":
+            self._say(next((each["content"] for each in self.messages if each["role"] == "system"), "(none)"))
+        elif name == "save":
+            self._save(rest)
+        else:
+            self._say(f"there is no command /{name}; /help tells them")
+        return True
+
+    def _set_system(self, text: str) -> None:
+        rest = [each for each in self.messages if each["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *rest]
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._say("/save needs a file name")
+            return
+        try:
+            Path(name).expanduser().write_text(json.dumps(self.messages, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            self._say(f"(saved to {name})")
+        except OSError as error:
+            self._say(f"cannot write {name}: {error.strerror}")
+
+    def _ask(self, line: str) -> None:
+        """Answer one line. A refused request is told in one line, and the talk goes on without it."""
+        self.messages.append({"role": "user", "content": line})
+        while True:
+            try:
+                text = self._answer()
+            except RequestError as error:
+                if self._forget_oldest():
+                    continue
+                self.messages.pop()
+                note(str(error))
+                return
+            self.messages.append({"role": "assistant", "content": text})
+            return
+
+    def _forget_oldest(self) -> bool:
+        """Drop the oldest exchange, so that a long talk goes on; False where there is none before the question."""
+        turns = [place for place, each in enumerate(self.messages) if each["role"] != "system"]
+        if len(turns) < 3:
+            return False
+        del self.messages[turns[0] : turns[0] + 2]
+        note("the conversation is longer than the engine reads; its oldest turn is forgotten")
+        return True
+
+    def _answer(self) -> str:
+        began = time.perf_counter()
+        parts: list[str] = []
+        answer: Answer | None = None
+        with Interrupt() as interrupt:
+            stream: Any = self.llm.stream(self.messages, self.params)
+            for delta in stream:
+                answer = delta.answer
+                parts.append(delta.text)
+                if self.stream:
+                    self._write(delta.text)
+                if interrupt.asked:
+                    stream.close()
+                    break
+        if not self.stream:
+            self._write("".join(parts))
+        self._write(" [stopped]\n" if interrupt.asked else "\n")
+        if answer is not None and not self.silent:
+            tell_speed([answer], time.perf_counter() - began)
+        return "".join(parts)
+
+    def _write(self, text: str) -> None:
+        if not self.silent:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _say(self, text: str) -> None:
+        if self.silent:
+            note(text)
+        else:
+            print(text)
+
+
+def _split(line: str) -> tuple[str, str]:
+    name, _, rest = line[1:].partition(" ")
+    return name.strip().lower(), rest.strip()

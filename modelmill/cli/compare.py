@@ -1,0 +1,87 @@
+"""``modelmill compare``: an engine against the checkpoint it was made from."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modelmill.cli.build import worst_by_module
+from modelmill.cli.engine import changed
+from modelmill.cli.options import Common, config
+from modelmill.cli.output import emit_json, facts, progress, table
+from modelmill.core.config import RunConfig, option
+
+HELP = "Compare an engine with its checkpoint: template and tokens first, then layer by layer."
+MORE = """Exit code 0 only where everything is within its dtype's published tolerance. Nothing is rebuilt.
+
+Examples:
+
+  modelmill compare model.engine model.gguf --plot errors.png"""
+
+COLUMNS = ("max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """An engine and a checkpoint."""
+
+    engine: Path = option(help="an engine folder", positional=True, metavar="ENGINE")
+    checkpoint: Path = option(help="the checkpoint that it is compared with", positional=True, metavar="CHECKPOINT")
+    delta: Path | None = option(None, "second checkpoint that was added to the first", metavar="DELTA")
+    all: bool = option(False, "list every module of every layer, not only the worst", flags=("--all",))
+    plot: Path | None = option(None, "draw the errors by layer", metavar="FILE.png")
+    run: RunConfig = config(RunConfig, "Engine", leave=("enable_prefix_caching", "cuda_graphs"))
+
+
+def run(args: Args) -> int:
+    """Compare, show, and say by the exit code whether all is within tolerance."""
+    from modelmill.accept.run import compare_engine, sample_ids
+    from modelmill.artifact.store import open_artifact
+    from modelmill.checkpoint.open import open_checkpoint
+    from modelmill.eval.align import align, draw
+    from modelmill.llm import LLM
+
+    artifact = open_artifact(args.engine)
+    checkpoint = open_checkpoint(args.checkpoint, delta=args.delta)
+    settings = replace(args.run, enable_prefix_caching=False, cuda_graphs=False)
+    llm = LLM(args.engine, **changed(settings))
+    with progress("comparing") as told:
+        ids = sample_ids(artifact)
+        result = align(llm, checkpoint, lambda: compare_engine(llm.loop, checkpoint, ids, progress=told))
+    if args.plot is not None:
+        from modelmill.eval.report import plot
+
+        plot(args.plot, lambda axes: draw(axes, result["layers"]), f"{args.engine.name}: {result['verdict']}")
+    emit_json(result) if args.json else _show(result, args.all)
+    return 0 if result["passed"] else 1
+
+
+def _show(result: dict[str, Any], every: bool) -> None:
+    checks = result["text"]
+    if checks:
+        rows = [[c["what"], c["subject"].replace("\n", "⏎"), c["against"], _told(c)] for c in checks]
+        table(("checked", "text", "against", "equal"), rows, title="Template and tokens")
+    layers = result["layers"] if every else worst_by_module(result["layers"])
+    outside = [layer for layer in result["layers"] if not layer["ok"] and layer not in layers]
+    rows = [[layer["name"], *[layer[key] for key in COLUMNS], layer["ok"]] for layer in [*layers, *outside[:20]]]
+    names = [column.replace("_", " ") for column in COLUMNS]
+    table(("module", *names, "within"), rows, title="Every module" if every else "The worst of each module")
+    logits = result.get("logits") or {}
+    facts(
+        [
+            ("compared", f"{len(result['layers'])} modules in {result.get('dtype')}, {result.get('quantization')}"),
+            ("logits", f"relative error {logits['rel_l2']}, bound {logits['bound']}" if logits else None),
+            ("verdict", result["verdict"]),
+            ("why", result.get("reason") if not result["passed"] else None),
+        ]
+    )
+
+
+def _told(check: dict[str, Any]) -> str:
+    if check["equal"]:
+        return "yes"
+    if check["equal"] is None or check["note"]:
+        return check["note"]
+    return f"no, from {check['place']} on: {check['ours']!r}, not {check['theirs']!r}"

@@ -1,0 +1,167 @@
+"""``modelmill doctor``: the environment, and what is missing in it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+from modelmill.cli.options import Common
+from modelmill.cli.output import emit_json, facts, size, table
+from modelmill.core import env
+
+HELP = "Show the environment: devices, versions, kernels available, what is missing and how to get it."
+
+NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "huggingface_hub")
+EXTRAS = {
+    "triton": ("fast kernels on a GPU", "pip install 'modelmill[gpu]'"),
+    "pynvml": ("readings of the GPU", "pip install 'modelmill[gpu]'"),
+    "transformers": ("--reference", "pip install 'modelmill[eval]'"),
+    "rouge_score": ("summarize", "pip install 'modelmill[eval]'"),
+    "matplotlib": ("--plot", "pip install 'modelmill[report]'"),
+}
+DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "rouge_score": "rouge-score"}
+COMPILERS = ("c++", "g++", "clang++")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """Nothing but --json."""
+
+
+def run(args: Args) -> int:
+    """Tell the environment; exit code 1 where a needed package is missing."""
+    found = examine()
+    emit_json(found) if args.json else _show(found)
+    return 1 if any(not each["needs"] for each in found["missing"]) else 0
+
+
+def examine() -> dict[str, Any]:
+    """All facts as JSON."""
+    import psutil
+    import torch
+
+    from modelmill import __version__
+    from modelmill.eval.report import cpu_name
+
+    memory = psutil.virtual_memory()
+    cache = env.cache_dir()
+    return {
+        "modelmill": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: _version(name) for name in (*NEEDED, *EXTRAS)},
+        "cpu": {
+            "name": cpu_name(),
+            "cores": psutil.cpu_count(logical=False),
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "memory": memory.total,
+            "memory_free": memory.available,
+        },
+        "gpus": _gpus(torch),
+        "cuda": torch.version.cuda,
+        "compiler": _compiler(),
+        "kernels": _kernels(torch),
+        "cache": {"path": str(cache), "disk_free": _disk_free(cache)},
+        "missing": _missing(torch),
+    }
+
+
+def _gpus(torch: Any) -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        facts_of = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = f"{facts_of.major}.{facts_of.minor}"
+        found.append({"name": facts_of.name, "capability": capability, "memory": total, "memory_free": free})
+    return found
+
+
+def _kernels(torch: Any) -> list[dict[str, Any]]:
+    """For each op and each device here: the variant that is chosen, and why others cannot be."""
+    from modelmill.ops import shelf
+
+    rows = []
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        chosen = shelf.resolve(device).chosen
+        for op in shelf.OPS:
+            reasons = {name: module.available(device) for name, module in shelf.variants(op).items()}
+            available = ["torch", *(name for name, reason in reasons.items() if reason is None)]
+            refused = {name: reason for name, reason in reasons.items() if reason is not None}
+            rows.append(
+                {"op": op, "device": device, "chosen": chosen[op], "available": available, "unavailable": refused}
+            )
+    return rows
+
+
+def _compiler() -> str | None:
+    named = env.compiler()
+    return next((path for path in (shutil.which(name) for name in (named, *COMPILERS) if name) if path), None)
+
+
+def _missing(torch: Any) -> list[dict[str, Any]]:
+    """What is absent: its name, what needs it (None: everything) and how to get it."""
+    absent: list[dict[str, Any]] = [
+        {"name": name, "needs": None, "get": f"pip install {name}"} for name in NEEDED if find_spec(name) is None
+    ]
+    on_gpu = torch.cuda.is_available()
+    for name, (needs, get) in EXTRAS.items():
+        if find_spec(name) is None and (on_gpu or name not in ("triton", "pynvml")):
+            absent.append({"name": name, "needs": needs, "get": get})
+    if _compiler() is None:
+        absent.append({"name": "a C++ compiler", "needs": "native CPU kernels", "get": "apt install g++ (or set CXX)"})
+    return absent
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(DISTRIBUTIONS.get(name, name))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _disk_free(path: Any) -> int | None:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _show(found: dict[str, Any]) -> None:
+    cpu = found["cpu"]
+    gpus = [
+        f"{g['name']}, {size(g['memory'])}, {size(g['memory_free'])} free, sm {g['capability']}" for g in found["gpus"]
+    ]
+    facts(
+        [
+            ("modelmill", f"{found['modelmill']} on Python {found['python']}, {found['system']}"),
+            ("CPU", f"{cpu['name']}: {cpu['cores']} cores, {cpu['threads']} threads used, {cpu['capability']}"),
+            ("memory", f"{size(cpu['memory'])}, {size(cpu['memory_free'])} free"),
+            ("GPU", "\n".join(gpus) or "none"),
+            ("CUDA", found["cuda"]),
+            ("compiler", found["compiler"] or "none"),
+            ("cache", f"{found['cache']['path']}, {size(found['cache']['disk_free'] or 0)} free on its disk"),
+            ("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)),
+        ]
+    )
+    rows = [
+        [
+            k["device"],
+            k["op"],
+            k["chosen"],
+            ", ".join(k["available"]),
+            "; ".join(f"{n}: {r}" for n, r in k["unavailable"].items()),
+        ]
+        for k in found["kernels"]
+    ]
+    table(("device", "op", "chosen", "available", "not available"), rows, title="Kernels")
+    if found["missing"]:
+        missing = [[each["name"], each["needs"] or "everything", each["get"]] for each in found["missing"]]
+        table(("missing", "needed for", "how to get it"), missing)
+    else:
+        print("nothing is missing")

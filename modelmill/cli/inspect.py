@@ -1,0 +1,213 @@
+"""``modelmill inspect``: what a checkpoint or an engine is."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from modelmill.cli.build import show_acceptance
+from modelmill.cli.options import Common
+from modelmill.cli.output import emit_json, facts, progress, size, table
+from modelmill.core.config import option
+from modelmill.core.errors import ModelmillError
+
+HELP = "Show what a checkpoint or an engine is: architecture, sizes, dtypes, tokenizer, chat template, acceptance."
+MORE = """Examples:
+
+  modelmill inspect model.engine
+
+  modelmill inspect model.gguf --tensors"""
+
+SIZES = (
+    ("layers", ("num_hidden_layers", "n_layer")),
+    ("hidden size", ("hidden_size", "n_embd")),
+    ("inner size", ("intermediate_size", "n_inner")),
+    ("heads", ("num_attention_heads", "n_head")),
+    ("KV heads", ("num_key_value_heads",)),
+    ("vocabulary", ("vocab_size", "padded_vocab_size")),
+    ("longest sequence", ("max_position_embeddings", "n_positions", "seq_length")),
+)
+EXAMPLE = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """path: a checkpoint or an engine."""
+
+    path: Path = option(help="a checkpoint or an engine", positional=True, metavar="PATH")
+    tensors: bool = option(False, "list every tensor", flags=("--tensors",))
+    verify: bool = option(False, "read every file of an engine and compare its sha256", flags=("--verify",))
+
+
+def run(args: Args) -> int:
+    """Tell the facts as tables or JSON."""
+    from modelmill.artifact.store import is_engine
+
+    found = _engine(args) if is_engine(args.path) else _checkpoint(args)
+    emit_json(found) if args.json else _show(found)
+    return 0
+
+
+def _engine(args: Args) -> dict[str, Any]:
+    from modelmill.artifact.store import open_artifact
+    from modelmill.artifact.verify import verify
+
+    artifact = open_artifact(args.path)
+    if args.verify:
+        with progress("verifying") as told:
+            verify(artifact, force=True, progress=told)
+    manifest = artifact.manifest
+    tensors = [_tensor(name, each.shape, str(each.dtype).removeprefix("torch."), each.nbytes) for name, each in
+               ((name, artifact.tensor(name)) for name in artifact.names())]  # fmt: skip
+    return {
+        "kind": "engine",
+        "path": str(args.path),
+        "model_type": manifest.model_type,
+        "sizes": _sizes(manifest.config),
+        "max_model_len": manifest.max_model_len,
+        "build": manifest.build,
+        "weights": dict(Counter(manifest.weights.values())),
+        "packing": manifest.packing,
+        **_content(tensors, args.tensors),
+        **_text(artifact.tokenizer_files()),
+        "generation": manifest.generation,
+        "source": manifest.source,
+        "versions": manifest.versions,
+        "digest": manifest.digest(),
+        "verified": args.verify or None,
+        "acceptance": artifact.acceptance(),
+    }
+
+
+def _checkpoint(args: Args) -> dict[str, Any]:
+    from modelmill.checkpoint.open import open_checkpoint
+
+    checkpoint = open_checkpoint(args.path)
+    infos = [checkpoint.info(name) for name in checkpoint.names()]
+    return {
+        "kind": "checkpoint",
+        "path": str(args.path),
+        "container": checkpoint.container,
+        "model_type": checkpoint.model_type,
+        "architectures": checkpoint.config.get("architectures"),
+        "sizes": _sizes(checkpoint.config),
+        **_content([_tensor(each.name, each.shape, each.dtype, each.nbytes) for each in infos], args.tensors),
+        **_text(checkpoint.tokenizer_files()),
+        "generation": checkpoint.generation_config,
+        "config": checkpoint.config,
+    }
+
+
+def _tensor(name: str, shape: Any, dtype: str, nbytes: int) -> dict[str, Any]:
+    return {"name": name, "shape": list(shape), "dtype": dtype, "bytes": nbytes}
+
+
+def _content(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any]:
+    by_dtype: Counter[str] = Counter()
+    for each in tensors:
+        by_dtype[each["dtype"]] += each["bytes"]
+    return {
+        "tensor_count": len(tensors),
+        "parameters": sum(prod(each["shape"]) for each in tensors),
+        "bytes": sum(each["bytes"] for each in tensors),
+        "bytes_by_dtype": dict(by_dtype),
+        **({"tensors": tensors} if listed else {}),
+    }
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that a config tells, under our names."""
+    found = {}
+    for label, keys in SIZES:
+        value = next((config[key] for key in keys if config.get(key) is not None), None)
+        if value is not None:
+            found[label] = value
+    return found
+
+
+def _text(files: dict[str, bytes]) -> dict[str, Any]:
+    """Tokenizer and chat template; a broken one is told, not raised: inspect is how one finds out."""
+    from modelmill.text.chat import load_chat
+    from modelmill.text.tokenizer import load_tokenizer
+
+    if not files:
+        return {"tokenizer": None, "chat_template": None}
+    try:
+        tokenizer = load_tokenizer(files)
+    except ModelmillError as error:
+        return {"tokenizer": {"error": str(error)}, "chat_template": None}
+    told = {
+        "kind": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_ids": list(tokenizer.eos_ids),
+        "special": len(tokenizer.special),
+        "files": sorted(files),
+    }
+    try:
+        chat = load_chat(files, tokenizer)
+        if chat is None:
+            return {"tokenizer": told, "chat_template": None}
+        example, stops = chat.render(EXAMPLE, add_generation_prompt=True), list(chat.stop_ids)
+        chat.close()
+    except ModelmillError as error:
+        return {"tokenizer": told, "chat_template": {"error": str(error)}}
+    return {"tokenizer": told, "chat_template": {"example": example, "stop_ids": stops}}
+
+
+def _show(found: dict[str, Any]) -> None:
+    engine = found["kind"] == "engine"
+    build = found.get("build", {})
+    weights = ", ".join(f"{count} {kind}" for kind, count in found.get("weights", {}).items())
+    dtypes = ", ".join(f"{dtype} {size(count)}" for dtype, count in found["bytes_by_dtype"].items())
+    architectures = ", ".join(found.get("architectures") or [])
+    facts(
+        [
+            ("architecture", found["model_type"] + (f" ({architectures})" if architectures else "")),
+            ("container", found.get("container")),
+            *found["sizes"].items(),
+            ("parameters", found["parameters"]),
+            ("tensors", f"{found['tensor_count']}, {size(found['bytes'])} ({dtypes})"),
+            ("dtype", build.get("dtype")),
+            ("recipe", f"{build['quantization']}: {weights}" if engine else None),
+            ("target", build.get("target")),
+            ("built for up to", f"{found['max_model_len']} tokens" if engine else None),
+            ("tokenizer", _tokenizer_line(found)),
+            ("chat template", _chat_line(found["chat_template"])),
+            ("generation", _line(found["generation"])),
+            ("source", _line(found.get("source", {}))),
+            ("versions", _line(found.get("versions", {}))),
+            ("files", "verified: every sha256 is right" if found.get("verified") else None),
+        ],
+        title=f"{found['path']}: {'an engine' if engine else 'a checkpoint'}",
+    )
+    if engine:
+        show_acceptance(found["acceptance"])
+    if "tensors" in found:
+        rows = [[t["name"], "×".join(map(str, t["shape"])), t["dtype"], t["bytes"]] for t in found["tensors"]]
+        table(("tensor", "shape", "dtype", "bytes"), rows)
+
+
+def _tokenizer_line(found: dict[str, Any]) -> str:
+    told = found["tokenizer"]
+    if told is None:
+        return f"none: ids-only {found['kind']} (no tokenizer)"
+    if "error" in told:
+        return f"broken: {told['error']}"
+    ends = ", ".join(map(str, told["eos_ids"])) or "none"
+    return f"{told['kind']}, {told['vocab_size']} tokens, {told['special']} special; ends at {ends}"
+
+
+def _chat_line(chat: dict[str, Any] | None) -> str:
+    if chat is None:
+        return "none"
+    return f"broken: {chat['error']}" if "error" in chat else repr(chat["example"])
+
+
+def _line(values: Mapping[str, Any]) -> str | None:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None) or None

@@ -1,0 +1,92 @@
+"""``modelmill perplexity``: the perplexity of a text file."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelmill.cli.engine import ENGINE_HELP, CacheBuild, open_llm
+from modelmill.cli.options import Common, config
+from modelmill.cli.output import emit_json, progress, table
+from modelmill.core.config import DTYPES, RunConfig, option
+from modelmill.core.errors import TokenizerError, UsageError
+
+if TYPE_CHECKING:
+    from modelmill.eval.perplexity import Perplexity
+
+HELP = "Measure the perplexity of a text file, by sliding windows."
+MORE = """The file is tokenized once, without BOS or special tokens. A token is scored once, with all of its window
+before it; the first token of a window that nothing precedes is not scored.
+
+Examples:
+
+  modelmill perplexity model.engine --data wiki.txt --max-length 1024 --stride 512 --limit-tokens 16384"""
+
+MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """What to read, and how."""
+
+    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    data: Path | None = option(None, "UTF-8 text file", required=True, metavar="FILE")
+    max_length: int | None = option(None, f"tokens in a window (default: what the engine allows, at most {MAX_LENGTH})")
+    stride: int | None = option(None, "tokens from one window's begin to the next (default: --max-length)")
+    limit_tokens: int | None = option(None, "read only this many tokens of the file")
+    reference: Path | None = option(None, "transformers' value for this checkpoint, too", metavar="CHECKPOINT")
+    reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
+    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    run: RunConfig = config(RunConfig, "Engine")
+
+
+def run(args: Args) -> int:
+    """Print the perplexity, and the reference's with the difference."""
+    from modelmill.eval.perplexity import perplexity
+    from modelmill.eval.subjects import EngineScorer
+    from modelmill.eval.texts import read_text
+
+    assert args.data is not None
+    text = read_text(args.data)
+    llm = open_llm(args.engine, args.build, args.run)
+    if llm.tokenizer is None:
+        raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one")
+    length = args.max_length or min(llm.loop.max_model_len, MAX_LENGTH)
+    if length > llm.loop.max_model_len:
+        raise UsageError(f"--max-length {length} is more than this engine reads ({llm.loop.max_model_len})")
+    stride = args.stride if args.stride is not None else length
+    ids = llm.tokenizer.encode(text, bos=False)[: args.limit_tokens]
+    with progress("perplexity", quiet=args.json) as told:
+        found = perplexity(ids, EngineScorer(llm.loop), max_length=length, stride=stride, progress=told)
+    result: dict[str, Any] = {**asdict(found), "max_length": length, "stride": stride}
+    if args.reference is not None:
+        other = _reference(args, ids, length, stride, llm.loop.device)
+        result["reference"] = {**asdict(other), "dtype": args.reference_dtype}
+        result["relative_difference"] = found.perplexity / other.perplexity - 1.0
+    emit_json(result) if args.json else _show(result)
+    return 0
+
+
+def _reference(args: Args, ids: list[int], length: int, stride: int, device: str) -> Perplexity:
+    from modelmill.checkpoint.open import open_checkpoint
+    from modelmill.eval.hf import load_reference
+    from modelmill.eval.perplexity import perplexity
+
+    assert args.reference is not None
+    reference = load_reference(open_checkpoint(args.reference), args.reference_dtype, device)
+    with progress("transformers", quiet=args.json) as told:
+        return perplexity(ids, reference, max_length=length, stride=stride, progress=told)
+
+
+def _show(result: dict[str, Any]) -> None:
+    rows = [["modelmill", result["perplexity"], result["nll"], result["tokens"], result["windows"], result["seconds"]]]
+    other = result.get("reference")
+    if other is not None:
+        name = f"transformers, {other['dtype']}"
+        rows.append([name, *[other[key] for key in ("perplexity", "nll", "tokens", "windows", "seconds")]])
+    shown = [[name, f"{ppl:.5f}", f"{nll:.6f}", *rest] for name, ppl, nll, *rest in rows]
+    table(("", "perplexity", "nats per token", "tokens", "windows", "seconds"), shown)
+    if other is not None:
+        print(f"difference: {100 * result['relative_difference']:+.4f} %")

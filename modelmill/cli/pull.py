@@ -1,0 +1,45 @@
+"""``modelmill pull``: fetch a checkpoint by name."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelmill.cli.options import Common
+from modelmill.cli.output import emit_json, note, progress, size
+from modelmill.core.config import option
+
+HELP = "Fetch a checkpoint: the demo model by its short name, or any model of the Hugging Face hub."
+MORE = """Examples:
+
+  modelmill pull smollm2
+
+  modelmill pull Qwen/Qwen3-0.6B -o models"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """name: smollm2, org/name, or org/name:file.gguf."""
+
+    name: str = option(help="smollm2, a hub's org/name, or org/name:file.gguf", positional=True, metavar="NAME")
+    output: Path | None = option(
+        None, "folder to put it in; default: the cache", flags=("-o", "--output"), metavar="FOLDER"
+    )
+
+
+def run(args: Args) -> int:
+    """Print the path of what was fetched: the file or folder to give to the other commands."""
+    from modelmill.checkpoint.pull import pull
+    from modelmill.core.env import cache_dir
+
+    with progress(f"pulling {args.name}") as told:
+        path = pull(args.name, args.output or cache_dir() / "models", told)
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    count = sum(each.stat().st_size for each in files)
+    if args.json:
+        emit_json({"name": args.name, "path": str(path), "bytes": count})
+    else:
+        note(f"{args.name}: {size(count)}")
+        print(path)
+    return 0

@@ -1,0 +1,264 @@
+"""``modelmill run``: ask an engine once, or with a file of prompts."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelmill.cli.engine import ENGINE_HELP, SAMPLING_HELP, CacheBuild, open_llm
+from modelmill.cli.options import Common, config
+from modelmill.cli.output import emit_json, note
+from modelmill.core.config import RunConfig, option
+from modelmill.core.errors import TokenizerError, UsageError
+from modelmill.core.types import SamplingParams
+
+if TYPE_CHECKING:
+    from modelmill.answer import Answer
+    from modelmill.llm import LLM
+
+HELP = "Ask an engine: stream the answer to a prompt, or answer a file of prompts in one batch."
+MORE = """A prompt goes through the engine's chat template where it has one; --raw continues the text as it stands.
+
+Examples:
+
+  modelmill run model.engine --prompt "What is the capital of France?"
+
+  echo "Once upon a time" | modelmill run model.engine --prompt - --raw --temperature 0
+
+  modelmill run model.engine --file prompts.jsonl --json"""
+
+MAX_TOKENS = 512
+"""The longest answer where neither --max-tokens nor the engine's generation_config says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """One of prompt and file."""
+
+    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    prompt: str | None = option(None, "the prompt; - reads it from stdin", flags=("-p",))
+    file: Path | None = option(
+        None,
+        "jsonl of prompt, messages, text or prompt_token_ids, answered in one batch",
+        metavar="FILE.jsonl",
+    )
+    raw: bool = option(False, "continue the prompt as it stands, without the chat template", flags=("--raw",))
+    system: str | None = option(None, "system message before the prompt (chat engines)")
+    chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
+    dump: tuple[str, str] | None = option(
+        None, "write the prompt's intermediate tensors of all modules that match to a safetensors file",
+        metavar="PATTERN FILE",
+    )  # fmt: skip
+    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
+    run: RunConfig = config(RunConfig, "Engine")
+
+
+def run(args: Args) -> int:
+    """Answer, and tell the speed on stderr as ``N tokens/s``."""
+    if (args.prompt is None) == (args.file is None):
+        raise UsageError("give one of --prompt TEXT (or - for stdin) and --file FILE.jsonl")
+    jobs = _jobs_of_file(args.file) if args.file is not None else [{"prompt": _prompt(args.prompt or "")}]
+    llm = open_llm(args.engine, args.build, args.run, chat_template=args.chat_template)
+    params = with_limit(args.sampling, llm)
+    asks = [_ask(job, args, llm) for job in jobs]
+    if args.dump is not None:
+        _dump(llm, asks, *args.dump)
+    if args.file is None and not args.json and params.n == 1:
+        return _stream(llm, asks[0], params)
+    return _batch(args, llm, asks, params)
+
+
+def with_limit(params: SamplingParams, llm: LLM) -> SamplingParams:
+    """``params`` with an end: an answer must not run on until the context is full."""
+    if params.max_tokens is not None or llm.defaults.get("max_tokens") is not None:
+        return params
+    return replace(params, max_tokens=max(MAX_TOKENS, params.min_tokens))
+
+
+def _prompt(given: str) -> str:
+    return sys.stdin.read().rstrip("\n") if given == "-" else given
+
+
+def _jobs_of_file(path: Path) -> list[dict[str, Any]]:
+    from modelmill.eval.texts import read_jsonl
+
+    jobs = []
+    for number, value in read_jsonl(path):
+        if not any(key in value for key in ("prompt", "messages", "text", "prompt_token_ids")):
+            raise UsageError(f"{path}, line {number}: has none of prompt, messages, text, prompt_token_ids")
+        jobs.append(value)
+    if not jobs:
+        raise UsageError(f"{path} holds no prompts")
+    return jobs
+
+
+def _ask(job: dict[str, Any], args: Args, llm: LLM) -> Any:
+    """What LLM takes for one job: messages for its chat template, or a raw prompt."""
+    if "messages" in job:
+        return job["messages"]
+    if "prompt_token_ids" in job:
+        return {"prompt_token_ids": job["prompt_token_ids"]}
+    text = job.get("prompt", job.get("text"))
+    if not isinstance(text, str):
+        raise UsageError(f"a prompt must be text, not {type(text).__name__}")
+    if args.raw or "prompt" not in job or llm.chat_format is None:
+        if args.system is not None:
+            raise UsageError("--system needs an engine with a chat template, and no --raw; put it into the prompt")
+        return {"prompt": text}
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _stream(llm: LLM, ask: Any, params: SamplingParams) -> int:
+    began = time.perf_counter()
+    answer: Answer | None = None
+    with Interrupt() as interrupt:
+        stream = llm.stream(ask, params)
+        for delta in stream:
+            answer = delta.answer
+            sys.stdout.write(delta.text or _ids(llm, delta.token_ids))
+            sys.stdout.flush()
+            if interrupt.asked:
+                stream.close()  # type: ignore[attr-defined]
+                break
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if answer is not None:
+        tell_speed([answer], time.perf_counter() - began)
+    return 130 if interrupt.asked else 0
+
+
+def _ids(llm: LLM, ids: tuple[int, ...]) -> str:
+    """An ids-only engine answers in ids."""
+    return "".join(f"{id} " for id in ids) if llm.tokenizer is None else ""
+
+
+def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int:
+    began = time.perf_counter()
+    answers: dict[int, Answer] = {}
+    # One batch for the raw prompts and one for the conversations: they end at different tokens.
+    for chat in (False, True):
+        places = [place for place, ask in enumerate(asks) if isinstance(ask, list) == chat]
+        if places:
+            ask_all = llm.chat if chat else llm.generate
+            found = ask_all([asks[place] for place in places], params, progress=False if args.json else None)
+            answers.update(zip(places, found, strict=True))
+    seconds = time.perf_counter() - began
+    ordered = [answers[place] for place in range(len(asks))]
+    if args.json:
+        told = [as_json(answer, seconds) for answer in ordered]
+        emit_json(told if args.file is not None else told[0])
+    else:
+        for answer in ordered:
+            for output in answer.outputs:
+                head = f"── {answer.prompt!r:.60}\n" if len(ordered) > 1 and answer.prompt else ""
+                print(f"{head}{output.text or ' '.join(map(str, output.token_ids))}\n")
+    tell_speed(ordered, seconds)
+    return 0
+
+
+def as_json(answer: Answer, seconds: float) -> dict[str, Any]:
+    """An answer as ``--json`` prints it; ``seconds`` of the whole batch where the answer has no own."""
+    outputs = []
+    for output in answer.outputs:
+        told: dict[str, Any] = {
+            "text": output.text,
+            "token_ids": list(output.token_ids),
+            "finish_reason": output.finish_reason,
+        }
+        if output.stop_reason is not None:
+            told["stop_reason"] = output.stop_reason
+        if output.score is not None:
+            told["score"] = output.score
+        if output.logprobs is not None:
+            told["logprobs"] = [_logprobs(each) for each in output.logprobs]
+        outputs.append(told)
+    count = sum(len(output.token_ids) for output in answer.outputs)
+    total = answer.seconds or seconds
+    told = {
+        "outputs": outputs,
+        "prompt_token_ids": list(answer.prompt_token_ids),
+        "timing": {
+            "seconds": total,
+            "first_token_seconds": answer.first_token_seconds,
+            "output_tokens": count,
+            "prompt_tokens": len(answer.prompt_token_ids),
+            "cached_tokens": answer.cached_tokens,
+            "tokens_per_s": _rate(count, total, answer.first_token_seconds),
+        },
+    }
+    if answer.prompt_logprobs is not None:
+        told["prompt_logprobs"] = [None if each is None else _logprobs(each) for each in answer.prompt_logprobs]
+    return told
+
+
+def _logprobs(entry: Any) -> dict[str, Any]:
+    return {str(id): {"logprob": each.logprob, "rank": each.rank} for id, each in entry.items()}
+
+
+def _rate(count: int, seconds: float, first: float | None) -> float:
+    """Tokens per second after the first one; of a single token, with it."""
+    if first is not None and count > 1 and seconds > first:
+        return (count - 1) / (seconds - first)
+    return count / seconds if seconds else 0.0
+
+
+def tell_speed(answers: list[Answer], seconds: float) -> None:
+    """One line on stderr, with ``N tokens/s``."""
+    count = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+    first = answers[0].first_token_seconds if len(answers) == 1 else None
+    prompt = sum(len(answer.prompt_token_ids) for answer in answers)
+    rate = _rate(count, seconds, first)
+    head = f"first token after {first:.2f} s, " if first is not None else ""
+    note(f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s: {head}{rate:.1f} tokens/s")
+
+
+def _dump(llm: LLM, asks: list[Any], pattern: str, file: str) -> None:
+    from modelmill.eval.dump import dump
+
+    if len(asks) != 1:
+        raise UsageError("--dump takes one prompt; leave --file out")
+    tensors = dump(llm.loop, _prompt_ids(llm, asks[0]), pattern, Path(file))
+    note(f"{len(tensors) - 1} tensors written to {file}")
+
+
+def _prompt_ids(llm: LLM, ask: Any) -> list[int]:
+    if isinstance(ask, list):
+        return list(llm.chat_request(ask, None).request.prompt)
+    if "prompt_token_ids" in ask:
+        return list(ask["prompt_token_ids"])
+    if llm.tokenizer is None:
+        raise TokenizerError(f"{llm.path} is an ids-only engine (no tokenizer); give prompt_token_ids in --file")
+    return llm.tokenizer.encode(ask["prompt"])
+
+
+class Interrupt:
+    """While it is entered, the first Ctrl-C sets ``asked`` (a step is never cut in the middle); the second raises."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        import signal
+        import threading
+
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import signal
+
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _hear(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True

@@ -1,0 +1,137 @@
+"""``modelmill summarize``: ROUGE of an engine's summaries, beside transformers'."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelmill.cli.engine import ENGINE_HELP, CacheBuild, open_llm
+from modelmill.cli.options import Common, config
+from modelmill.cli.output import emit_json, progress, table
+from modelmill.core.config import DTYPES, RunConfig, option
+from modelmill.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from modelmill.eval.summarize import Summarizer, Summary, Task
+    from modelmill.llm import LLM
+
+HELP = "Summarize articles and score the summaries with ROUGE, beside transformers on the same prompts."
+MORE = """Greedy. A chat engine gets the task through its chat template, others by "TL;DR:" behind the article.
+
+Examples:
+
+  modelmill summarize model.engine --data articles.jsonl --num 20
+
+  modelmill summarize model.engine --data articles.jsonl --reference model.gguf --check-accuracy 0.5"""
+
+ALL = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """What to summarize, how, and beside what."""
+
+    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    data: Path | None = option(None, "jsonl with article and highlights", required=True, metavar="FILE.jsonl")
+    num: int | None = option(None, "take only this many articles")
+    max_new_tokens: int = option(100, "longest summary in tokens")
+    max_input_tokens: int | None = option(None, "cut prompts to this many tokens (default: what the engine reads)")
+    batch_size: int | None = option(
+        None, f"summaries made at once (default: {ALL} by the engine, 1 by transformers, which then pads nothing)"
+    )
+    reference: Path | None = option(None, "also run this checkpoint through transformers", metavar="CHECKPOINT")
+    reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
+    check_accuracy: float | None = option(
+        None, "exit code 1 where any ROUGE differs from the reference's by more than this many points",
+        metavar="THRESHOLD",
+    )  # fmt: skip
+    save: Path | None = option(None, "keep the summaries here; a broken run goes on from it", metavar="FILE.jsonl")
+    texts: bool = option(False, "show the summaries, too", flags=("--texts",))
+    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    run: RunConfig = config(RunConfig, "Engine")
+
+
+def run(args: Args) -> int:
+    """Summarize with both sides, score, and check the difference where a threshold is given."""
+    from modelmill.eval.rouge import Rouge
+    from modelmill.eval.summarize import EngineSummarizer, HfSummarizer, make_task
+    from modelmill.eval.texts import read_articles
+
+    if args.check_accuracy is not None and args.reference is None:
+        raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
+    if (args.num is not None and args.num < 1) or (args.batch_size is not None and args.batch_size < 1):
+        raise UsageError("--num and --batch-size must be at least 1")
+    assert args.data is not None
+    items, rouge = read_articles(args.data, args.num), Rouge()
+    llm = open_llm(args.engine, args.build, args.run)
+    task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
+    sides: dict[str, list[Summary]] = {}
+    sides["modelmill"] = _side(args, llm, task, EngineSummarizer(llm, args.batch_size or ALL, _name(llm)))
+    if args.reference is not None:
+        from modelmill.checkpoint.open import open_checkpoint
+        from modelmill.eval.hf import load_reference
+
+        reference = load_reference(open_checkpoint(args.reference), args.reference_dtype, llm.loop.device)
+        name = f"transformers {args.reference_dtype}"
+        sides["transformers"] = _side(args, llm, task, HfSummarizer(reference, args.batch_size or 1, name))
+    result = _result(args, task, sides, rouge)
+    emit_json(result) if args.json else _show(result)
+    return 0 if result.get("passed", True) else 1
+
+
+def _name(llm: LLM) -> str:
+    """Names the engine in the kept summaries: another engine's are not taken for its own."""
+    assert llm.loop.artifact is not None
+    return f"modelmill {llm.loop.artifact.manifest.digest()[:16]}"
+
+
+def _side(args: Args, llm: LLM, task: Task, side: Summarizer) -> list[Summary]:
+    from modelmill.eval.summarize import Store, summarize
+
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    with progress(side.name, quiet=args.json) as told:
+        return summarize(task, side, lambda ids: tokenizer.decode(ids), store=Store(args.save), progress=told)
+
+
+def _result(args: Args, task: Task, sides: dict[str, list[Summary]], rouge: Any) -> dict[str, Any]:
+    from modelmill.eval.summarize import differences, equal_texts, pairs, report
+
+    result: dict[str, Any] = {"engine": report(sides["modelmill"], task.items, rouge)}
+    if "transformers" in sides:
+        other = report(sides["transformers"], task.items, rouge)
+        change = differences(result["engine"], other)
+        result |= {"reference": {**other, "dtype": args.reference_dtype}, "difference": change}
+        result["equal_summaries"] = equal_texts(sides["modelmill"], sides["transformers"])
+        result["speedup"] = other["seconds"] / result["engine"]["seconds"] if result["engine"]["seconds"] else None
+        if args.check_accuracy is not None:
+            result["threshold"] = args.check_accuracy
+            result["passed"] = max(map(abs, change.values())) <= args.check_accuracy
+    if args.texts:
+        result["summaries"] = list(pairs(task, dict(sides)))
+    return result
+
+
+def _show(result: dict[str, Any]) -> None:
+    for each in result.get("summaries", []):
+        print(f"── {each.pop('id')}")
+        for name, text in each.items():
+            print(f"{name}: {text}\n")
+    kinds = list(result["engine"]["rouge"])
+    rows = []
+    for name, key in (("modelmill", "engine"), ("transformers", "reference")):
+        if key in result:
+            side = result[key]
+            speed = [side["seconds_per_item"], side["output_tokens_per_s"], side["items"]]
+            rows.append([name, *[f"{side['rouge'][kind]:.2f}" for kind in kinds], *speed])
+    if "difference" in result:
+        rows.append(["difference", *[f"{result['difference'][kind]:+.2f}" for kind in kinds], None, None, None])
+    table(("", *kinds, "s per item", "output tokens/s", "items"), rows)
+    if "speedup" in result:
+        equal = f"{result['equal_summaries']} of {result['engine']['items']} summaries are equal"
+        print(f"{equal}; speed-up over transformers {result['speedup']:.2f}×")
+    if "passed" in result:
+        verdict = "within" if result["passed"] else "NOT within"
+        print(f"{verdict} {result['threshold']} points of the reference")
