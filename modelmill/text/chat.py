@@ -157,7 +157,7 @@ class TemplateChat:
             check_data(value, f"the template option {key[:40]!r}")
             given[key] = value
         template = self._templates.get("tool_use" if tools else "default", self._templates["default"])
-        mark = free_mark([template, *texts_of(given)])
+        mark = free_mark([template, *self._tokenizer.special, *texts_of(given)])
         variables = {
             **self._tokenizer.template_names,
             **{key: self._guard.mark(value, mark) for key, value in given.items()},

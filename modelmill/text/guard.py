@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from modelmill.text.alternation import alternation
+
 PRIVATE = range(0xE000, 0xF900)
 
 
@@ -20,8 +22,7 @@ class Guard:
     def __init__(self, special: Iterable[str]) -> None:
         texts = [text for text in special if len(text) > 1]
         # Any case: a template may change it (`| lower`).
-        ahead = "|".join(map(re.escape, texts))
-        self._first = re.compile(f"(?={ahead})(.)", re.IGNORECASE | re.DOTALL) if texts else None
+        self._first = re.compile(f"(?={alternation(texts)})(.)", re.IGNORECASE | re.DOTALL) if texts else None
         self._heads = {text[:size].lower() for text in texts for size in range(1, len(text))}
         self._tails = {text[-size:].lower() for text in texts for size in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)

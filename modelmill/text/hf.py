@@ -138,19 +138,17 @@ class HfTokenizer(Tokenizer):
 
     @cached_property
     def _guarded(self) -> tokenizers.Tokenizer:
-        return _changed(self._core, self._control, first=True)
+        return _guarded_core(self._core, self._control)
 
     @cached_property
     def _guarded_inner(self) -> tokenizers.Tokenizer:
-        return _changed(self._core, self._control, first=False)
+        return self._guarded if self._inner is self._core else _guarded_core(self._inner, self._control)
 
     @cached_property
     def _inner(self) -> tokenizers.Tokenizer:
         """For text that does not start the prompt: a Metaspace "first" adds no space there."""
         pre = self._core.pre_tokenizer
-        if pre is None or b'"first"' not in pre.__getstate__():
-            return self._core
-        return _changed(self._core, frozenset(), first=False)
+        return self._core if pre is None or b'"first"' not in pre.__getstate__() else _inner_core(self._core)
 
     def token_bytes(self, id: int) -> bytes:
         data = self._bytes.get(id)
@@ -200,19 +198,40 @@ def _drops_leading_space(spec: dict[str, Any]) -> bool:
     return False
 
 
-def _changed(core: tokenizers.Tokenizer, control: frozenset[int], *, first: bool) -> tokenizers.Tokenizer:
-    """A copy in which `control` ids cannot come from text and, unless `first`, no opening space is added."""
+def _guarded_core(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizers.Tokenizer:
+    """The same model, shared, behind a front that reads no `control` token out of text."""
+    guarded = tokenizers.Tokenizer(core.model)
+    if core.normalizer is not None:
+        guarded.normalizer = core.normalizer
+    if core.pre_tokenizer is not None:
+        guarded.pre_tokenizer = core.pre_tokenizer
+    for id, token in sorted(core.get_added_tokens_decoder().items()):
+        token.special = token.special or id in control
+        guarded.add_tokens([token])
+        if guarded.token_to_id(token.content) != id:
+            return _rewritten(core, control)  # ids with gaps cannot be given one by one
+    guarded.encode_special_tokens = True
+    return guarded
+
+
+def _rewritten(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizers.Tokenizer:
+    """_guarded_core by way of the whole file, which takes seconds for a large vocabulary."""
     spec = json.loads(core.to_str())
     for token in spec["added_tokens"]:
         token["special"] = token["special"] or token["id"] in control
-    if not first and spec["pre_tokenizer"] is not None:
-        pre = spec["pre_tokenizer"]
-        for step in pre.get("pretokenizers", [pre]):
-            if step.get("prepend_scheme") == "first":
-                step["prepend_scheme"] = "never"
     copy = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    copy.encode_special_tokens = bool(control)
+    copy.encode_special_tokens = True
     return copy
+
+
+def _inner_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that adds no space in front of a text."""
+    spec = json.loads(core.to_str())
+    pre = spec["pre_tokenizer"]
+    for step in pre.get("pretokenizers", [pre]):
+        if step.get("prepend_scheme") == "first":
+            step["prepend_scheme"] = "never"
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 
 def _add_tokens(core: tokenizers.Tokenizer, settings: Settings) -> None:

@@ -62,6 +62,8 @@ def build(model: SpmModel, settings: Settings, *, kind: str, file: str) -> SpmTo
     if not model.pieces:
         raise TokenizerError(f"{file}: the vocabulary is empty")
     check_pieces(model.pieces, file)
+    if not 0 <= model.unk_id < len(model.pieces) or model.pieces[model.unk_id].type != UNKNOWN:
+        raise TokenizerError(f"{file}: token {model.unk_id} must be <unk>")
     return from_proto(write_model(model), model, settings, {}, kind=kind, file=file)
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +23,15 @@ from modelmill.core.errors import MissingDependency, RequestError, TemplateError
 WORKER = Path(__file__).with_name("template_worker.py")
 START_SECONDS = 60.0
 # A busy machine may give the worker little of its time; the CPU limit is the rule, this only ends a hang.
-WALL_FACTOR = 15.0
+WALL_FACTOR, WALL_GRACE = 15.0, 10.0
+
+
+class _Died(Exception):
+    """The worker ended; code as Popen.returncode has it."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class RefusedMessages(TemplateError, RequestError):
@@ -63,22 +72,7 @@ class TemplateProcess:
         }
         line = json.dumps(request).encode("ascii") + b"\n"
         with self._lock:
-            for _ in range(2):
-                worker = self._started()
-                try:
-                    if self._send(worker, line):
-                        break
-                except BaseException:
-                    self._stop()
-                    raise
-                self._stop()  # it had died while idle: once more with a fresh one
-            else:
-                raise TemplateError("the chat template's process cannot be reached; try again")
-            try:
-                reply = self._receive(worker, self.limits.seconds * WALL_FACTOR)
-            except BaseException:
-                self._stop()
-                raise
+            reply = self._asked(line)
             if reply.get("failed") == "memory":
                 self._stop()  # a heap that hit its limit is not worth keeping
         if "text" in reply:
@@ -89,6 +83,28 @@ class TemplateProcess:
         """Ends the worker, if one runs."""
         with self._lock:
             self._stop()
+
+    def _asked(self, line: bytes) -> dict[str, Any]:
+        """The worker's reply; a worker that died without the clock's doing gets one successor."""
+        for _ in range(2):
+            try:
+                worker = self._started()
+                self._send(worker, line)
+                return self._receive(worker, self.limits.seconds * WALL_FACTOR + WALL_GRACE)
+            except _Died as death:
+                self._stop()
+                if death.code == -signal.SIGPROF:
+                    raise TemplateError(
+                        f"the chat template was stopped: it used more than {self.limits.seconds:g} s of CPU time; "
+                        "use another template"
+                    ) from None
+                code = death.code
+            except BaseException:
+                self._stop()
+                raise
+        raise TemplateError(
+            f"the chat template's process ended with status {code}: too much memory, or jinja2 is not installed"
+        )
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._worker is not None and self._worker.poll() is None:
@@ -106,24 +122,19 @@ class TemplateProcess:
             cwd="/",
         )
         self._closing = weakref.finalize(self, _end, self._worker)
-        try:
-            self._receive(self._worker, START_SECONDS)
-        except BaseException:
-            self._stop()
-            raise
+        self._receive(self._worker, START_SECONDS)
         return self._worker
 
-    def _send(self, worker: subprocess.Popen[bytes], line: bytes) -> bool:
+    def _send(self, worker: subprocess.Popen[bytes], line: bytes) -> None:
         assert worker.stdin is not None
         try:
             worker.stdin.write(line)
             worker.stdin.flush()
         except OSError:
-            return False
-        return True
+            raise _Died(worker.wait()) from None
 
     def _receive(self, worker: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-        """The worker's next line; TemplateError when it dies, hangs, or writes without end."""
+        """The worker's next line; TemplateError when it hangs or writes without end, _Died when it is gone."""
         assert worker.stdout is not None
         descriptor = worker.stdout.fileno()
         # JSON writes a character in at most twelve bytes; the rest is for the error text
@@ -137,20 +148,13 @@ class TemplateProcess:
             chunk = os.read(descriptor, 1 << 16)
             size += len(chunk)
             if not chunk:
-                raise self._death(worker)
+                raise _Died(worker.wait())
             if size > most:
                 raise self._error({"failed": "output"})
             chunks.append(chunk)
         reply = json.loads(b"".join(chunks))
         assert isinstance(reply, dict)
         return reply
-
-    def _death(self, worker: subprocess.Popen[bytes]) -> TemplateError:
-        code = worker.wait()
-        if code < 0:
-            limit = f"{self.limits.seconds:g} s of CPU time or {self.limits.memory >> 20} MiB of memory"
-            return TemplateError(f"the chat template was stopped: it used more than {limit}; use another template")
-        return TemplateError(f"the chat template's process ended with exit status {code}; is jinja2 installed?")
 
     def _error(self, reply: Mapping[str, Any]) -> TemplateError:
         failed, detail = reply.get("failed"), str(reply.get("detail", ""))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from modelmill.core.errors import TokenizerError
+from modelmill.text.alternation import alternation
 from modelmill.text.utf8 import Utf8Stream
 
 
@@ -49,9 +50,7 @@ class Tokenizer(ABC):
         self._prefix = list(traits.prefix)
         self._suffix = list(traits.suffix)
         # a token of one character cannot be told from the character, so it is never read out of text
-        longest_first = sorted((text for text in traits.special if len(text) > 1), key=len, reverse=True)
-        self._special_ids = [traits.special[text] for text in longest_first]
-        self._special_pattern = _pattern(longest_first, traits.padded)
+        self._special_pattern = _pattern([text for text in traits.special if len(text) > 1], traits.padded)
 
     # -- text → ids
 
@@ -92,7 +91,7 @@ class Tokenizer(ABC):
         for match in self._special_pattern.finditer(text):
             if match.start() > end:
                 pieces.append(text[end : match.start()])
-            pieces.append(self._special_ids[(match.lastindex or 1) - 1])
+            pieces.append(self.special[match[match.lastgroup or 0]])
             end = match.end()
         if end < len(text) or not pieces:
             pieces.append(text[end:])
@@ -150,12 +149,16 @@ def well_formed(text: str) -> str:
 
 
 def _pattern(texts: Sequence[str], padded: Mapping[str, tuple[bool, bool]]) -> re.Pattern[str] | None:
-    """One pattern for all control tokens (longest first), a group for each, with the whitespace it eats."""
-    alternatives = []
+    """One pattern for all control tokens, the longest first; a named group holds the token's own text."""
+    if not texts:
+        return None
+    sides: dict[tuple[bool, bool], list[str]] = {}
     for text in texts:
-        eats_left, eats_right = padded.get(text, (False, False))
+        sides.setdefault(padded.get(text, (False, False)), []).append(text)
+    alternatives = []
+    for index, ((eats_left, eats_right), group) in enumerate(sides.items()):
         # the possessive run from its first space keeps a megabyte of spaces linear when no token follows
-        left = r"(?<!\s)\s*+" if eats_left else ""
+        left = r"(?:(?<!\s)\s++)?" if eats_left else ""
         right = r"\s*" if eats_right else ""
-        alternatives.append(f"({left}{re.escape(text)}{right})")
-    return re.compile("|".join(alternatives)) if alternatives else None
+        alternatives.append(f"{left}(?P<g{index}>{alternation(group)}){right}")
+    return re.compile("|".join(alternatives))

