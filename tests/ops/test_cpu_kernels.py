@@ -1,0 +1,323 @@
+"""The CPU kernels beyond what every variant is asked: each instruction set, odd memory, bits in batches, the build."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core import env
+from modelmill.core.errors import MissingDependency
+from modelmill.ops import shelf
+from modelmill.ops.case import Case, randn
+from modelmill.ops.cpu import build
+from modelmill.ops.int8_linear import quantize
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What is added to the flags, and the floats in a vector that must come of it. Less optimised, to compile quickly.
+INSTRUCTION_SETS = {"native": ((), None), "avx2": (("-mno-avx512f", "-O1"), 8), "plain": (("-mno-avx", "-O1"), 4)}
+QUICK = ("-O0", "-std=c++17", "-fPIC", "-w")
+KERNELS: dict[str, ModuleType] = {op: import_module(f"modelmill.ops.cpu.{op}") for op in shelf.OPS}
+
+pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+
+
+def _forget() -> None:
+    """Drop every function that the bindings hold of the library in use."""
+    for module in KERNELS.values():
+        for value in vars(module).values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+
+
+@functools.cache
+def _library(name: str) -> build.Library:
+    flags, width = INSTRUCTION_SETS[name]
+    library = build.open_library(build.compiled((*build.FLAGS, *flags)))
+    assert width is None or library.vector_width <= width
+    return library
+
+
+@pytest.fixture(params=list(INSTRUCTION_SETS))
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each test once per instruction set, freshly allocated tensors full of NaN."""
+    if request.param != "native" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("instruction sets of x86")
+    library = _library(request.param)
+    monkeypatch.setattr(build, "load", lambda: library)
+    _forget()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+    _forget()
+
+
+def _odd(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values one element into a larger buffer: aligned to nothing but the element."""
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return flat[1:].view(tensor.shape).copy_(tensor)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with a gap after each."""
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
+def _check(op: str, args: dict[str, Any], dtype: torch.dtype, writes: tuple[str, ...] = ()) -> None:
+    """``run`` against the reference on float64 copies, by the op's own tolerance; what it writes as well."""
+    wide = {
+        n: (v.double() if v.is_floating_point() else v.clone()) if isinstance(v, torch.Tensor) else v
+        for n, v in args.items()
+    }
+    wide.update({n: wide[n] for n in writes})
+    expected, got = shelf.reference(op)(**wide), KERNELS[op].run(**args)
+    pairs = list(zip(got, expected)) if isinstance(got, tuple) else [(got, expected)]
+    pairs += [(args[n], wide[n]) for n in writes]
+    for mine, truth in pairs:
+        assert mine.shape == truth.shape
+        mine, truth = mine.double(), truth.double()
+        assert torch.equal(mine.isnan(), truth.isnan())
+        error = ((mine - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num()
+        assert float(error.max()) <= import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
+
+
+def _caches(op: str) -> tuple[str, ...]:
+    return ("k_cache", "v_cache") if op == "rope_cache" else ()
+
+
+def _cases(op: str, dtype: torch.dtype) -> Iterator[Case]:
+    yield from (c for c in import_module(f"modelmill.ops.{op}").cases("cpu", dtype) if c.bytes_moved < 1 << 22)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", shelf.OPS)
+def test_every_instruction_set_computes_the_reference(op: str, dtype: torch.dtype, isa: str) -> None:
+    for case in _cases(op, dtype):
+        _check(op, dict(case.args), dtype, _caches(op))
+
+
+@pytest.mark.parametrize("change", [_odd, _strided], ids=["odd offsets", "gaps"])
+@pytest.mark.parametrize("op", shelf.OPS)
+def test_memory_as_it_comes(op: str, change: Any) -> None:
+    for dtype in DTYPES:
+        for case in list(_cases(op, dtype))[:3]:
+            args = {n: change(v) if isinstance(v, torch.Tensor) else v for n, v in case.args.items()}
+            _check(op, args, dtype, _caches(op))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    k=st.integers(1, 300),
+    n=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+)
+def test_products_of_any_size(rows: int, k: int, n: int, dtype: torch.dtype, bias: bool) -> None:
+    x = randn(rows, k, device="cpu", dtype=dtype, seed=rows)
+    weight = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
+    args = {"x": x, "bias": randn(n, device="cpu", dtype=dtype, seed=k) if bias else None}
+    _check("linear", args | {"weight": weight.to(dtype)}, dtype)
+    held, scale = quantize(weight)
+    _check("int8_linear", args | {"weight": held, "scale": scale}, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_gives_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, isa: str) -> None:
+    batches = (1, 2, 3, 4, 7, 16) if dtype is torch.bfloat16 or isa == "plain" else (1, 2, 3, 4, 7, 16, 65)
+    x = randn(65, 333, device="cpu", dtype=dtype, seed=1)
+    weight = randn(45, 333, device="cpu", dtype=dtype, seed=2)
+    held, scale = quantize(weight)
+    alone = KERNELS["linear"].run(x[:1], weight), KERNELS["int8_linear"].run(x[:1], held, scale)
+    for rows in batches:
+        assert torch.equal(KERNELS["linear"].run(x[:rows], weight)[:1], alone[0])
+        assert torch.equal(KERNELS["int8_linear"].run(x[:rows], held, scale)[:1], alone[1])
+
+
+def _attention(
+    lengths: list[tuple[int, int]], dtype: torch.dtype, cache: torch.dtype, window: int | None = None
+) -> Any:
+    pages = [-(-context // 16) for _, context in lengths]
+    tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    for b, count in enumerate(pages):
+        tables[b, :count] = torch.arange(count) * len(lengths) + b
+    total = max(pages) * len(lengths)
+    starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).to(torch.int32)
+    return {
+        "q": randn(int(starts[-1]), 6, 48, device="cpu", dtype=dtype, seed=1, scale=2.0),
+        "k_cache": randn(total, 2, 16, 48, device="cpu", dtype=cache, seed=2),
+        "v_cache": randn(total, 2, 16, 48, device="cpu", dtype=cache, seed=3),
+        "block_tables": tables,
+        "query_start": starts,
+        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32),
+        "max_query": max(q for q, _ in lengths),
+        "max_context": max(c for _, c in lengths),
+        "scale": 48**-0.5,
+        "window": window,
+    }
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_attention_over_split_contexts(window: int | None, isa: str) -> None:
+    lengths = [(1, 255), (1, 256), (1, 257), (1, 1000), (100, 333), (3, 700), (1, 1)]
+    for dtype, cache in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        _check("paged_attention", _attention(lengths, dtype, cache, window), dtype)
+
+
+def test_keys_beyond_the_context_are_not_read(isa: str) -> None:
+    args = _attention([(1, 37), (5, 21)], torch.float32, torch.float32)
+    expected = KERNELS["paged_attention"].run(**args)
+    for name in ("k_cache", "v_cache"):
+        poisoned = args[name]
+        for b, context in enumerate((37, 21)):
+            poisoned[args["block_tables"][b, context // 16], :, context % 16 :] = float("nan")
+    assert torch.equal(KERNELS["paged_attention"].run(**args), expected)
+
+
+def test_a_sequence_attends_with_the_same_bits_alone_and_in_a_batch(isa: str) -> None:
+    args = _attention([(1, 700), (1, 3), (1, 700)], torch.float32, torch.float32)
+    together = KERNELS["paged_attention"].run(**args)
+    for b in range(3):
+        own = {"q": args["q"][b : b + 1], "query_start": torch.tensor([0, 1], dtype=torch.int32)}
+        own |= {n: args[n][b : b + 1] for n in ("block_tables", "context_lens")}
+        assert torch.equal(KERNELS["paged_attention"].run(**(args | own))[0], together[b])
+
+
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+def test_the_cache_may_have_its_own_dtype(cache: torch.dtype, isa: str) -> None:
+    _check("paged_attention", _attention([(1, 300), (9, 20)], torch.float32, cache), torch.float32)
+    values = torch.cat((randn(4096 - 9, device="cpu", dtype=torch.float32, seed=1, scale=100.0), _rough()))
+    qkv = values.view(-1, 4 * 8)
+    stored = [torch.full((9, 1, 16, 8), float("nan"), dtype=cache) for _ in range(2)]
+    slots = torch.arange(128)
+    slots[3] = -1
+    q = KERNELS["rope_cache"].run(qkv, stored[0], stored[1], slots, 2)
+    assert torch.equal(q.nan_to_num(), qkv[:, :16].view(128, 2, 8).nan_to_num())
+    for tensor, part in zip(stored, (qkv[:, 16:24], qkv[:, 24:])):
+        rows = tensor[:, 0].reshape(-1, 8)
+        assert torch.equal(rows[:3].nan_to_num(), part[:3].to(cache).nan_to_num())
+        assert torch.equal(rows[4:128].nan_to_num(), part[4:].to(cache).nan_to_num())
+        assert torch.equal(rows[4:128].isnan(), part[4:].isnan())
+        assert rows[3].isnan().all()
+        assert rows[128:].isnan().all()
+
+
+def _rough() -> torch.Tensor:
+    """Values at which narrow formats round, overflow, or lose bits."""
+    return torch.tensor([65504.0, 65519.9, 65520.0, -1e30, 1e-5, 5.97e-8, 2.9e-8, float("inf"), float("nan")])
+
+
+def test_float16_values_all_survive(isa: str) -> None:
+    every = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).view(-1, 4 * 8)
+    stored = [torch.zeros(len(every) // 16, 1, 16, 8) for _ in range(2)]
+    KERNELS["rope_cache"].run(every, stored[0], stored[1], torch.arange(len(every)), 2)
+    for tensor, part in zip(stored, (every[:, 16:24], every[:, 24:])):
+        assert torch.equal(tensor.view(-1, 8).nan_to_num(7.0), part.float().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_at_the_ends_of_the_range(dtype: torch.dtype, isa: str) -> None:
+    ends = [0.0, -0.0, 1e-6, 20.0, -20.0, 87.0, -87.0, 88.0, -88.0, 100.0, -100.0, 6e4, -6e4, float("nan")]
+    x = torch.tensor([ends * 3]).to(dtype)
+    _check("gelu_tanh", {"x": x}, dtype)
+    _check("silu_mul", {"gate_up": torch.cat((x, torch.ones_like(x)), 1)}, dtype)
+
+
+def test_empty_batches() -> None:
+    empty = torch.zeros(0, 64)
+    assert KERNELS["linear"].run(empty, torch.zeros(5, 64)).shape == (0, 5)
+    assert KERNELS["int8_linear"].run(empty, torch.zeros(5, 64, dtype=torch.int8), torch.ones(5)).shape == (0, 5)
+    assert KERNELS["rms_norm"].run(empty, torch.ones(64), 1e-5).shape == (0, 64)
+    assert KERNELS["silu_mul"].run(empty).shape == (0, 32)
+    assert KERNELS["gelu_tanh"].run(empty).shape == (0, 64)
+
+
+SCRIPT = f"""
+import torch
+from modelmill.ops.cpu import build
+library = build.open_library(build.compiled({QUICK!r}))
+torch.set_num_threads(2)
+torch.randn(2000, 2000) @ torch.randn(2000, 200)
+library.quick.modelmill_self_check()
+maps = open("/proc/self/maps").read().split()
+print(library.path, len({{m for m in maps if "omp" in m.rsplit("/", 1)[-1] and ".so" in m}}))
+"""
+
+
+def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path) -> None:
+    variables = env.child() | {"MODELMILL_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", SCRIPT]
+    running = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0].split() for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert said[0] == said[1]
+    assert [path.name for path in (tmp_path / "cpu").iterdir()] == [Path(said[0][0]).name]
+    if sys.platform == "linux":
+        assert said[0][1] == "1"  # one OpenMP runtime in the process: torch's
+
+
+def test_another_processor_flag_or_compiler_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = build._key(QUICK, "g++", "12")
+    assert key == build._key(QUICK, "g++", "12")
+    others = {build._key((*QUICK, "-g"), "g++", "12"), build._key(QUICK, "g++", "13")}
+    monkeypatch.setattr(build, "_cpu", lambda: "another processor")
+    assert len(others | {key, build._key(QUICK, "g++", "12")}) == 4
+
+
+def _reason() -> str:
+    found = build.load.__wrapped__()
+    assert isinstance(found, str)
+    assert "\n" not in found
+    return found
+
+
+def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "compiler", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    reason = _reason()
+    assert "install g++" in reason
+    monkeypatch.setattr(build, "load", lambda: reason)
+    assert build.available("cpu") == reason
+    assert set(shelf.resolve("cpu").chosen.values()) == {"torch"}
+    with pytest.raises(MissingDependency, match="install g"):
+        build.function("linear", "p")
+
+
+def test_a_named_compiler_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "compiler", lambda: "no-such-compiler")
+    assert "'no-such-compiler'" in _reason()
+
+
+def test_a_failing_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(env, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
+    assert "no-such-flag" in _reason()
+    assert list((tmp_path / "cpu").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(env, "cache_dir", lambda: tmp_path / "file")
+    assert "cannot be written" in _reason()
+
+
+def test_a_broken_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kernels.so").write_bytes(b"not a library")
+    monkeypatch.setattr(build, "compiled", lambda flags: tmp_path / "kernels.so")
+    assert "cannot be loaded" in _reason()
+
+
+def test_other_devices_are_refused() -> None:
+    assert "CPU" in str(build.available("cuda"))
