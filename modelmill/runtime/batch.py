@@ -1,0 +1,313 @@
+"""From a schedule to a Step: every integer that a forward pass needs, in one buffer.
+
+The integers are written into one host buffer (pinned for a GPU), go to the device in one asynchronous copy, and are
+seen there through views. Where each of them stands follows from four numbers (``Layout``), so that a CUDA graph of a
+layout finds them at the same place every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from modelmill.core.types import Insert
+from modelmill.nn.kv import KVCache
+from modelmill.nn.step import Step
+from modelmill.ops.shelf import Ops
+from modelmill.runtime.pages import PageTables
+from modelmill.runtime.sequence import Sequence
+
+_ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, as kernels like their pointers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """tokens: T. seqs: B. samples: rows whose logits are wanted. pages: columns of the block tables."""
+
+    tokens: int
+    seqs: int
+    samples: int
+    pages: int
+
+    def sections(self) -> list[tuple[str, int, int]]:
+        """(name, elements, bytes per element) in order."""
+        t, b, r = self.tokens, self.seqs, self.samples
+        wide = [("ids", t), ("feed", t), ("positions", t), ("slots", t), ("rope_keys", t)]
+        wide += [("rows", r), ("outs", r), ("noise", r)]
+        narrow = [("query_start", b + 1), ("context_lens", b), ("block_tables", b * self.pages)]
+        return [(n, c, 8) for n, c in wide] + [(n, c, 4) for n, c in narrow]
+
+    def words(self) -> int:
+        """int64 words of the buffer."""
+        return sum(_words(count, width) for _, count, width in self.sections())
+
+
+class Views:
+    """The sections of a layout as tensors over one int64 buffer; ``noise`` is float64."""
+
+    ids: torch.Tensor
+    feed: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    rope_keys: torch.Tensor
+    rows: torch.Tensor
+    outs: torch.Tensor
+    noise: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+    def __init__(self, buffer: torch.Tensor, layout: Layout) -> None:
+        self.layout = layout
+        start = 0
+        for name, count, width in layout.sections():
+            words = _words(count, width)
+            part = buffer[start : start + words]
+            part = part[:count] if width == 8 else part.view(torch.int32)[:count]
+            setattr(self, name, part)
+            start += words
+        self.words = start
+        self.noise = self.noise.view(torch.float64)
+        self.block_tables = self.block_tables.view(layout.seqs, layout.pages)
+
+
+class Arrays:
+    """The same sections of a host buffer as numpy arrays, to be written."""
+
+    def __init__(self, views: Views) -> None:
+        self.ids, self.feed = views.ids.numpy(), views.feed.numpy()
+        self.positions, self.slots = views.positions.numpy(), views.slots.numpy()
+        self.rope_keys = views.rope_keys.numpy()
+        self.rows, self.outs, self.noise = views.rows.numpy(), views.outs.numpy(), views.noise.numpy()
+        self.query_start, self.context_lens = views.query_start.numpy(), views.context_lens.numpy()
+        self.block_tables = views.block_tables.numpy()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's integers on the device, and the host's knowledge of them.
+
+    rows: which rows' logits are wanted, in the order of sampling, or None for all. max_query, max_context: bounds.
+    fed: whether some ids come from the tokens sampled last.
+    """
+
+    views: Views
+    tokens: int
+    every_row: bool
+    max_query: int
+    max_context: int
+    fed: bool
+    embeds: torch.Tensor | None = None
+    embed_mask: torch.Tensor | None = None
+
+    def step(self, kv: KVCache, ops: Ops, ids: torch.Tensor) -> Step:
+        """The Step of this batch."""
+        v = self.views
+        return Step(
+            ids=ids,
+            positions=v.positions,
+            slots=v.slots,
+            rope_keys=v.rope_keys,
+            block_tables=v.block_tables,
+            query_start=v.query_start,
+            context_lens=v.context_lens,
+            logit_rows=None if self.every_row else v.rows,
+            max_query=self.max_query,
+            max_context=self.max_context,
+            kv=kv,
+            ops=ops,
+            embeds=self.embeds,
+            embed_mask=self.embed_mask,
+        )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Logit rows of a step. rows: index into its tokens. outs: where each sample is kept for the next step (−1: not).
+
+    noise: a uniform number per sample, or None.
+    """
+
+    rows: Seq[int]
+    outs: Seq[int]
+    noise: np.ndarray | None = None
+
+
+class Packer:
+    """Builds batches. Two host buffers take turns, so that one can be filled while the other is being copied."""
+
+    def __init__(self, tables: PageTables, page_size: int, device: str) -> None:
+        self.tables, self.page_size = tables, page_size
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        self._turn = 0
+        self._host: list[torch.Tensor] = []
+        self._there: torch.Tensor | None = None
+        self._arrays: dict[tuple[int, Layout], Arrays] = {}
+        self._views: dict[Layout, Views] = {}
+
+    def reserve(self, layout: Layout) -> None:
+        """Make the buffers large enough; views made before become void."""
+        words = layout.words()
+        if self._host and self._host[0].numel() >= words:
+            return
+        words = max(words, 1 << 14)
+        count = 2 if self.cuda else 1
+        self._host = [torch.zeros(words, dtype=torch.int64, pin_memory=self.cuda) for _ in range(count)]
+        self._there = torch.zeros(words, dtype=torch.int64, device=self.device) if self.cuda else self._host[0]
+        self._arrays.clear()
+        self._views.clear()
+
+    def views(self, layout: Layout) -> Views:
+        """Where the sections of a layout stand on the device."""
+        self.reserve(layout)
+        views = self._views.get(layout)
+        if views is None:
+            if len(self._views) > 512:
+                self._views.clear()
+            assert self._there is not None
+            views = self._views[layout] = Views(self._there, layout)
+        return views
+
+    def pack(self, work: Seq[tuple[Sequence, int]], want: Wanted, pad: tuple[int, int] | None = None) -> Batch:
+        """Write and send a step. pad: (sequences, context) that a decode step is filled up to."""
+        tokens = sum(count for _, count in work) if pad is None else pad[0]
+        seqs = len(work) if pad is None else pad[0]
+        samples = len(want.rows) if pad is None else pad[0]
+        max_context = pad[1] if pad is not None else max(s.computed + c for s, c in work)
+        layout = Layout(tokens, seqs, samples, self._columns(max_context))
+        views = self.views(layout)
+        out = self._write_to(layout)
+        decode = tokens == len(work) or pad is not None
+        fed = self._decode(out, work, seqs) if decode else self._mixed(out, work)
+        self._wanted(out, want, samples)
+        if self.cuda:
+            assert self._there is not None
+            words = views.words
+            self._there[:words].copy_(self._host[self._turn][:words], non_blocking=True)
+        embeds, mask = _inserted(work, tokens, self.device)
+        every = decode and samples == tokens and (pad is not None or list(want.rows) == list(range(tokens)))
+        max_query = 1 if decode else max(c for _, c in work)
+        return Batch(views, tokens, every, max_query, max_context, fed, embeds, mask)
+
+    def _columns(self, context: int) -> int:
+        """Columns of the block tables: a power of two, so that few layouts occur."""
+        need = -(-context // self.page_size)
+        return min(1 << max(need - 1, 7).bit_length(), max(self.tables.table.shape[1], need))
+
+    def _write_to(self, layout: Layout) -> Arrays:
+        self._turn = (self._turn + 1) % len(self._host)
+        arrays = self._arrays.get((self._turn, layout))
+        if arrays is None:
+            if len(self._arrays) > 512:
+                self._arrays.clear()
+            arrays = self._arrays[self._turn, layout] = Arrays(Views(self._host[self._turn], layout))
+        return arrays
+
+    def _decode(self, out: Arrays, work: Seq[tuple[Sequence, int]], seqs: int) -> bool:
+        """One token of each sequence, padded to ``seqs``."""
+        n, size = len(work), self.page_size
+        rows = [s.row for s, _ in work]
+        positions = out.positions
+        positions[:n] = [s.computed for s, _ in work]
+        out.ids[:n] = [s.tokens[s.computed] if s.computed < len(s.tokens) else 0 for s, _ in work]
+        fed = [s.row if s.computed >= len(s.tokens) else -1 for s, _ in work]
+        out.feed[:n] = fed
+        at = positions[:n]
+        where = np.array(rows)
+        out.slots[:n] = self.tables.table[where, at // size].astype(np.int64) * size + at % size
+        rule = work[0][0].rope.rule
+        if rule == "fixed":
+            out.rope_keys[:] = 0
+        elif rule == "prompt":
+            out.rope_keys[:n] = [s.prompt_key for s, _ in work]
+        else:
+            for i, (s, _) in enumerate(work):
+                out.rope_keys[i : i + 1] = s.rope_keys(s.computed, s.computed + 1)
+        out.context_lens[:n] = at + 1
+        columns = out.block_tables.shape[1]
+        out.block_tables[:n] = self.tables.table[where, :columns]
+        out.query_start[:] = np.arange(seqs + 1)
+        if seqs > n:
+            out.ids[n:], out.feed[n:], positions[n:], out.slots[n:], out.rope_keys[n:] = 0, -1, 0, -1, 0
+            out.context_lens[n:] = 0
+            out.block_tables[n:] = 0
+        return max(fed) >= 0
+
+    def _mixed(self, out: Arrays, work: Seq[tuple[Sequence, int]]) -> bool:
+        """Stretches of any length, one after another."""
+        size, columns = self.page_size, out.block_tables.shape[1]
+        start, fed = 0, False
+        out.feed[:] = -1
+        for i, (seq, count) in enumerate(work):
+            first, stop, end = seq.computed, seq.computed + count, start + count
+            known = min(stop, len(seq.tokens))
+            out.ids[start : start + known - first] = seq.tokens[first:known]
+            if known < stop:
+                out.ids[end - 1], out.feed[end - 1] = 0, seq.row
+                fed = True
+            positions = np.arange(first, stop)
+            out.positions[start:end] = positions
+            table = self.tables.table[seq.row]
+            out.slots[start:end] = table[positions // size].astype(np.int64) * size + positions % size
+            out.rope_keys[start:end] = seq.rope_keys(first, stop)
+            out.query_start[i] = start
+            out.context_lens[i] = stop
+            out.block_tables[i] = table[:columns]
+            start = end
+        out.query_start[len(work)] = start
+        return fed
+
+    def _wanted(self, out: Arrays, want: Wanted, samples: int) -> None:
+        n = len(want.rows)
+        if n:
+            out.rows[:n] = want.rows
+            out.outs[:n] = want.outs
+            if want.noise is not None:
+                out.noise[: len(want.noise)] = want.noise
+        if samples > n:
+            out.rows[n:] = 0
+            out.outs[n:] = -1
+
+
+def _words(count: int, width: int) -> int:
+    words = -(-count * width // 8)
+    return -(-words // _ALIGN) * _ALIGN
+
+
+def _inserted(
+    work: Seq[tuple[Sequence, int]], tokens: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Foreign embeddings of the step's tokens, [T, H], and where they stand; (None, None) where there are none."""
+    if not any(s.request.inserts for s, _ in work):
+        return None, None
+    embeds: torch.Tensor | None = None
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    start = 0
+    for seq, count in work:
+        for insert in seq.request.inserts:
+            low = max(insert.position, seq.computed)
+            high = min(insert.position + insert.length, seq.computed + count)
+            if low >= high:
+                continue
+            rows = _rows_of(insert)
+            if embeds is None:
+                embeds = torch.zeros(tokens, rows.shape[1], dtype=rows.dtype)
+            at = start - seq.computed
+            embeds[at + low : at + high] = rows[low - insert.position : high - insert.position].cpu()
+            mask[at + low : at + high] = True
+        start += count
+    if embeds is None:
+        return None, None
+    return embeds.to(device), mask.to(device)
+
+
+def _rows_of(insert: Insert) -> torch.Tensor:
+    """An insert's embeddings [length, H]."""
+    rows = insert.handle
+    assert isinstance(rows, torch.Tensor), "an insert's handle is its embeddings, a tensor"
+    assert rows.ndim == 2, "an insert's embeddings are [length, H]"
+    return rows

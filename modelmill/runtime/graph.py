@@ -1,0 +1,106 @@
+"""CUDA graphs of decode steps: the whole step, from the ids of the last one to the ids of this one.
+
+A graph is recorded for a number of sequences and a bound on their context, when it is first needed. Its inputs stand at
+fixed places (``batch.Layout``); smaller batches are padded with sequences of context 0 whose slots are −1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from modelmill.runtime.batch import Batch, Layout, Packer
+
+
+@dataclass
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    ids: torch.Tensor | None
+
+
+class Graphs:
+    """Recorded decode steps. forward: a batch's logits. last: where sampled ids are kept by row.
+
+    largest: most sequences that a graph serves. longest: most tokens of a sequence.
+    """
+
+    def __init__(
+        self, forward: Callable[[Batch], torch.Tensor], last: torch.Tensor, packer: Packer, largest: int, longest: int
+    ) -> None:
+        self._forward, self._last, self._packer = forward, last, packer
+        self.sizes = sizes_upto(largest)
+        self.largest = largest
+        self._longest = longest
+        self._graphs: dict[tuple[Layout, int, bool], _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._logits: torch.Tensor | None = None
+
+    def pad(self, seqs: int, context: int) -> tuple[int, int]:
+        """(sequences, context) of the smallest graph that serves."""
+        size = next(s for s in self.sizes if s >= seqs)
+        return size, min(bucket(context), max(self._longest, context))
+
+    def replay(self, batch: Batch, *, greedy: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run a padded batch: (logits, None), or with ``greedy`` (None, ids), which are kept in ``last`` too."""
+        key = (batch.views.layout, batch.max_context, greedy)
+        found = self._graphs.get(key)
+        if found is None:
+            found = self._graphs[key] = self._record(batch, greedy)
+        found.graph.replay()
+        if greedy:
+            return None, found.ids
+        assert self._logits is not None
+        return self._logits[: batch.tokens], None
+
+    def _record(self, batch: Batch, greedy: bool) -> _Graph:
+        """The batch's own numbers serve for the rehearsal: computing a step twice writes the same keys and values."""
+        batch = _always_fed(batch)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                logits = self._forward(batch)
+                logits.argmax(-1)
+        torch.cuda.current_stream().wait_stream(stream)
+        if not greedy:
+            self._room(logits)
+        del logits
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._forward(batch)
+            ids = None
+            if greedy:
+                ids = logits.argmax(-1)
+                self._last[batch.views.outs] = ids
+            else:
+                assert self._logits is not None
+                self._logits[: batch.tokens].copy_(logits)
+            del logits
+        return _Graph(graph, ids)
+
+    def _room(self, logits: torch.Tensor) -> None:
+        if self._logits is None:
+            shape = (self.sizes[-1], logits.shape[1])
+            self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+
+
+def sizes_upto(largest: int) -> list[int]:
+    """1, 2, 4, then multiples of 8, then of 32, up to the first that holds ``largest``."""
+    sizes = [1, 2, 4]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + (4 if sizes[-1] < 8 else 8 if sizes[-1] < 256 else 32))
+    return [s for i, s in enumerate(sizes) if i == 0 or sizes[i - 1] < largest]
+
+
+def bucket(context: int) -> int:
+    """A bound for the context: 1,024, then half as much again and doubled in turn."""
+    bound = 1024
+    while bound < context:
+        bound = bound * 3 // 2 if bound & (bound - 1) == 0 else bound * 4 // 3
+    return bound
+
+
+def _always_fed(batch: Batch) -> Batch:
+    return Batch(batch.views, batch.tokens, batch.every_row, batch.max_query, batch.max_context, True, None, None)

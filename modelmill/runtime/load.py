@@ -1,0 +1,123 @@
+"""From an artifact to a model: modules are built without memory, then filled tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from modelmill.artifact.store import Artifact
+from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
+from modelmill.core.find import find, names
+from modelmill.nn.linear import Linear
+from modelmill.weights import held
+
+
+def build(model_type: str, config: Mapping[str, object]) -> nn.Module:
+    """The model of a family, its weights without memory. Raises IncompatibleArtifact for an unknown family."""
+    module = find("modelmill.models", model_type)
+    if module is None:
+        known = ", ".join(names("modelmill.models"))
+        raise IncompatibleArtifact(f"the engine is of family {model_type!r}, known here are {known}; update modelmill")
+    return module.Model(module.configure(config))
+
+
+def load(artifact: Artifact, device: str) -> nn.Module:
+    """The engine's model with its weights on ``device``; on the CPU they stay views of the files.
+
+    Raises CorruptArtifact where tensors are missing, left over or of a wrong shape.
+    """
+    manifest = artifact.manifest
+    model = build(manifest.model_type, manifest.config)
+    fill(model, artifact.tensor, artifact.names(), manifest.weights, manifest.aliases, device)
+    return model
+
+
+def fill(
+    model: nn.Module,
+    weights: Callable[[str], torch.Tensor],
+    names: Iterable[str],
+    kinds: Mapping[str, str],
+    aliases: Mapping[str, str],
+    device: str,
+) -> None:
+    """Put every tensor in its place, one at a time.
+
+    weights: tensor by name. names: all that there are. kinds: linear module → how its weight is held ("dense" where it
+    is not named). aliases: tensor name → the tensor whose memory it shares.
+    """
+    store = _Store(weights, set(names), aliases, device)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            _fill_linear(name, module, store, kinds.get(name, "dense"))
+    for name, buffer in list(model.named_buffers()):
+        _fill_buffer(model, name, buffer, store)
+    left = sorted(store.names - store.used)
+    if left:
+        raise CorruptArtifact(f"the engine holds tensors that the model does not know: {_few(left)}; rebuild it")
+    model.eval().requires_grad_(False)
+
+
+class _Store:
+    """Tensors by name on the device; those that others share are kept to be handed out again."""
+
+    def __init__(
+        self, weights: Callable[[str], torch.Tensor], names: set[str], aliases: Mapping[str, str], device: str
+    ) -> None:
+        self.weights, self.names, self.aliases, self.device = weights, names, aliases, device
+        self.used: set[str] = set()
+        self._shared: dict[str, torch.Tensor] = {}
+        self._lent = set(aliases.values())
+
+    def suffixes(self, module: str) -> list[str]:
+        """What is stored for a module, without its bias."""
+        prefix = module + "."
+        all_names = [*self.names, *(a for a in self.aliases if a not in self.names)]
+        found = [n.removeprefix(prefix) for n in all_names if n.startswith(prefix)]
+        return [s for s in found if s != "bias" and "." not in s]
+
+    def get(self, name: str) -> torch.Tensor:
+        source = name if name in self.names else self.aliases.get(name, name)
+        if source in self._shared:
+            return self._shared[source]
+        if source not in self.names:
+            raise CorruptArtifact(f"the engine lacks the tensor {name}; rebuild it")
+        self.used.add(source)
+        tensor = self.weights(source).to(self.device)
+        if source in self._lent:
+            self._shared[source] = tensor
+        return tensor
+
+
+def _fill_linear(name: str, module: Linear, store: _Store, kind: str) -> None:
+    tensors = {s: store.get(f"{name}.{s}") for s in store.suffixes(name)}
+    if "weight" not in tensors:
+        raise CorruptArtifact(f"the engine lacks the tensor {name}.weight; rebuild it")
+    try:
+        module.held = held.from_tensors(kind, tensors)
+    except KeyError as missing:
+        raise CorruptArtifact(f"the engine lacks the tensor {name}.{missing.args[0]}; rebuild it") from None
+    if tuple(module.held.shape) != tuple(module.shape):
+        raise CorruptArtifact(
+            f"{name} has shape {tuple(module.held.shape)} instead of {tuple(module.shape)}; rebuild the engine"
+        )
+
+
+def _fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, store: _Store) -> None:
+    parent, _, leaf = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if not buffer.is_meta:
+        # computed, not stored: rotary frequencies
+        setattr(module, leaf, buffer.to(store.device))
+        return
+    tensor = store.get(name)
+    if tensor.shape != buffer.shape:
+        raise CorruptArtifact(
+            f"{name} has shape {tuple(tensor.shape)} instead of {tuple(buffer.shape)}; rebuild the engine"
+        )
+    setattr(module, leaf, tensor)
+
+
+def _few(found: list[str]) -> str:
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")

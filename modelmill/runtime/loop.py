@@ -1,0 +1,523 @@
+"""The engine's loop: requests in, tokens out, one step at a time.
+
+On a GPU the next step is launched before the tokens of the last one are read, so that the GPU never waits for Python.
+What the host does not know yet (the last token) stays on the device; what it decides (who runs, where pages are) follows
+from counts alone. A sequence that turns out to have ended costs one wasted row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.artifact.store import Artifact, open_artifact
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import CapacityError, MissingDependency, RequestError, UsageError
+from modelmill.core.types import Finish, Logprob, Request, Token
+from modelmill.nn.kv import KVCache
+from modelmill.ops.shelf import resolve
+from modelmill.runtime import chance, logprobs, memory
+from modelmill.runtime.batch import Layout, Packer
+from modelmill.runtime.beams import BeamSearch
+from modelmill.runtime.graph import Graphs
+from modelmill.runtime.load import load
+from modelmill.runtime.pages import PagePool
+from modelmill.runtime.runner import After, Before, Flight, Runner
+from modelmill.runtime.sampler import Sampler
+from modelmill.runtime.scheduler import Limits, Schedule, Scheduler
+from modelmill.runtime.score import Score
+from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.threads import use_threads
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+_CALM = 100
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where the loop stands. Token counts are since it was opened; cached_tokens are prompt tokens not recomputed."""
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    steps: int
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+
+class Loop:
+    """One model on one device with its KV pages. Not thread-safe: one thread calls ``add`` and ``step``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RunConfig | None = None,
+        *,
+        max_model_len: int | None = None,
+        digest: str = "",
+        artifact: Artifact | None = None,
+        overlap: bool | None = None,
+    ) -> None:
+        """A loop around a loaded model. digest: identifies the weights in prefix keys. overlap: launch steps ahead."""
+        self.config = config = config or RunConfig()
+        self.artifact = artifact
+        self.model = model
+        self.device = _device_of(model)
+        self.dtype = memory.activation_dtype(model)
+        self.ops = resolve(self.device, config.kernels)
+        self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
+        self.max_model_len = _max_len(model, config, max_model_len)
+        self.page_size = config.page_size
+        self._digest = digest
+        self._rope = RopeRule.of(model)
+        self.num_pages = self._count_pages()
+        cuda = self.device.startswith("cuda")
+        width = -(-self.max_model_len // self.page_size)
+        limits = Limits(
+            config.max_num_batched_tokens, config.max_num_seqs, self.page_size, config.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(limits, PagePool(self.num_pages), width)
+        # the last page is scrap: some variants write padding there
+        kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.dtype, self.device)  # type: ignore[arg-type]
+        packer = Packer(self.scheduler.tables, self.page_size, self.device)
+        self.sampler = Sampler(self.vocab, self.device)
+        self.runner = Runner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs)
+        self._overlap = cuda if overlap is None else overlap
+        self.runner.keep = self._overlap or cuda
+        if cuda:
+            # graphs know the buffer's address: it must never have to grow
+            tokens = config.max_num_batched_tokens
+            packer.reserve(Layout(tokens, config.max_num_seqs, tokens + config.max_num_seqs, 2 * width))
+            if config.cuda_graphs:
+                largest = min(config.max_num_seqs, 512)
+                self.runner.graphs = Graphs(
+                    self.runner.forward, self.runner.last, packer, largest, width * self.page_size
+                )
+        self._live: dict[str, list[Sequence]] = {}
+        self._events: list[Token] = []
+        self._flight: Flight | None = None
+        self._arrivals = 0
+        self._searches = 0
+        self._calm = 0
+        self._steps = self._prompt_tokens = self._output_tokens = self._cached_tokens = 0
+
+    @classmethod
+    def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> Loop:
+        """Load an engine. Raises ArtifactError, CapacityError, MissingDependency, UsageError."""
+        config = config or RunConfig()
+        artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
+        device = pick_device(config.device)
+        if device == "cpu":
+            use_threads(config.threads)
+        model = load(artifact, device)
+        manifest = artifact.manifest
+        return cls(model, config, max_model_len=manifest.max_model_len, digest=manifest.digest(), artifact=artifact)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to tell."""
+        return bool(self._events or self._flight or self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError where it can never be served."""
+        params = request.params.resolved({})
+        if params is not request.params:
+            request = replace(request, params=params)
+        self._check(request)
+        prompt, allowed = len(request.prompt), request.params.max_tokens
+        limit = self.max_model_len if allowed is None else min(prompt + allowed, self.max_model_len)
+        arrival = self._arrivals
+        self._arrivals += 1
+        seed = request.params.seed
+        if seed is None:
+            seed = chance.derive(self.config.seed, arrival)
+        count = 1 if request.params.num_beams > 1 else request.params.n
+        seqs = [
+            Sequence(request, i, arrival, self._rope, limit=limit, seed=_stream(seed, i), digest=self._digest)
+            for i in range(count)
+        ]
+        leader = seqs[0]
+        leader.siblings = seqs[1:]
+        if request.params.num_beams > 1 and limit > prompt:
+            leader.beam = BeamSearch(leader)
+            leader.siblings = leader.beam.seqs
+            self._searches += 1
+        self._live[request.id] = seqs
+        self.scheduler.add(leader)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; the next step tells ABORT for each of its sequences. Unknown ids are ignored."""
+        seqs = list(self._live.get(request_id, ()))
+        beams = bool(seqs) and seqs[0].beam is not None
+        ended = range(seqs[0].request.params.n) if beams else [s.index for s in seqs if s.finish is None]
+        self._events += [Token(request_id, index, None, finish=Finish.ABORT) for index in ended]
+        for seq in seqs:
+            self._drop(seq, Finish.ABORT)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one sequence (of a beam search: all of it) quietly: a stop string was found in its text."""
+        for seq in list(self._live.get(request_id, ())):
+            if seq.index == index or seq.beam is not None:
+                self._drop(seq, Finish.STOP)
+
+    def step(self) -> list[Token]:
+        """Schedule, run, sample, and tell what came of it."""
+        events, self._events = self._events, []
+        flight = self._flight or self._launch(self.scheduler.schedule())
+        self._flight = self._launch_ahead(flight)
+        if flight is not None:
+            events += self._settle(flight)
+        return events
+
+    def stats(self) -> Stats:
+        """Counters and gauges of this moment."""
+        pool, scheduler = self.scheduler.pool, self.scheduler
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages=self.num_pages,
+            free_pages=pool.available,
+            cached_pages=pool.cached,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            cached_tokens=self._cached_tokens,
+            preemptions=scheduler.preemptions,
+        )
+
+    def scorer(self) -> Score:
+        """Runs given tokens through the loop's own pages, for measuring; see ``Score``."""
+        return Score(self.runner, self.scheduler, self._rope, self.config.max_num_batched_tokens)
+
+    def score(self, ids: list[list[int]], decode_from: int | None = None) -> list[torch.Tensor]:
+        """Logits [T, V] float32 on the CPU of each list of ids; from ``decode_from`` on token by token."""
+        return self.scorer().logits(ids, decode_from)
+
+    def trace(
+        self,
+        ids: list[list[int]],
+        pattern: str = "*",
+        *,
+        decode_from: int | None = None,
+        before: Before | None = None,
+        after: After | None = None,
+    ) -> dict[str, list[Any]]:
+        """Score ``ids`` and keep the outputs of the modules whose names match ``pattern``, one per step, on the CPU.
+
+        before and after are called for every module, as in ``Runner.tap``.
+        """
+        kept: dict[str, list[Any]] = {}
+
+        def note(name: str, args: tuple[Any, ...], output: Any) -> None:
+            if fnmatch(name, pattern):
+                kept.setdefault(name, []).append(_copied(output))
+            if after is not None:
+                after(name, args, output)
+
+        with self.runner.tap(before, note):
+            self.scorer().run(ids, decode_from)
+        return kept
+
+    def _launch(self, plan: Schedule | None) -> Flight | None:
+        if plan is None or not (plan.work or plan.ended):
+            return None
+        try:
+            flight = self.runner.launch(plan)
+        except OUT_OF_MEMORY:
+            return self._relieve(plan)
+        self._count_step(plan)
+        return flight
+
+    def _launch_ahead(self, flight: Flight | None) -> Flight | None:
+        """The next step, before the last one's tokens are read; None where it depends on them."""
+        if not self._overlap or flight is None or self._searches or flight.schedule.forks or flight.schedule.ended:
+            return None
+        plan = self.scheduler.schedule(ahead=True)
+        if plan is None or not plan.work:
+            return None
+        try:
+            ahead = self.runner.launch(plan)
+        except OUT_OF_MEMORY:
+            return None
+        self._count_step(plan)
+        return ahead
+
+    def _count_step(self, plan: Schedule) -> None:
+        self.scheduler.advance(plan)
+        self._steps += 1
+        full = self.config.max_num_batched_tokens
+        if self.scheduler.budget < full:
+            # memory was short: try larger steps again after a while
+            self._calm += 1
+            if self._calm >= _CALM:
+                self._calm = 0
+                self.scheduler.budget = min(2 * self.scheduler.budget, full)
+
+    def _relieve(self, plan: Schedule) -> Flight:
+        """A step did not fit: try a smaller one; a sequence that does not fit alone is given up."""
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        seqs = [seq for seq, _ in plan.work]
+        widest = max((s.request.params.num_beams for s in seqs), default=1)
+        self._calm = 0
+        if plan.tokens // 2 >= widest:
+            self.scheduler.budget = plan.tokens // 2
+        else:
+            self.abort(max(seqs, key=lambda s: s.key).request.id)
+            self.scheduler.budget = self.config.max_num_batched_tokens
+        return Flight(Schedule(ended=plan.ended))
+
+    def _settle(self, flight: Flight) -> list[Token]:
+        """Read a step's results and move its sequences on."""
+        events: list[Token] = []
+        ids = flight.read()
+        told = self._told(flight)
+        for note in flight.prompted:
+            assert note.seq.prompt_logprobs is not None
+            top = note.seq.request.params.prompt_logprobs or 0
+            note.seq.prompt_logprobs.extend(logprobs.read(row, top) for row in note.table.tolist())
+        for i, seq in enumerate(flight.seqs):
+            if seq.finish is None:
+                events.append(self._append(seq, ids[i], told.get(i)))
+        for search, logits in flight.beams:
+            events += self._search(search, logits)  # type: ignore[arg-type]
+        for seq, _ in flight.schedule.work:
+            if seq.finish is None:
+                self.scheduler.publish(seq)
+                if seq.limit <= seq.prompt_len <= seq.computed:
+                    events += self._no_answer(seq)
+        for seq in flight.schedule.ended:
+            if seq.finish is None:
+                events += self._exhausted(seq)
+        return events
+
+    def _append(self, seq: Sequence, token: int, told: Mapping[int, Logprob] | None) -> Token:
+        """One sampled token of one sequence."""
+        if not seq.outputs - seq.pending:
+            self._prompt_tokens += seq.prompt_len
+            self._cached_tokens += seq.cached
+        seq.pending -= 1
+        self._output_tokens += 1
+        prompt = None
+        if seq.prompt_logprobs is not None and len(seq.tokens) == seq.prompt_len:
+            prompt = seq.prompt_logprobs
+        seq.tokens.append(token)
+        finish: Finish | None = None
+        stop: int | None = None
+        said: int | None = token
+        if token in seq.stops:
+            finish, stop, said = Finish.STOP, token, None
+        elif len(seq.tokens) >= seq.limit:
+            finish = Finish.LENGTH
+        if finish is not None:
+            self.scheduler.publish(seq)
+            self._drop(seq, finish)
+        request = seq.request.id
+        if told is None and prompt is None:
+            return Token(request, seq.index, said, None, finish, stop, None, seq.cached)
+        return Token(request, seq.index, said, told, finish, stop, prompt, seq.cached)  # type: ignore[arg-type]
+
+    def _told(self, flight: Flight) -> dict[int, dict[int, Logprob]]:
+        if flight.told is None or flight.plan is None:
+            return {}
+        params = [s.request.params for s in flight.seqs]
+        rows = flight.told.tolist()
+        return {i: logprobs.read(row, params[i].logprobs or 0) for i, row in zip(flight.plan.told, rows)}
+
+    def _no_answer(self, seq: Sequence) -> list[Token]:
+        """A request for zero tokens: its prompt is computed, that was all."""
+        self._prompt_tokens += seq.prompt_len
+        self._cached_tokens += seq.cached
+        events = []
+        for member in [*self._live.get(seq.request.id, ())]:
+            prompt: Any = member.prompt_logprobs
+            self._drop(member, Finish.LENGTH)
+            events.append(
+                Token(
+                    seq.request.id,
+                    member.index,
+                    None,
+                    None,
+                    Finish.LENGTH,
+                    prompt_logprobs=prompt,
+                    cached_tokens=seq.cached,
+                )
+            )
+        return events
+
+    def _exhausted(self, seq: Sequence) -> list[Token]:
+        """No page can be found for the only sequence left: it ends here."""
+        if isinstance(seq.beam, BeamSearch):
+            seq.beam.give_up()
+            return self._results(seq.beam)
+        self._drop(seq, Finish.LENGTH)
+        return [Token(seq.request.id, seq.index, None, finish=Finish.LENGTH, cached_tokens=seq.cached)]
+
+    def _search(self, search: BeamSearch, logits: torch.Tensor) -> list[Token]:
+        """One step of a beam search: its beams are replaced by their children."""
+        if search.seqs[0].finish is not None:
+            return []
+        parents = search.seqs
+        if not parents[0].outputs:
+            self._prompt_tokens += parents[0].prompt_len
+            self._cached_tokens += parents[0].cached
+        children = search.advance(logits)
+        if not children:
+            return self._results(search)
+        used = {child.parent for child in children}
+        for i, seq in enumerate(parents):
+            self.scheduler.publish(seq)
+            if i not in used:
+                self.scheduler.remove(seq)
+        continued: set[int] = set()
+        beams: list[Sequence] = []
+        for child in children:
+            seq = parents[child.parent]
+            if child.parent in continued:
+                search.forked += 1
+                seq = seq.fork(search.forked, seq.seed)
+                self.scheduler.share(parents[child.parent], seq)
+                self.scheduler.join(seq)
+            continued.add(child.parent)
+            beams.append(seq)
+        for seq, child in zip(beams, children):
+            seq.tokens.append(child.token)
+            seq.siblings = beams
+        search.seqs = beams
+        self._live[parents[0].request.id] = list(beams)
+        return []
+
+    def _results(self, search: BeamSearch) -> list[Token]:
+        """The search has ended: the n best results, best first."""
+        request = search.seqs[0].request
+        cached = max(s.cached for s in search.seqs)
+        for seq in list(search.seqs):
+            self._drop(seq, Finish.STOP)
+        events = []
+        for i, found in enumerate(search.results[: request.params.n]):
+            self._output_tokens += len(found.tokens)
+            events.append(
+                Token(request.id, i, None, None, found.finish, found.stop, None, cached, found.tokens, found.score)
+            )
+        return events
+
+    def _drop(self, seq: Sequence, finish: Finish) -> None:
+        """The sequence has ended: everything it held is given back."""
+        if seq.finish is not None:
+            return
+        seq.finish = finish
+        self.scheduler.remove(seq)
+        if seq.beam is None and seq.siblings:
+            # they waited for its prompt; now they compute their own
+            for other in seq.siblings:
+                if other.finish is None:
+                    self.scheduler.add(other)
+            seq.siblings = []
+        self.sampler.forget(seq)
+        live = self._live.get(seq.request.id)
+        if live is not None and all(s.finish is not None for s in live):
+            del self._live[seq.request.id]
+            if seq.beam is not None:
+                self._searches -= 1
+
+    def _check(self, request: Request) -> None:
+        """Raises RequestError for what can never be served."""
+        params, prompt = request.params, request.prompt
+        if request.id in self._live:
+            raise RequestError(f"request id {request.id!r} is already running; choose another")
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.vocab:
+            raise RequestError(f"the prompt holds token ids outside 0…{self.vocab - 1}")
+        room = self.max_model_len - (params.max_tokens != 0)
+        if len(prompt) > room:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, this engine takes {room} and an answer within "
+                f"{self.max_model_len}; shorten it"
+            )
+        if -(-len(prompt) // self.page_size) > self.num_pages:
+            raise RequestError(
+                f"the prompt's {len(prompt)} tokens exceed the KV cache of {self.num_pages * self.page_size}; shorten it"
+            )
+        if params.num_beams > self.config.max_num_seqs:
+            raise RequestError(f"num_beams={params.num_beams} exceeds max_num_seqs={self.config.max_num_seqs}")
+        if params.num_beams > self.config.max_num_batched_tokens:
+            raise RequestError(f"num_beams={params.num_beams} exceeds the tokens of a step; lower it")
+        outside = [t for t in params.logit_bias if t >= self.vocab]
+        if outside:
+            raise RequestError(f"logit_bias names token ids outside 0…{self.vocab - 1}: {outside[0]}")
+        for insert in request.inserts:
+            if insert.position < 0 or insert.length < 1 or insert.position + insert.length > len(prompt):
+                raise RequestError("an insert reaches outside the prompt")
+
+    def _count_pages(self) -> int:
+        config, model = self.config, self.model
+        held = memory.weight_bytes(model)
+        if config.kv_cache_bytes is not None:
+            free = config.kv_cache_bytes
+        elif self.device.startswith("cuda"):
+            try:
+                free = memory.free_on_cuda(model, self.ops, config, self.device, config.max_num_seqs)
+            except torch.OutOfMemoryError:
+                raise CapacityError(
+                    f"a step of {config.max_num_batched_tokens} tokens does not fit beside {held / 2**30:.2f} GiB of "
+                    "weights; lower --max-num-batched-tokens or --max-num-seqs"
+                ) from None
+        else:
+            free = memory.free_on_cpu()
+        return memory.page_count(model.kv, self.dtype, config, self.max_model_len, free, held)  # type: ignore[arg-type]
+
+
+def pick_device(name: str) -> str:
+    """ "auto" is the first GPU where there is one. Raises MissingDependency where the named device is absent."""
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name!r} is not one of cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name!r} is not one of cpu, cuda, cuda:N")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise MissingDependency(f"--device {name}: this torch sees no such GPU; use --device cpu")
+    return "cuda:0" if name == "cuda" else name
+
+
+def _device_of(model: nn.Module) -> str:
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    return str(weight.device)
+
+
+def _max_len(model: nn.Module, config: RunConfig, built: int | None) -> int:
+    longest = int(model.config.max_len) if built is None else built  # type: ignore[union-attr, arg-type]
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise UsageError(f"--max-model-len {config.max_model_len} exceeds the engine's {longest}; lower it or rebuild")
+    if config.max_model_len < 1:
+        raise UsageError(f"--max-model-len must be at least 1, not {config.max_model_len}")
+    return config.max_model_len
+
+
+def _stream(seed: int, index: int) -> int:
+    """The seed of one of n sequences; the first has the request's own."""
+    return seed & ((1 << 64) - 1) if index == 0 else chance.derive(seed, index)
+
+
+def _copied(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach().to("cpu", copy=True)
+    if isinstance(output, tuple):
+        return tuple(_copied(o) for o in output)
+    return output

@@ -1,0 +1,114 @@
+"""How many KV pages there are."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import nn
+
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import CapacityError
+from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.step import Step
+from modelmill.ops.shelf import Ops
+
+CPU_SHARE = 0.3
+_GIB = 1 << 30
+
+
+def page_count(
+    shape: KVShape, dtype: torch.dtype, config: RunConfig, max_model_len: int, free: int, weights: int = 0
+) -> int:
+    """Pages for ``free`` bytes, or for ``config.kv_cache_bytes``; no more than the limits can ever use.
+
+    Raises CapacityError where not even one sequence of ``max_model_len`` tokens fits.
+    """
+    size = shape.page_bytes(config.page_size, dtype)
+    per_seq = -(-max_model_len // config.page_size)
+    given = free if config.kv_cache_bytes is None else config.kv_cache_bytes
+    # one page is the scrap page that padding is written to
+    pages = min(given // size - 1, per_seq * config.max_num_seqs)
+    if pages < per_seq:
+        longest = max(pages, 0) * config.page_size
+        source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
+        advice = f"--max-model-len {longest} would fit" if longest else "free memory or use a smaller model or dtype"
+        held = f" beside {weights / _GIB:.2f} GiB of weights" if weights else ""
+        raise CapacityError(
+            f"one sequence of {max_model_len} tokens needs {(per_seq + 1) * size / _GIB:.2f} GiB of KV cache, "
+            f"{source} {max(given, 0) / _GIB:.2f} GiB{held}; {advice}"
+        )
+    return pages
+
+
+def free_on_cpu() -> int:
+    """Bytes of RAM that a KV cache may take: a share, since pages are only backed by memory once they are written."""
+    return int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+def free_on_cuda(model: nn.Module, ops: Ops, config: RunConfig, device: str, rows: int) -> int:
+    """Bytes left for KV pages after weights and the largest step, measured by running one.
+
+    rows: most rows of logits that a step samples.
+    """
+    index = torch.device(device)
+    torch.cuda.synchronize(index)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(index)
+    torch.cuda.reset_peak_memory_stats(index)
+    _largest_step(model, ops, config, device, rows)
+    torch.cuda.synchronize(index)
+    peak = torch.cuda.max_memory_allocated(index) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(index)
+    # graphs, the sampler's tables and fragmentation
+    reserve = _GIB // 2 + peak // 8
+    return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
+
+
+@torch.inference_mode()
+def _largest_step(model: nn.Module, ops: Ops, config: RunConfig, device: str, rows: int) -> None:
+    """As many tokens as a step may hold, in sequences of one page that all write to the same page."""
+    size, shape = config.page_size, model.kv
+    assert isinstance(shape, KVShape)
+    dtype = activation_dtype(model)
+    count = max(config.max_num_batched_tokens // size, 1)
+    kv = KVCache.allocate(shape, 1, size, dtype, device)
+    positions = torch.arange(size, device=device).repeat(count)
+    starts = torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
+    step = Step(
+        ids=torch.zeros_like(positions),
+        positions=positions,
+        slots=positions.clone(),
+        rope_keys=torch.zeros_like(positions),
+        block_tables=torch.zeros(count, 1, dtype=torch.int32, device=device),
+        query_start=starts,
+        context_lens=torch.full((count,), size, dtype=torch.int32, device=device),
+        logit_rows=torch.zeros(rows, dtype=torch.int64, device=device),
+        max_query=size,
+        max_context=size,
+        kv=kv,
+        ops=ops,
+    )
+    logits = model(step)
+    # what a sampling step holds beside the logits
+    torch.empty_like(logits)
+
+
+def activation_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's activations and KV cache: that of its embedding."""
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    return weight.dtype
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, shared ones counted once."""
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        tensors = [*module.buffers(recurse=False)]
+        held = getattr(module, "held", None)
+        if held is not None:
+            tensors += list(held.tensors().values())
+        for t in tensors:
+            seen[t.data_ptr()] = t.numel() * t.element_size()
+    return sum(seen.values())

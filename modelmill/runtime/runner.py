@@ -1,0 +1,241 @@
+"""Runs steps: model, KV pages and ops together, by graph where one serves.
+
+``launch`` starts a scheduled step and returns without waiting; its ``Flight`` is read later. Sampled ids stay on the
+device as well (``last``), from where the next step may take them before the host has seen them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.nn.kv import KVCache
+from modelmill.nn.step import Step
+from modelmill.ops.shelf import Ops
+from modelmill.runtime import logprobs
+from modelmill.runtime.batch import Batch, Packer, Wanted
+from modelmill.runtime.graph import Graphs
+from modelmill.runtime.sampler import Plan, Sampler
+from modelmill.runtime.scheduler import Schedule, Scheduler
+from modelmill.runtime.sequence import Sequence
+
+Before = Callable[[str, tuple[Any, ...]], tuple[Any, ...] | None]
+After = Callable[[str, tuple[Any, ...], Any], None]
+
+
+@dataclass
+class Prompted:
+    """Log-probabilities of a stretch of a prompt: one table row per token that follows position ``first``."""
+
+    seq: Sequence
+    table: torch.Tensor
+
+
+@dataclass
+class Flight:
+    """A launched step. seqs: one per sampled id. told: their log-probabilities. beams: logits by search."""
+
+    schedule: Schedule
+    seqs: list[Sequence] = field(default_factory=list)
+    ids: torch.Tensor | None = None
+    plan: Plan | None = None
+    told: torch.Tensor | None = None
+    prompted: list[Prompted] = field(default_factory=list)
+    beams: list[tuple[object, torch.Tensor]] = field(default_factory=list)
+    event: torch.cuda.Event | None = None
+
+    def read(self) -> list[int]:
+        """Wait for the sampled ids."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [] if self.ids is None else self.ids.tolist()
+
+
+@dataclass
+class _Rows:
+    """Which rows of a step's logits serve what, in the order of ``Wanted.rows``: samples, beams, prompts."""
+
+    seqs: list[Sequence] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    beams: dict[int, list[tuple[Sequence, int]]] = field(default_factory=dict)
+    prompts: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
+
+
+class Runner:
+    """What is needed to run a step. ``graphs`` is None where there are none (CPU, or switched off)."""
+
+    def __init__(self, model: nn.Module, ops: Ops, kv: KVCache, packer: Packer, sampler: Sampler, rows: int) -> None:
+        self.model, self.ops, self.kv = model, ops, kv
+        self.packer, self.sampler = packer, sampler
+        self.device = packer.device
+        # one place more than rows: where padding writes
+        self.last = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
+        self.graphs: Graphs | None = None
+        self.tapped = False
+        # whether a step may take ids that the host has not seen
+        self.keep = False
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> torch.Tensor:
+        """Logits [R, V] float32 of one step."""
+        return self.model(step)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits of a packed batch, its ids completed from the device where they are pending."""
+        views = batch.views
+        ids = views.ids
+        if batch.fed:
+            ids = torch.where(views.feed >= 0, self.last[views.feed], ids)
+        return self.model(batch.step(self.kv, self.ops, ids))
+
+    @torch.inference_mode()
+    def launch(self, schedule: Schedule) -> Flight:
+        """Start a scheduled step."""
+        flight = Flight(schedule)
+        self.copy_pages(schedule.copies)
+        if not schedule.work:
+            return flight
+        work = schedule.work
+        found = self._rows(schedule)
+        flight.seqs = found.seqs
+        plan = flight.plan = self.sampler.plan(found.seqs)
+        noise = plan.noise()
+        if self._by_graph(schedule, found, plan):
+            self._replay(flight, plan, noise)
+        else:
+            rows = [*found.rows]
+            rows += [row for members in found.beams.values() for _, row in members]
+            rows += [r for _, start, count, _ in found.prompts for r in range(start, start + count)]
+            outs = [s.row for s in found.seqs]
+            for leader, siblings in schedule.forks.items():
+                at = found.seqs.index(leader)
+                # forks get their rows only when they join: their first id is read by the host
+                outs[at + 1 : at + 1 + len(siblings)] = [-1] * len(siblings)
+            outs += [-1] * (len(rows) - len(outs))
+            batch = self.packer.pack(work, Wanted(rows or [0], outs or [-1], noise))
+            self._finish(flight, found, plan, batch)
+        if self.packer.cuda:
+            flight.ids = None if flight.ids is None else flight.ids.to("cpu", non_blocking=True)
+            flight.told = None if flight.told is None else flight.told.to("cpu", non_blocking=True)
+            flight.event = torch.cuda.Event()
+            flight.event.record()
+        return flight
+
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole pages, all layers."""
+        if not copies:
+            return
+        pairs = torch.tensor(copies, dtype=torch.int64).to(self.device)
+        source, target = pairs[:, 0], pairs[:, 1]
+        for cache in (*self.kv.k, *self.kv.v):
+            cache[target] = cache[source]
+
+    @contextlib.contextmanager
+    def tap(self, before: Before | None = None, after: After | None = None) -> Iterator[None]:
+        """See every module at work, by its name in the model; graphs are off meanwhile.
+
+        before: (name, args) → other arguments, or None to keep them. after: (name, args, output).
+        """
+        handles = []
+        was, self.tapped = self.tapped, True
+        for name, module in self.model.named_modules():
+            if not name:
+                continue
+            if before is not None:
+                handles.append(module.register_forward_pre_hook(_before(name, before)))
+            if after is not None:
+                handles.append(module.register_forward_hook(_after(name, after)))
+        try:
+            yield
+        finally:
+            self.tapped = was
+            for handle in handles:
+                handle.remove()
+
+    def _rows(self, schedule: Schedule) -> _Rows:
+        found = _Rows()
+        start = 0
+        for seq, count in schedule.work:
+            done = seq.computed + count
+            if done == seq.length:
+                if seq.beam is not None:
+                    found.beams.setdefault(id(seq.beam), []).append((seq, start + count - 1))
+                elif Scheduler.samples(seq):
+                    for sampled in (seq, *schedule.forks.get(seq, ())):
+                        found.seqs.append(sampled)
+                        found.rows.append(start + count - 1)
+            if seq.prompt_logprobs is not None and seq.computed < seq.prompt_len - 1:
+                # the row of a token tells about the token after it
+                known = max(len(seq.prompt_logprobs) - 1, seq.computed)
+                upto = min(done, seq.prompt_len - 1)
+                if known < upto:
+                    found.prompts.append((seq, start + known - seq.computed, upto - known, known))
+            start += count
+        return found
+
+    def _by_graph(self, schedule: Schedule, found: _Rows, plan: Plan) -> bool:
+        work = schedule.work
+        if self.graphs is None or self.tapped or len(found.seqs) != len(work) or schedule.forks or found.prompts:
+            return False
+        if any(count != 1 for _, count in work) or any(s.request.inserts and s.outputs == 0 for s, _ in work):
+            return False
+        return len(work) <= self.graphs.largest and plan.told_rows is None
+
+    def _replay(self, flight: Flight, plan: Plan, noise: Any) -> None:
+        assert self.graphs is not None
+        work = flight.schedule.work
+        n = len(work)
+        pad = self.graphs.pad(n, max(s.computed for s, _ in work) + 1)
+        rows = [s.row for s in flight.seqs]
+        batch = self.packer.pack(work, Wanted(range(n), rows, noise), pad)
+        simple = plan.greedy and plan.plain
+        logits, ids = self.graphs.replay(batch, greedy=simple)
+        if simple:
+            assert ids is not None
+            flight.ids = ids[:n]
+            return
+        assert logits is not None
+        drawn = batch.views.noise[:n] if noise is not None else None
+        flight.ids = self.sampler.sample(logits[:n], plan, drawn)
+        self.last[batch.views.outs[:n]] = flight.ids
+
+    def _finish(self, flight: Flight, found: _Rows, plan: Plan, batch: Batch) -> None:
+        logits = self.forward(batch)
+        n = len(found.seqs)
+        if n:
+            drawn = batch.views.noise[:n] if plan.seeds is not None else None
+            flight.ids = self.sampler.sample(logits[:n], plan, drawn)
+            flight.told = self.sampler.told(logits[:n], plan, flight.ids)
+            if self.keep:
+                self.last[batch.views.outs[:n]] = flight.ids
+        start = n
+        for members in found.beams.values():
+            seqs = [seq for seq, _ in members]
+            order = [seqs.index(s) for s in seqs[0].siblings]
+            flight.beams.append((seqs[0].beam, logits[start : start + len(seqs)][order]))
+            start += len(seqs)
+        for seq, _, count, known in found.prompts:
+            chosen = torch.tensor(seq.tokens[known + 1 : known + 1 + count], device=logits.device)
+            top = min(seq.request.params.prompt_logprobs or 0, logits.shape[1])
+            flight.prompted.append(Prompted(seq, logprobs.table(logits[start : start + count], chosen, top)))
+            start += count
+
+
+def _before(name: str, call: Before) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:  # noqa: ARG001
+        return call(name, args)
+
+    return hook
+
+
+def _after(name: str, call: After) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+        call(name, args, output)
+
+    return hook

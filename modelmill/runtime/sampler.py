@@ -1,0 +1,255 @@
+"""From logits to token ids, for a whole batch on its device; nothing waits for the host.
+
+Order: logit bias, repetition, presence and frequency penalties, min_tokens; then argmax, or temperature, top-k, top-p,
+min-p and a draw. What has to be known about the sequences of a batch is gathered once in a ``Plan`` and reused as long
+as the batch stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from modelmill.core.types import SamplingParams
+from modelmill.runtime import chance, filters, logprobs
+from modelmill.runtime.sequence import Sequence
+
+
+@dataclass
+class Plan:
+    """How the rows of one batch are sampled. Tensors are on the device; ``None`` where no row needs them.
+
+    greedy: all rows take the argmax. plain: nothing changes the logits before that. mixed: rows that take the argmax
+    in a batch where others draw.
+    """
+
+    seqs: list[Sequence]
+    short: tuple[bool, ...]
+    greedy: bool = True
+    plain: bool = True
+    mixed: torch.Tensor | None = None
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    never: tuple[torch.Tensor, torch.Tensor] | None = None
+    tallied: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    repetition: torch.Tensor | None = None
+    once: torch.Tensor | None = None
+    each: torch.Tensor | None = None
+    temperature: torch.Tensor | None = None
+    k: tuple[torch.Tensor, torch.Tensor, int] | None = None
+    p: tuple[torch.Tensor, torch.Tensor] | None = None
+    floor: torch.Tensor | None = None
+    told: list[int] = field(default_factory=list)
+    told_rows: torch.Tensor | None = None
+    top: int = 0
+    seeds: np.ndarray | None = None
+
+    def noise(self) -> np.ndarray | None:
+        """A uniform number for each row's next token; None where no row draws."""
+        if self.seeds is None:
+            return None
+        return chance.uniform(self.seeds, np.array([s.length for s in self.seqs]))
+
+
+class Tally:
+    """Which tokens a sequence has seen and how often it wrote them, kept on the device, one slot a sequence.
+
+    counts: [slots, V] int32, of the answer. seen: [slots, V] bool, of prompt and answer.
+    """
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.counts = torch.zeros(0, vocab, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(0, vocab, dtype=torch.bool, device=device)
+        self._slot: dict[Sequence, int] = {}
+        self._free: list[int] = []
+
+    def slot(self, seq: Sequence) -> int:
+        """The sequence's slot, filled from its tokens when it is new."""
+        slot = self._slot.get(seq)
+        if slot is not None:
+            return slot
+        if not self._free:
+            self._grow()
+        slot = self._slot[seq] = self._free.pop()
+        self.counts[slot] = 0
+        self.seen[slot] = False
+        tokens = torch.tensor(seq.tokens, device=self.counts.device)
+        self.seen[slot, tokens] = True
+        written = tokens[seq.prompt_len :]
+        if len(written):
+            self.counts[slot] += torch.bincount(written, minlength=self.counts.shape[1]).to(torch.int32)
+        return slot
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        slot = self._slot.pop(seq, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def count(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
+        """One more token of each sequence."""
+        self.seen[slots, ids] = True
+        self.counts[slots, ids] += 1
+
+    def _grow(self) -> None:
+        have = self.counts.shape[0]
+        more = max(have, 4)
+        self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self.counts.shape[1])))
+        self.seen = torch.cat((self.seen, self.seen.new_zeros(more, self.seen.shape[1])))
+        self._free = list(range(have + more - 1, have - 1, -1))
+
+
+class Sampler:
+    """Holds the last plan and the tallies."""
+
+    def __init__(self, vocab: int, device: str) -> None:
+        self.vocab = vocab
+        self.device = torch.device(device)
+        self.tally = Tally(vocab, self.device)
+        self._plan: Plan | None = None
+
+    def plan(self, seqs: list[Sequence]) -> Plan:
+        """How these sequences, one a row, are sampled now."""
+        short = tuple(s.outputs < s.request.params.min_tokens for s in seqs)
+        last = self._plan
+        if last is not None and last.seqs == seqs and last.short == short:
+            return last
+        self._plan = self._make(seqs, short)
+        return self._plan
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        self.tally.forget(seq)
+        if self._plan is not None and seq in self._plan.seqs:
+            self._plan = None
+
+    def sample(self, logits: torch.Tensor, plan: Plan, noise: torch.Tensor | None) -> torch.Tensor:
+        """logits: [B, V] float32, not changed. noise: [B] float64 of ``plan.noise()``. Returns ids [B] int64."""
+        if plan.plain and plan.greedy:
+            return argmax(logits)
+        logits = self._penalised(logits, plan)
+        if plan.greedy:
+            ids = argmax(logits)
+        else:
+            assert noise is not None
+            ids = filters.draw(self._filtered(logits, plan), noise)
+            if plan.mixed is not None:
+                ids = torch.where(plan.mixed, logits.argmax(-1), ids)
+        if plan.slots is not None and plan.tallied is not None:
+            self.tally.count(plan.slots, ids[plan.tallied])
+        return ids
+
+    def told(self, logits: torch.Tensor, plan: Plan, ids: torch.Tensor) -> torch.Tensor | None:
+        """The table of log-probabilities for the rows that asked; None where none did."""
+        if plan.told_rows is None:
+            return None
+        return logprobs.table(logits[plan.told_rows], ids[plan.told_rows], plan.top)
+
+    def _penalised(self, logits: torch.Tensor, plan: Plan) -> torch.Tensor:
+        if plan.plain:
+            return logits
+        logits = logits.clone()
+        if plan.bias is not None:
+            rows, ids, values = plan.bias
+            logits.index_put_((rows, ids), values, accumulate=True)
+        if plan.tallied is not None and plan.slots is not None:
+            part = logits[plan.tallied]
+            if plan.repetition is not None:
+                part = filters.repetition(part, self.tally.seen[plan.slots], plan.repetition)
+            if plan.once is not None and plan.each is not None:
+                part = filters.presence(part, self.tally.counts[plan.slots], plan.once, plan.each)
+            logits[plan.tallied] = part
+        if plan.never is not None:
+            logits[plan.never] = float("-inf")
+        return logits
+
+    def _filtered(self, logits: torch.Tensor, plan: Plan) -> torch.Tensor:
+        assert plan.temperature is not None
+        logits = logits / plan.temperature
+        if plan.k is not None:
+            rows, k, largest = plan.k
+            logits[rows] = filters.top_k(logits[rows], k, largest)
+        if plan.p is not None:
+            rows, p = plan.p
+            logits[rows] = filters.top_p(logits[rows], p)
+        if plan.floor is not None:
+            logits = filters.min_p(logits, plan.floor)
+        return logits
+
+    def _make(self, seqs: list[Sequence], short: tuple[bool, ...]) -> Plan:
+        plan = Plan(list(seqs), short)
+        params = [s.request.params for s in seqs]
+        plan.greedy = all(p.greedy for p in params)
+        self._plan_changes(plan, params)
+        if not plan.greedy:
+            self._plan_draws(plan, params)
+        plan.told = [i for i, p in enumerate(params) if p.logprobs is not None]
+        if plan.told:
+            plan.told_rows = self._whole(plan.told)
+            plan.top = min(max(p.logprobs or 0 for p in params), self.vocab)
+        return plan
+
+    def _plan_changes(self, plan: Plan, params: list[SamplingParams]) -> None:
+        """Bias, penalties and min_tokens."""
+        biased = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias.items()]
+        if biased:
+            rows, ids, values = zip(*biased)
+            plan.bias = self._whole(rows), self._whole(ids), self._real(values)
+        tallied = [i for i, p in enumerate(params) if _tallied(p)]
+        if tallied:
+            plan.tallied = self._whole(tallied)
+            plan.slots = self._whole([self.tally.slot(plan.seqs[i]) for i in tallied])
+            if any(_repetition(params[i]) != 1.0 for i in tallied):
+                plan.repetition = self._real([_repetition(params[i]) for i in tallied])[:, None]
+            if any(params[i].presence_penalty or params[i].frequency_penalty for i in tallied):
+                plan.once = self._real([params[i].presence_penalty or 0.0 for i in tallied])[:, None]
+                plan.each = self._real([params[i].frequency_penalty or 0.0 for i in tallied])[:, None]
+        never = [(i, t) for i, s in enumerate(plan.seqs) if plan.short[i] for t in sorted(s.stops) if t < self.vocab]
+        if never:
+            rows, ids = zip(*never)
+            plan.never = self._whole(rows), self._whole(ids)
+        plan.plain = not (biased or tallied or never)
+
+    def _plan_draws(self, plan: Plan, params: list[SamplingParams]) -> None:
+        """Temperature, filters and seeds."""
+        greedy = [p.greedy for p in params]
+        if any(greedy):
+            plan.mixed = torch.tensor(greedy, device=self.device)
+        # a temperature near zero would overflow; the argmax is its limit
+        warm = [1.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5) for p in params]
+        plan.temperature = self._real(warm)[:, None]
+        top_k = [(i, p.top_k) for i, p in enumerate(params) if p.top_k and 0 < p.top_k < self.vocab and not p.greedy]
+        if top_k:
+            ks = [k for _, k in top_k]
+            plan.k = self._whole([i for i, _ in top_k]), self._whole(ks), max(ks)
+        top_p = [(i, p.top_p) for i, p in enumerate(params) if p.top_p is not None and p.top_p < 1 and not p.greedy]
+        if top_p:
+            plan.p = self._whole([i for i, _ in top_p]), self._real([v for _, v in top_p])[:, None]
+        if any(p.min_p for p in params):
+            plan.floor = self._real([p.min_p or 0.0 for p in params])[:, None]
+        plan.seeds = np.array([s.seed for s in plan.seqs], dtype=np.uint64)
+
+    def _whole(self, values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def _real(self, values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.float32).to(self.device, non_blocking=True)
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The most likely id of each row, the lowest where several are. [B, V] → [B] int64."""
+    if logits.is_cuda:
+        return logits.argmax(-1)
+    # numpy's is many times faster than torch's here
+    return torch.from_numpy(logits.numpy().argmax(-1))
+
+
+def _repetition(params: SamplingParams) -> float:
+    return 1.0 if params.repetition_penalty is None else params.repetition_penalty
+
+
+def _tallied(params: SamplingParams) -> bool:
+    return bool(_repetition(params) != 1.0 or params.presence_penalty or params.frequency_penalty)

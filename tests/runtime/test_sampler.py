@@ -1,0 +1,148 @@
+"""Penalties and filters against transformers' processors; the draw against the distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core.types import Request, SamplingParams
+from modelmill.runtime import chance, filters, logprobs
+from modelmill.runtime.sampler import Sampler, argmax
+from modelmill.runtime.sequence import RopeRule, Sequence
+
+VOCAB = 200
+
+
+def sequence(prompt: list[int], answer: list[int], how: SamplingParams, eos: tuple[int, ...] = ()) -> Sequence:
+    request = Request(id="x", prompt=tuple(prompt), params=how.resolved({}), eos_ids=eos)
+    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), limit=999, seed=(how.seed or 0) % (1 << 64))
+    seq.tokens += answer
+    return seq
+
+
+def processed(seq: Sequence, logits: torch.Tensor) -> torch.Tensor:
+    """What transformers makes of one row."""
+    hf = pytest.importorskip("transformers").generation.logits_process
+    how = seq.request.params
+    ids = torch.tensor([seq.tokens])
+    steps = [hf.RepetitionPenaltyLogitsProcessor(how.repetition_penalty)] if how.repetition_penalty != 1 else []
+    if how.min_tokens:
+        steps.append(
+            hf.MinNewTokensLengthLogitsProcessor(
+                seq.prompt_len, how.min_tokens, list(seq.request.eos_ids), device="cpu"
+            )
+        )
+    if not how.greedy:
+        steps.append(hf.TemperatureLogitsWarper(float(how.temperature)))
+        steps += [hf.TopKLogitsWarper(how.top_k)] if how.top_k else []
+        steps += [hf.TopPLogitsWarper(how.top_p)] if how.top_p < 1 else []
+        steps += [hf.MinPLogitsWarper(how.min_p)] if how.min_p else []
+    for step in steps:
+        logits = step(ids, logits)
+    return logits
+
+
+hows = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    top_k=st.sampled_from([None, 0, 1, 5, 50, 200, 1000]),
+    top_p=st.sampled_from([None, 1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([None, 0.0, 0.02, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([None, 1.0, 1.3, 0.7]),
+    min_tokens=st.sampled_from([0, 3]),
+    seed=st.integers(0, 99),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(hows, min_size=1, max_size=5), st.integers(0, 10_000))
+def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(given_hows), VOCAB, generator=generator) * 3
+    ids = torch.randint(0, VOCAB, (len(given_hows), 12), generator=generator).tolist()
+    seqs = [sequence(row[:7], row[7 : 7 + i % 5], how, (3, 9)) for i, (row, how) in enumerate(zip(ids, given_hows))]
+    sampler = Sampler(VOCAB, "cpu")
+    plan = sampler.plan(seqs)
+    before = logits.clone()
+    changed = sampler._penalised(logits, plan)
+    if not plan.greedy:
+        changed = sampler._filtered(changed, plan)
+    for i, seq in enumerate(seqs):
+        want = processed(seq, logits[i : i + 1])[0]
+        if seq.request.params.greedy:
+            assert changed[i].argmax() == want.argmax()
+            continue
+        kept, theirs = changed[i] > -math.inf, want > -math.inf
+        assert torch.equal(kept, theirs)
+        assert torch.allclose(changed[i][kept], want[theirs], atol=1e-5)
+    noise = plan.noise()
+    first = sampler.sample(logits, plan, None if noise is None else torch.from_numpy(noise))
+    assert torch.equal(logits, before)
+    for i, seq in enumerate(seqs):
+        single = Sampler(VOCAB, "cpu")
+        alone = single.plan([seq])
+        noise = alone.noise()
+        token = single.sample(logits[i : i + 1], alone, None if noise is None else torch.from_numpy(noise))
+        assert token.item() == first[i].item()
+
+
+def test_presence_frequency_bias_follow_the_answer_only() -> None:
+    how = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={11: 2.0})
+    seq = sequence([5, 6], [7, 7, 8], how)
+    sampler = Sampler(VOCAB, "cpu")
+    for extra in range(3):
+        want = torch.zeros(VOCAB)
+        want[7], want[8], want[11] = -1.0, -0.75, 2.0 - (0.5 + 0.25 * extra) * (extra > 0)
+        plan = sampler.plan([seq])
+        assert torch.allclose(sampler._penalised(torch.zeros(1, VOCAB), plan)[0], want)
+        assert sampler.sample(torch.zeros(1, VOCAB), plan, None).item() == 11
+        seq.tokens.append(11)
+    sampler.forget(seq)
+    assert not sampler.tally._slot
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0]]))
+    noise = torch.from_numpy(chance.uniform(np.full(20_000, 3, dtype=np.uint64), np.arange(20_000)))
+    drawn = filters.draw(logits.expand(20_000, 5), noise)
+    share = torch.bincount(drawn, minlength=5) / 20_000
+    assert torch.allclose(share, logits.exp()[0], atol=0.015)
+    assert share[1] == share[4] == 0
+    edges = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
+    assert filters.draw(logits.expand(2, 5), edges).tolist() == [0, 3]
+
+
+def test_ties_take_the_lowest_id() -> None:
+    logits = torch.zeros(2, 9)
+    logits[1, [4, 6]] = 1.0
+    assert argmax(logits).tolist() == [0, 4]
+
+
+def test_chance_is_uniform_and_reproducible() -> None:
+    seeds = np.array([0, 1, 2, 2**64 - 1] * 5000, dtype=np.uint64)
+    numbers = chance.uniform(seeds, np.arange(20_000))
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+    assert np.array_equal(chance.uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
+    assert len({chance.derive(0, i) for i in range(1000)} | {chance.derive(1, i) for i in range(1000)}) == 2000
+    # the first outputs of splitmix64 from seed 0, as its authors publish them
+    states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    assert chance.mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_logprob_table() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
+    row = logprobs.table(logits, torch.tensor([3]), 2).tolist()[0]
+    found = logprobs.read(row, 2)
+    want = logits.log_softmax(-1)[0]
+    assert list(found) == [1, 2, 3]
+    assert [found[i].rank for i in (1, 2, 3)] == [1, 2, 4]
+    assert found[3].logprob == pytest.approx(want[3].item())
+    assert list(logprobs.read(row, 0)) == [3]
