@@ -9,18 +9,39 @@ import torch
 
 
 def _mend_interpreter() -> None:
-    """Triton 3.6 reads loop bounds with int(array of one element), which NumPy 2.4 refuses."""
+    """Three faults of Triton 3.6's interpreter that compiled kernels do not have.
+
+    Loop bounds are read with int(array of one element), which NumPy 2.4 refuses; a dot of bfloat16 multiplies the bit
+    patterns; an integer becomes a bfloat16 bit pattern unconverted.
+    """
     try:
+        import triton.language as tl
         from triton.runtime import interpreter
     except ImportError:
         return
-    patch = interpreter._patch_lang_tensor
+    builder = interpreter.InterpreterBuilder
+    patch, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
 
     def mended(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        values = interpreter._convert_float(handle.data, tl.bfloat16, tl.float32, None).view("float32")
+        return interpreter.TensorHandle(values, tl.float32)
+
+    def mended_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    def mended_cast(self: Any, source: Any, kind: Any) -> Any:
+        if kind.scalar == tl.bfloat16 and source.dtype.scalar.is_int():
+            source = interpreter.TensorHandle(source.data.astype("float32"), tl.float32)
+        return cast(self, source, kind)
+
     interpreter._patch_lang_tensor = mended
+    builder.create_dot, builder.cast_impl = mended_dot, mended_cast
 
 
 if not torch.cuda.is_available():

@@ -17,9 +17,7 @@ def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps:
     return same and x.shape[-1] <= WIDEST and x.numel() > 0
 
 
-def run(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference; the sum is written over ``residual`` where that is contiguous."""
     flat, held = rows_of(x), rows_of(residual)
     rows, width = flat.shape

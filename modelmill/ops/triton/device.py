@@ -35,6 +35,12 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.lru_cache
+def early_launch(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one in front of it has ended (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two ≥ n, n ≥ 1."""
     return 1 << (n - 1).bit_length()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import multiprocessors, power_of_two
+from modelmill.ops.triton.device import early_launch, multiprocessors, power_of_two
 
 LOG2E = 1.4426950408889634
 LEAST_KEYS = 64  # keys a split must have before it is worth a program
@@ -80,26 +81,33 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     if splits > 1:
         parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((batch, heads, splits, 2), dtype=torch.float32, device=q.device)
-    common = {"HEADS": heads, "GROUP": heads // kv_heads, "DIM": dim, "WINDOW": window or 0, "SPLITS": splits}
+    common = {"HEADS": heads, "DIM": dim, "WINDOW": window or 0, "SPLITS": splits, "LEAST": LEAST_KEYS}
+    common |= {"EARLY": splits > 1 and early_launch(q.device)}
+    layout = {"GROUP": heads // kv_heads, "PAGE": page_size, "WIDE": _wide(k)}
     block_d = power_of_two(dim)
-    strides = (tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3])
+    strides = (tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3])
     pointers = (q, k, v, tables, starts, lengths, out, parts, sums, scale)
     if shared:
         group = max(16, power_of_two(heads // kv_heads))
         _decode_groups[(kv_heads, batch, splits)](
-            *pointers, *strides, PAGE=page_size, BLOCK_G=group, BLOCK_N=LEAST_KEYS, BLOCK_D=max(16, block_d),
-            num_warps=4, num_stages=3 if block_d <= 128 else 2, **common,
+            *pointers, *strides, BLOCK_G=group, BLOCK_N=LEAST_KEYS, BLOCK_D=max(16, block_d),
+            num_warps=4, num_stages=3 if block_d <= 128 else 2, **common, **layout,
         )  # fmt: skip
     else:
         block_n = max(8, min(LEAST_KEYS, 16384 // (block_d * q.element_size())))
         _decode_heads[(heads, batch, splits)](
-            *pointers, *strides, PAGE=page_size, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, **common
+            *pointers, *strides, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=1, num_warps=4, **common, **layout
         )
     if splits > 1:
         _merge[(heads, batch)](
-            parts, sums, starts, lengths, out, HEADS=heads, DIM=dim, WINDOW=window or 0, SPLITS=splits,
-            BLOCK_S=power_of_two(splits), BLOCK_D=block_d, LEAST=LEAST_KEYS, num_warps=4,
+            parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d, num_warps=4,
+            launch_pdl=common["EARLY"], **common,
         )  # fmt: skip
+
+
+def _wide(cache: torch.Tensor) -> bool:
+    """Whether offsets in a cache need 64 bits; most do not, and 32-bit arithmetic is cheaper."""
+    return cache.stride(0) * cache.shape[0] >= 1 << 31
 
 
 def _prefill(tensors: tuple[torch.Tensor, ...], max_query: int, scale: float, window: int | None) -> None:
@@ -110,8 +118,8 @@ def _prefill(tensors: tuple[torch.Tensor, ...], max_query: int, scale: float, wi
     block_m, block_n, warps, stages = _tiling(max_query, block_d, q.dtype)
     _prefill_tiles[(triton.cdiv(max_query, block_m), heads, batch)](
         q, k, v, tables, starts, lengths, out, scale,
-        tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WINDOW=window or 0,
+        tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
+        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WIDE=_wide(k), WINDOW=window or 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -133,30 +141,42 @@ def _span(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.c
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
+    if SPLITS == 1:
+        return first, length
     share = tl.cdiv(tl.cdiv(length - first, SPLITS), LEAST) * LEAST
     begin = first + split * share
     return begin, tl.minimum(begin + share, length)
 
 
 @triton.jit
-def _places(tables_ptr, key, seen, PAGE: tl.constexpr, page_stride, token_stride):
-    """Offsets of keys in the cache, in elements; masked keys read page 0, which always exists."""
-    page = tl.load(tables_ptr + key // PAGE, mask=seen, other=0).to(tl.int64)
+def _places(tables_ptr, key, columns, page_stride, token_stride, PAGE: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of keys in the cache, in elements.
+
+    Clamped to the row of the table instead of masked: the address then waits for nothing but the table. What a
+    column past the context names is computed, and never read.
+    """
+    page = tl.load(tables_ptr + tl.minimum(key // PAGE, columns - 1))
+    if WIDE:
+        page = page.to(tl.int64)
     return page * page_stride + (key % PAGE) * token_stride
 
 
 @triton.jit
 def _decode_heads(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr, scale,
-    table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
+    columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:  # the merge may take its place on the multiprocessors; it waits there for these results
+        gdc_launch_dependents()
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
-    if tl.load(starts_ptr + sequence + 1) == row:
+    after = tl.load(starts_ptr + sequence + 1)
+    begin, end = _span(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, LEAST)
+    if after == row:
         return
-    begin, end = _span(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, 64)
     if SPLITS > 1 and begin >= end:  # the merge counts the splits that have keys
         return
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -168,10 +188,13 @@ def _decode_heads(
     top = tl.full([BLOCK_N], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_N], tl.float32)
     mixed = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
+    tables_ptr += sequence * table_stride
+    place = _places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         key = start + n
         seen = key < end
-        place = _places(tables_ptr + sequence * table_stride, key, seen, PAGE, page_stride, token_stride)
+        # The next block's pages are looked up while this one's keys are on their way.
+        after_place = _places(tables_ptr, key + BLOCK_N, columns, page_stride, token_stride, PAGE, WIDE)
         k = tl.load(k_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
         v = tl.load(v_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
         score = tl.where(seen, tl.sum(k.to(tl.float32) * q[None, :], axis=1), float("-inf"))
@@ -180,6 +203,7 @@ def _decode_heads(
         mass = mass * keep + add
         mixed = mixed * keep[:, None] + add[:, None] * v.to(tl.float32)
         top = new
+        place = after_place
     highest = tl.max(top, axis=0)
     share = tl.exp2(top - highest)
     total = tl.sum(mass * share, axis=0)
@@ -197,15 +221,19 @@ def _decode_heads(
 @triton.jit
 def _decode_groups(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr, scale,
-    table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
+    columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:  # the merge may take its place on the multiprocessors; it waits there for these results
+        gdc_launch_dependents()
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
-    if tl.load(starts_ptr + sequence + 1) == row:
+    after = tl.load(starts_ptr + sequence + 1)
+    begin, end = _span(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, LEAST)
+    if after == row:
         return
-    begin, end = _span(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, 64)
     if SPLITS > 1 and begin >= end:
         return
     n, d, g = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
@@ -218,10 +246,13 @@ def _decode_groups(
     top = tl.full([BLOCK_G], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    tables_ptr += sequence * table_stride
+    place = _places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
     for start in range(begin, end, BLOCK_N):
         key = start + n
         seen = key < end
-        place = _places(tables_ptr + sequence * table_stride, key, seen, PAGE, page_stride, token_stride)
+        # The next block's pages are looked up while this one's keys are on their way.
+        after_place = _places(tables_ptr, key + BLOCK_N, columns, page_stride, token_stride, PAGE, WIDE)
         k = tl.load(k_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
         v = tl.load(v_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
         score = tl.where(seen[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
@@ -230,6 +261,7 @@ def _decode_groups(
         mass = mass * keep + tl.sum(add, axis=1)
         mixed = tl.dot(add.to(v.dtype), v, mixed * keep[:, None])
         top = new
+        place = after_place
     if SPLITS == 1:
         out = mixed / tl.where(mass > 0.0, mass, 1.0)[:, None]
         target = out_ptr + (row * HEADS + head[:, None]) * DIM + d[None, :]
@@ -244,33 +276,37 @@ def _decode_groups(
 @triton.jit
 def _merge(
     parts_ptr, sums_ptr, starts_ptr, lengths_ptr, out_ptr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head, sequence = tl.program_id(0), tl.program_id(1)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
-    if tl.load(starts_ptr + sequence + 1) == row:
-        return
+    after = tl.load(starts_ptr + sequence + 1)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     begin, end = _span(tl.load(lengths_ptr + sequence), s, WINDOW, SPLITS, LEAST)
-    used = (s < SPLITS) & (begin < end)
+    if EARLY:
+        gdc_wait()
     part = (sequence * HEADS + head).to(tl.int64) * SPLITS + s
-    top = tl.load(sums_ptr + part * 2, mask=used, other=-1.0e30)
-    mass = tl.load(sums_ptr + part * 2 + 1, mask=used, other=0.0)
-    inside = used[:, None] & (d < DIM)[None, :]
+    # Read whether used or not, so that nothing waits for the length; what no split wrote is dropped below.
+    top = tl.load(sums_ptr + part * 2, mask=s < SPLITS, other=0.0)
+    mass = tl.load(sums_ptr + part * 2 + 1, mask=s < SPLITS, other=0.0)
+    inside = (s < SPLITS)[:, None] & (d < DIM)[None, :]
     mixed = tl.load(parts_ptr + part[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+    used = (s < SPLITS) & (begin < end)
+    top = tl.where(used, top, -1.0e30)
     share = tl.exp2(top - tl.max(top, axis=0))
-    total = tl.sum(mass * share, axis=0)
-    out = tl.sum(mixed * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + (row * HEADS + head) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
+    total = tl.sum(tl.where(used, mass * share, 0.0), axis=0)
+    out = tl.sum(tl.where(used[:, None], mixed * share[:, None], 0.0), axis=0) / tl.where(total > 0.0, total, 1.0)
+    if after != row:
+        tl.store(out_ptr + (row * HEADS + head) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit
 def _prefill_tiles(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
-    table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # The last queries have the most keys: started first, they do not end last.
     block, head, sequence = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -278,7 +314,7 @@ def _prefill_tiles(
     count = tl.load(starts_ptr + sequence + 1) - row
     if block * BLOCK_M >= count:
         return
-    m, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     history = tl.load(lengths_ptr + sequence) - count  # negative for padding: no key is visited then
     at = (row + m).to(tl.int64)
     mask = (m < count)[:, None] & (d < DIM)[None, :]
@@ -295,16 +331,21 @@ def _prefill_tiles(
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    place = _places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
     for start in range(begin, plain, BLOCK_N):
+        after = _places(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
         top, mass, mixed = _attend(
-            q, k_ptr + kv, v_ptr + kv, tables_ptr, start, end, position, top, mass, mixed, scale,
-            page_stride, token_stride, False, 0, DIM, PAGE, BLOCK_N, BLOCK_D,
+            q, k_ptr + kv, v_ptr + kv, place, start + n, end, position, top, mass, mixed, scale,
+            False, 0, DIM, BLOCK_D,
         )  # fmt: skip
+        place = after
     for start in range(tl.maximum(plain, begin), end, BLOCK_N):
+        after = _places(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
         top, mass, mixed = _attend(
-            q, k_ptr + kv, v_ptr + kv, tables_ptr, start, end, position, top, mass, mixed, scale,
-            page_stride, token_stride, True, WINDOW, DIM, PAGE, BLOCK_N, BLOCK_D,
+            q, k_ptr + kv, v_ptr + kv, place, start + n, end, position, top, mass, mixed, scale,
+            True, WINDOW, DIM, BLOCK_D,
         )  # fmt: skip
+        place = after
     out = mixed / tl.where(mass > 0.0, mass, 1.0)[:, None]
     target = out_ptr + (at[:, None] * HEADS + head) * DIM + d[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -312,31 +353,30 @@ def _prefill_tiles(
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, tables_ptr, start, end, position, top, mass, mixed, scale, page_stride, token_stride,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, k_ptr, v_ptr, place, key, end, position, top, mass, mixed, scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: the running maximum, sum and mixture after it."""
-    key = start + tl.arange(0, BLOCK_N)
+    """One block of keys at ``place`` in the cache: the running maximum, sum and mixture after it."""
     d = tl.arange(0, BLOCK_D)
-    seen = key < end
-    if not MASKED:
-        seen = key >= 0
-    place = _places(tables_ptr, key, seen, PAGE, page_stride, token_stride)[:, None] + d[None, :]
-    if MASKED or BLOCK_D != DIM:
-        k = tl.load(k_ptr + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
-        v = tl.load(v_ptr + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+    at = place[:, None] + d[None, :]
+    if MASKED:
+        inside = (key < end)[:, None] & (d < DIM)[None, :]
+        k = tl.load(k_ptr + at, mask=inside, other=0.0)
+        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+    elif BLOCK_D != DIM:
+        k = tl.load(k_ptr + at, mask=(d < DIM)[None, :], other=0.0)
+        v = tl.load(v_ptr + at, mask=(d < DIM)[None, :], other=0.0)
     else:
-        k = tl.load(k_ptr + place)
-        v = tl.load(v_ptr + place)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = tl.load(k_ptr + at)
+        v = tl.load(v_ptr + at)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         allowed = key[None, :] <= position[:, None]
         if WINDOW > 0:
             allowed = allowed & (key[None, :] > position[:, None] - WINDOW)
         score = tl.where(allowed, score, float("-inf"))
-    new = tl.maximum(top, tl.max(score, axis=1))
-    keep, add = tl.exp2(top - new), tl.exp2(score - new[:, None])
+    new = tl.maximum(top, tl.max(score, axis=1) * scale)
+    keep, add = tl.exp2(top - new), tl.exp2(score * scale - new[:, None])
     mass = mass * keep + tl.sum(add, axis=1)
     mixed = tl.dot(add.to(v.dtype), v, mixed * keep[:, None], input_precision="ieee")
     return new, mass, mixed
