@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.engine import ENGINE_HELP, CacheBuild, changed, open_llm
+from modelmill.cli.figures import draw, rows_of, show
 from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, note, progress, table
+from modelmill.cli.output import emit_json, note, progress
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
 
@@ -39,7 +40,6 @@ Examples:
   modelmill bench throughput model.engine --trace trace.csv --num-prompts 500"""
 
 KINDS = ("latency", "throughput", "startup")
-SPREAD = "median (min … max)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +74,20 @@ def run(args: Args) -> int:
     """Measure, print, plot and keep the rows."""
     _check(args)
     measured = {"latency": _latency, "throughput": _throughput, "startup": _startup}[args.what](args)
-    rows = _rows(args, measured)
+    command = shlex.join(["modelmill", *sys.argv[1:]])
+    rows = rows_of(command, measured)
     if args.save is not None:
         from modelmill.eval.report import save
 
         save(args.save, rows)
     if args.plot is not None:
-        _plot(args, measured)
+        from modelmill.eval.report import plot
+
+        plot(args.plot, lambda axes: draw(axes, measured), f"{args.what}: {args.engine.name} on {measured['device']}")
     if args.json:
-        emit_json({"command": _command(), **measured, "rows": rows})
+        emit_json({"command": command, **measured, "rows": rows})
     else:
-        _show(measured)
+        show(measured)
     return 0
 
 
@@ -171,10 +174,13 @@ def _startup(args: Args) -> dict[str, Any]:
     from modelmill.eval.report import device_name
     from modelmill.eval.startup import measure
     from modelmill.runtime.loop import pick_device
+    from modelmill.runtime.threads import use_threads
 
     # A checkpoint is built first: its build is no part of a start.
     engine = args.engine if is_engine(args.engine) else open_llm(args.engine, args.build, args.run).path
     device = pick_device(args.run.device)
+    if device == "cpu":
+        use_threads(args.run.threads)
     with progress("startup", quiet=args.json) as told:
         found = measure(engine, changed(args.run), input_length=args.input_len, runs=args.runs, progress=told)
     build = open_artifact(engine).manifest.build
@@ -211,120 +217,3 @@ def _speedups(results: Sequence[Mapping[str, Any]], of: Any) -> list[dict[str, A
                 ratio = of(theirs)["median"] / of(ours)["median"]
                 found.append({"over": theirs["subject"], "shape": ours.get("shape"), "speedup": ratio})
     return found
-
-
-# -- rows, tables, plots
-
-UNITS = {
-    "first_token_ms": "ms",
-    "per_token_ms": "ms",
-    "total_ms": "ms",
-    "input_tokens_per_s": "tokens/s",
-    "output_tokens_per_s": "tokens/s",
-    "requests_per_s": "requests/s",
-    "seconds": "s",
-    "total_s": "s",
-    "import_s": "s",
-    "load_s": "s",
-    "first_s": "s",
-}
-
-
-def _command() -> str:
-    return shlex.join(["modelmill", *sys.argv[1:]])
-
-
-def _rows(args: Args, measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each figure: its median, with the spread beside it."""
-    from modelmill.eval.report import row
-
-    rows = []
-    about = {key: measured[key] for key in ("engine", "dtype", "quantization", "kernels") if key in measured}
-    for result in measured["results"]:
-        for figure, unit in UNITS.items():
-            spread = result.get(figure)
-            if spread is None:
-                continue
-            details = {**about, "subject": result["subject"], "spread": spread, **_asked(args, result)}
-            rows.append(row(_command(), f"{args.what}.{figure}", spread["median"], unit, measured["device"], **details))
-    return rows
-
-
-def _asked(args: Args, result: Mapping[str, Any]) -> dict[str, Any]:
-    if "shape" in result:
-        return {"shape": result["shape"]}
-    if "requests" not in result:
-        return {"input": args.input_len}
-    return {key: result[key] for key in ("requests", "input_tokens", "output_tokens")}
-
-
-def _show(measured: Mapping[str, Any]) -> None:
-    results = measured["results"]
-    figures = [name for name in UNITS if any(result.get(name) for result in results)]
-    head = ["", *(["batch × input + output"] if "shape" in results[0] else [])]
-    rows = []
-    for result in results:
-        shape = result.get("shape")
-        asked = [f"{shape['batch']} × {shape['input']} + {shape['output']}"] if shape else []
-        rows.append([result["subject"], *asked, *[_cell(result.get(name)) for name in figures]])
-    title = f"{measured['what']}: {measured['engine']} ({measured['dtype']}, {measured['quantization']}) on "
-    names = [_heading(name) for name in figures]
-    table([*head, *names], rows, title=f"{title}{measured['device']}; {SPREAD} of {_runs(results)} runs")
-    for each in measured.get("speedups", []):
-        where = f" at batch {each['shape']['batch']}" if each["shape"] else ""
-        print(f"speed-up over {each['over']}{where}: {each['speedup']:.2f}×")
-    if measured.get("ended"):
-        print(f"the sweep ended before its last batch size: {measured['ended']}")
-
-
-def _runs(results: Sequence[Mapping[str, Any]]) -> int:
-    name = next(name for name in ("total_ms", "seconds", "total_s") if name in results[0])
-    return results[0][name]["runs"]
-
-
-def _heading(figure: str) -> str:
-    unit = UNITS[figure]
-    name = figure.removesuffix("_ms").removesuffix("_per_s").removesuffix("_s").replace("_", " ")
-    return name if name == unit else f"{name}, {unit}"
-
-
-def _cell(spread: Mapping[str, Any] | None) -> str:
-    if spread is None:
-        return "–"
-    return f"{_short(spread['median'])} ({_short(spread['min'])} … {_short(spread['max'])})"
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _plot(args: Args, measured: Mapping[str, Any]) -> None:
-    from modelmill.eval.report import plot
-
-    assert args.plot is not None
-    title = f"{args.what}: {args.engine.name} on {measured['device']}"
-    plot(args.plot, lambda axes: _draw(axes, measured), title)
-
-
-def _draw(axes: Any, measured: Mapping[str, Any]) -> None:
-    """latency: output tokens/s by batch size, a line a subject; else a bar a subject."""
-    results = measured["results"]
-    subjects = list(dict.fromkeys(result["subject"] for result in results))
-    if measured["what"] == "latency":
-        key = "output_tokens_per_s" if results[0]["output_tokens_per_s"] else "input_tokens_per_s"
-        for subject in subjects:
-            mine = [result for result in results if result["subject"] == subject]
-            low = [each[key]["median"] - each[key]["min"] for each in mine]
-            high = [each[key]["max"] - each[key]["median"] for each in mine]
-            at, values = [each["shape"]["batch"] for each in mine], [each[key]["median"] for each in mine]
-            axes.errorbar(at, values, yerr=[low, high], marker="o", capsize=3, label=subject)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("batch size")
-        axes.set_ylabel(key.replace("_per_s", " per second").replace("_", " "))
-        axes.set_ylim(bottom=0)
-        axes.legend()
-    else:
-        key = "output_tokens_per_s" if measured["what"] == "throughput" else "total_s"
-        axes.bar(subjects, [result[key]["median"] for result in results])
-        axes.set_ylabel("output tokens per second" if measured["what"] == "throughput" else "seconds to first token")
-    axes.grid(alpha=0.3)

@@ -17,7 +17,7 @@ from modelmill.core import env
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.find import find, names, nearest
 
-SUPPORT = ("main", "options", "output", "engine")
+SUPPORT = ("main", "options", "output", "values", "engine", "figures")
 """Modules of this folder that are no verbs."""
 
 ORDER = ("pull", "inspect", "build", "run", "chat", "serve", "compare", "perplexity", "summarize", "bench", "doctor")

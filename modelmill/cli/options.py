@@ -21,12 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modelmill.core.config import option
-from modelmill.core.errors import UsageError
-from modelmill.core.find import nearest
 
 T = TypeVar("T")
 SCALARS: tuple[type, ...] = (bool, int, float, str, Path)
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +146,6 @@ def _shape(hint: Any) -> tuple[str, type, type]:
     raise TypeError(f"the command line cannot offer a value of type {hint}")
 
 
-# -- to typer
-
-
 def signature_of(flags: list[Flag]) -> inspect.Signature:
     """The signature that typer reads: every parameter defaults to None, so that "not given" can be told."""
     return inspect.Signature(
@@ -217,124 +211,12 @@ def _with_default(flag: Flag) -> str:
     return f"{flag.help} (default: {shown})"
 
 
-# -- from what was given to Args
-
-
-def gather(args: type[T], given: Mapping[str, Any]) -> T:
-    """An ``args`` from typer's values (None: not given), the --config file and the defaults.
-
-    Raises UsageError, in one line, for a value of the wrong kind, an unknown key in the file, or a missing flag.
-    """
-    flags = flags_of(args)
-    values: dict[str, Any] = {}
-    for flag in flags:
-        value = given.get(flag.name)
-        if value is not None and value != [] and value != ():
-            values[flag.name] = _typed(flag, value, flag.label)
-    if values.get("config") is not None:
-        values = {**_from_file(flags, values["config"]), **values}
-    for flag in flags:
-        if flag.required and flag.name not in values:
-            raise UsageError(f"{flag.label} is missing: {flag.help}")
-    return _build(args, values)
-
-
-def _build(kind: type[T], values: Mapping[str, Any]) -> T:
-    hints = typing.get_type_hints(kind)
-    chosen: dict[str, Any] = {}
-    for each in fields(kind):  # type: ignore[arg-type]
-        hint = hints[each.name]
-        if is_dataclass(hint):
-            left = each.metadata["leave"]
-            chosen[each.name] = _build(typing.cast(type, hint), {k: v for k, v in values.items() if k not in left})
-        elif each.name in values:
-            chosen[each.name] = values[each.name]
-    return kind(**chosen)
-
-
-def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        raw = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        raise UsageError(f"--config {path} must hold `flag: value` lines, not a {type(raw).__name__}")
-    known = {name: flag for flag in flags if not flag.positional for name in (flag.name, flag.long.replace("-", "_"))}
-    values = {}
-    for key, value in raw.items():
-        flag = known.get(str(key).replace("-", "_"))
-        if flag is None or flag.name == "config":
-            hint = nearest(str(key).replace("-", "_"), list(known))
-            raise UsageError(f"{path}: unknown option {key!r}" + (f"; did you mean {hint}?" if hint else ""))
-        if value is not None:
-            values[flag.name] = _typed(flag, value, f"{path}: {key}")
-    return values
-
-
-def _typed(flag: Flag, value: Any, where: str) -> Any:
-    """``value`` (of the command line, or of YAML) as the field wants it."""
-    if isinstance(value, Enum):
-        value = value.value
-    if flag.shape == "one":
-        return _scalar(flag.kind, value, where, flag.choices)
-    if flag.shape == "pairs":
-        return _pairs(flag, value, where)
-    items = list(value) if isinstance(value, (list, tuple)) else [value]
-    if flag.shape == "two":
-        if len(items) != 2:
-            raise UsageError(f"{where} takes two values, not {len(items)}")
-        return tuple(str(item) for item in items)
-    if flag.shape == "ints":
-        parts = [part for item in items for part in str(item).split(",") if part.strip()]
-        return tuple(_scalar(int, part.strip(), where, ()) for part in parts)
-    return tuple(_scalar(flag.kind, item, where, flag.choices) for item in items)
-
-
-def _pairs(flag: Flag, value: Any, where: str) -> dict[Any, Any]:
-    if isinstance(value, dict):
-        items = list(value.items())
-    else:
-        items = []
-        for text in value if isinstance(value, list) else [value]:
-            name, equals, rest = str(text).partition("=")
-            if not equals or not name:
-                raise UsageError(f"{where} takes KEY=VALUE, not {text!r}")
-            items.append((name, rest))
-    return {_scalar(flag.key, k, where, ()): _scalar(flag.kind, v, where, ()) for k, v in items}
-
-
-def _scalar(kind: type, value: Any, where: str, choices: tuple[Any, ...]) -> Any:
-    result = _convert(kind, value)
-    if result is None:
-        raise UsageError(f"{where} must be {KINDS[kind]}, not {value!r}")
-    if choices and result not in choices:
-        raise UsageError(f"{where} {value!r} is not one of {', '.join(map(str, choices))}")
-    return result
-
-
-def _convert(kind: type, value: Any) -> Any:
-    """``value`` as ``kind``; None where it is not one. YAML's own types are taken, text is parsed."""
-    if kind is bool:
-        return value if isinstance(value, bool) else None
-    if isinstance(value, (bool, dict, list)):
-        # YAML reads an unquoted `on` or `no` as a bool: for a text that would be a silent change.
-        return None
-    try:
-        if kind is int and isinstance(value, float):
-            return int(value) if value.is_integer() else None
-        return kind(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def call_of(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
     """A function with the signature that typer reads; it gathers the values into ``args`` and runs."""
 
     def call(**given: Any) -> int:
+        from modelmill.cli.values import gather
+
         return run(gather(args, given))
 
     signature = signature_of(flags_of(args))

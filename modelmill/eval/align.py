@@ -30,8 +30,7 @@ TALKS = (
     ],
 )
 
-FLOOR = 1e-12
-"""What an error of 0 is drawn as: a log scale has no 0."""
+MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
@@ -173,23 +172,28 @@ def align(
 
 
 def draw(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
-    """Largest absolute error by layer on a log scale, a line a module, with the module's tolerance dashed."""
-    modules: dict[str, list[tuple[int, float, float]]] = {}
+    """Largest error by layer over the largest value, log scale, a line a module; what is out of tolerance is crossed.
+
+    Errors of exactly 0 and infinite ones have no place on the scale; infinite ones are crossed at its top.
+    """
     depth = max((layer["layer"] for layer in layers if layer.get("layer") is not None), default=0)
+    modules: dict[str, list[tuple[int, float, bool]]] = {}
     for layer in layers:
         place = layer.get("layer")
         if place is None:
             place = -1 if layer["module"] == "embed" else depth + 1
-        error, tolerance = float(layer["max_abs"]), float(layer["tolerance"])
-        if math.isfinite(error) and math.isfinite(tolerance):
-            modules.setdefault(str(layer["module"]), []).append((place, max(error, FLOOR), max(tolerance, FLOOR)))
-    for module, points in sorted(modules.items()):
-        places = [place for place, _, _ in points]
-        (line,) = axes.plot(places, [error for _, error, _ in points], marker=".", label=module)
-        axes.plot(places, [limit for _, _, limit in points], linestyle="--", linewidth=0.7, color=line.get_color())
+        error = float(layer["max_rel"])
+        modules.setdefault(str(layer["module"]), []).append((place, error, bool(layer.get("ok", True))))
+    finite = [error for points in modules.values() for _, error, _ in points if 0.0 < error < math.inf]
+    top = 10.0 * max(finite, default=1.0)
+    for number, (module, points) in enumerate(sorted(modules.items())):
+        shown = [(place, error) for place, error, _ in points if 0.0 < error < math.inf]
+        wrong = [(place, min(error, top)) for place, error, ok in points if not ok]
+        look = {"color": f"C{number % 10}", "marker": MARKERS[number // 10 % len(MARKERS)], "linewidth": 0.9}
+        axes.plot([place for place, _ in shown], [error for _, error in shown], markersize=4, label=module, **look)
+        axes.scatter([place for place, _ in wrong], [error for _, error in wrong], marker="x", color="red", zorder=3)
     axes.set_yscale("log")
-    axes.set_xlabel("layer (-1: embedding)")
-    axes.set_ylabel("largest absolute error (dashed: tolerance)")
+    axes.set_xlabel("layer (-1: embedding; last: final norm and head); red: out of tolerance")
+    axes.set_ylabel("largest error / largest value")
     axes.grid(alpha=0.3)
-    if modules:
-        axes.legend(fontsize="small", ncols=2)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
