@@ -58,7 +58,7 @@ class ChatFormat(Protocol):
 def load_chat(files: Mapping[str, bytes], tokenizer: Tokenizer, *, limits: Limits | None = None) -> ChatFormat | None:
     """The chat format of a model; None for one without (a base model).
 
-    Templates come from chat_template.jinja, tokenizer_config.json or the GGUF metadata; a Qwen v1
+    Templates come from chat_template.jinja, tokenizer_config.json, chat_template.json or GGUF metadata; a Qwen v1
     vocabulary without a template has its built-in format, unless generation_config.json says "raw".
     Raises TemplateError when a template is not a text.
     """
@@ -81,6 +81,9 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
             raise TemplateError("chat_template.jinja is not UTF-8 text; copy the file again") from None
     found: object = read_json(files, "tokenizer_config.json").get("chat_template")
     file = "tokenizer_config.json"
+    if found is None and "chat_template.json" in files:
+        file = "chat_template.json"
+        found = read_json(files, file).get("chat_template")
     if found is None and "gguf_vocab.json" in files:
         file = "the GGUF file"
         metadata = read_json(files, "gguf_vocab.json")

@@ -102,7 +102,9 @@ def serve(stdin: BinaryIO, stdout: BinaryIO, max_memory: int) -> None:
     environment = make_environment()
     compiled: dict[str, Any] = {}
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # should a template ever break out of the sandbox: no files written, no processes started
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        resource.setrlimit(limit, (0, 0))
     reply: dict[str, Any] = {"ready": True}
     while True:
         stdout.write(json.dumps(reply).encode("ascii") + b"\n")

@@ -155,10 +155,13 @@ def _pattern(texts: Sequence[str], padded: Mapping[str, tuple[bool, bool]]) -> r
     sides: dict[tuple[bool, bool], list[str]] = {}
     for text in texts:
         sides.setdefault(padded.get(text, (False, False)), []).append(text)
-    alternatives = []
-    for index, ((eats_left, eats_right), group) in enumerate(sides.items()):
-        # the possessive run from its first space keeps a megabyte of spaces linear when no token follows
-        left = r"(?:(?<!\s)\s++)?" if eats_left else ""
-        right = r"\s*" if eats_right else ""
-        alternatives.append(f"{left}(?P<g{index}>{alternation(group)}){right}")
-    return re.compile("|".join(alternatives))
+    try:
+        alternatives = []
+        for index, ((eats_left, eats_right), group) in enumerate(sides.items()):
+            # the possessive run from its first space keeps a megabyte of spaces linear when no token follows
+            left = r"(?:(?<!\s)\s++)?" if eats_left else ""
+            right = r"\s*" if eats_right else ""
+            alternatives.append(f"{left}(?P<g{index}>{alternation(group)}){right}")
+        return re.compile("|".join(alternatives))
+    except (RecursionError, OverflowError, re.error):
+        raise TokenizerError("the tokenizer's control tokens are nested too deeply to be searched for") from None

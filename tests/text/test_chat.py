@@ -150,6 +150,7 @@ def test_where_templates_come_from():
     assert read_templates(hf_files(chat_template=named)) == {"default": "a", "tool_use": "b"}
     files = hf_files(chat_template="a") | {"chat_template.jinja": b"c"}
     assert read_templates(files) == {"default": "c"}
+    assert read_templates({"chat_template.json": b'{"chat_template": "d"}'}) == {"default": "d"}
     assert read_templates(gguf_bpe(chat_template="g")) == {"default": "g"}
     assert load_chat(hf_files(), load_tokenizer(hf_files())) is None
     for wrong in (5, [1], [{"name": "a"}], {"a": "b"}):

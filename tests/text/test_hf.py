@@ -150,6 +150,34 @@ def test_sentencepiece_like_files_stream_and_mark_their_prefix():
     assert tokenizer.decode(tokenizer.encode("hi é")) == "hi é"
 
 
+def test_llamas_older_layout_adds_a_space_after_every_control_token():
+    import tokenizers
+
+    spec = small_hf()
+    tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "▁h", "▁hi"]
+    vocab = {text: id for id, text in enumerate(tokens)}
+    spec["model"] |= {"vocab": vocab, "merges": ["▁ h", "▁h i"], "byte_fallback": True, "unk_token": "<unk>"}
+    spec["added_tokens"] = [spec["added_tokens"][0] | {"id": 1, "content": "<s>"}]
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    spec["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]}
+    spec["pre_tokenizer"] = None
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    spec["decoder"] = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    library = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    tokenizer = load_tokenizer(hf_files(spec))
+    for text in ("hi<s>hi", "<s>hi <s>", "<s>", "hi é"):
+        assert tokenizer.encode(text, special=True) == library.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode("hi")) == " hi"
+
+
+def test_control_tokens_nested_without_end_are_refused():
+    spec = small_hf()
+    flags = spec["added_tokens"][0]
+    spec["added_tokens"] = [flags | {"id": 300 + i, "content": "a" * (i + 2)} for i in range(1500)]
+    with pytest.raises(TokenizerError, match="nested"):
+        load_tokenizer(hf_files(spec))
+
+
 def spec_with(**added):
     spec = small_hf()
     spec["added_tokens"][0] |= added
