@@ -1,0 +1,126 @@
+"""Engine and transformers behind one interface, sweeps that end with the memory, and their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import CapacityError
+from modelmill.eval import latency, throughput
+from modelmill.eval.latency import Shape
+from modelmill.eval.perplexity import perplexity
+from modelmill.eval.subjects import EngineScorer, EngineSubject, HfSubject, Pass
+from modelmill.eval.texts import Work, random_work
+from tests.eval.fake_loop import FakeLoop
+
+
+def test_an_engine_serves_all_requests_to_their_lengths() -> None:
+    work = random_work([(3, 4), (5, 1), (2, 7)], 50, 0)
+    found = EngineSubject(FakeLoop()).run(work)
+    assert (found.input_tokens, found.output_tokens) == (10, 12)
+    assert len(found.firsts) == 3
+    assert 0 < found.first <= found.total
+
+
+def test_running_out_of_memory_is_an_error_and_leaves_nothing_behind() -> None:
+    loop = FakeLoop(fail_at=2)
+    with pytest.raises(CapacityError, match="ran out of memory"):
+        EngineSubject(loop).run(random_work([(3, 4)] * 2, 50, 0))
+    assert not loop.live
+
+
+def test_a_batch_must_fit_the_kv_cache_as_a_whole() -> None:
+    subject = EngineSubject(FakeLoop(num_pages=4, page_size=16, config=RunConfig(max_num_seqs=8)))
+    assert subject.room(2, 32) is None
+    assert "64 tokens" in str(subject.room(3, 32))
+    assert "64" in str(subject.room(1, 65))
+    assert "--max-num-seqs" in str(subject.room(9, 1))
+
+
+def test_a_sweep_ends_where_memory_ends_and_says_so() -> None:
+    subject = EngineSubject(FakeLoop(num_pages=4))
+    shapes = [Shape(batch, 8, 4) for batch in (1, 2, 4, 8, 16)]
+    found = latency.sweep([subject], shapes, 50, runs=2, warmup=1)
+    assert [each.shape.batch for each in found.results] == [1, 2, 4]
+    assert found.ended is not None
+    assert found.ended.startswith("batch 8: ")
+    with pytest.raises(CapacityError):
+        latency.sweep([subject], shapes[4:], 50, runs=1)
+
+
+class Timed:
+    """A subject whose times are given."""
+
+    def __init__(self, name: str, first: float, step: float) -> None:
+        self.name, self.device = name, "cpu"
+        self.firsts, self.step = first, step
+        self.seen: list[list[Work]] = []
+
+    def run(self, work: Sequence[Work], progress: object = None) -> Pass:
+        self.seen.append(list(work))
+        total = self.firsts + self.step * (work[0].output - 1)
+        inputs, outputs = sum(len(w.prompt) for w in work), sum(w.output for w in work)
+        return Pass(self.firsts, total, tuple([self.firsts] * len(work)), inputs, outputs)
+
+    def room(self, batch: int, length: int) -> str | None:
+        return None
+
+
+def test_latency_figures_and_turns() -> None:
+    ours, theirs = Timed("modelmill", 0.1, 0.01), Timed("transformers", 0.4, 0.04)
+    found = latency.measure([ours, theirs], Shape(4, 100, 11), 50, runs=3, warmup=2)
+    assert [each.subject for each in found] == ["modelmill", "transformers"]
+    mine = found[0]
+    assert mine.per_token_ms is not None
+    assert mine.output_tokens_per_s is not None
+    assert mine.first_token_ms.median == pytest.approx(100)
+    assert mine.per_token_ms.median == pytest.approx(10)
+    assert mine.input_tokens_per_s.median == pytest.approx(4 * 100 / 0.1)
+    assert mine.output_tokens_per_s.median == pytest.approx(4 / 0.01)
+    assert mine.total_ms.runs == 3
+    assert ours.seen == theirs.seen, "both sides get the same ids"
+    assert len({tuple(work[0].prompt) for work in ours.seen}) == 5, "every run has fresh ids"
+
+
+def test_one_output_token_has_no_time_per_token() -> None:
+    found = latency.measure([Timed("modelmill", 0.1, 0.01)], Shape(1, 8, 1), 50, runs=1, warmup=0)
+    assert found[0].per_token_ms is None
+    assert found[0].to_dict()["output_tokens_per_s"] is None
+
+
+def test_throughput_figures() -> None:
+    work = [Work((1, 2, 3), 11)] * 5
+    found = throughput.measure([Timed("modelmill", 0.1, 0.09)], work, runs=2, warmup=1)[0]
+    assert found.seconds.median == pytest.approx(1.0)
+    assert found.requests_per_s.median == pytest.approx(5.0)
+    assert found.input_tokens_per_s.median == pytest.approx(15.0)
+    assert found.output_tokens_per_s.median == pytest.approx(55.0)
+    assert found.first_token_ms.median == pytest.approx(100.0)
+
+
+def test_transformers_runs_in_static_batches_and_counts_what_was_asked() -> None:
+    class Fake:
+        device = "cpu"
+
+        def __init__(self) -> None:
+            self.calls: list[tuple[int, int]] = []
+
+        def generate(self, prompts: Sequence[Sequence[int]], length: int) -> tuple[list[list[int]], list[float]]:
+            self.calls.append((len(prompts), length))
+            return [[0] * length for _ in prompts], [0.01] * length
+
+    fake = Fake()
+    found = HfSubject(fake, 2).run([Work((1,), 3), Work((1, 2), 5), Work((1,), 1)])
+    assert fake.calls == [(2, 5), (1, 1)]
+    assert (found.input_tokens, found.output_tokens) == (4, 9)
+    assert len(found.firsts) == 3
+
+
+def test_engine_scores_are_those_of_its_prompt_logprobs() -> None:
+    loop = FakeLoop()
+    windows = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    scores = list(EngineScorer(loop, at_once=2).score(windows))
+    assert scores == [[loop.logprob(a, b) for a, b in zip(w, w[1:])] for w in windows]
+    assert perplexity(list(range(20)), EngineScorer(loop), max_length=8, stride=4).tokens == 19
