@@ -145,6 +145,7 @@ class Packer:
         self.cuda = self.device.type == "cuda"
         self._turn = 0
         self._host: list[torch.Tensor] = []
+        self._sent: list[torch.cuda.Event] = []
         self._there: torch.Tensor | None = None
         self._arrays: dict[tuple[int, Layout], Arrays] = {}
         self._views: dict[Layout, Views] = {}
@@ -157,6 +158,7 @@ class Packer:
         words = max(words, 1 << 14)
         count = 2 if self.cuda else 1
         self._host = [torch.zeros(words, dtype=torch.int64, pin_memory=self.cuda) for _ in range(count)]
+        self._sent = [torch.cuda.Event() for _ in range(count)] if self.cuda else []
         self._there = torch.zeros(words, dtype=torch.int64, device=self.device) if self.cuda else self._host[0]
         self._arrays.clear()
         self._views.clear()
@@ -188,6 +190,7 @@ class Packer:
             assert self._there is not None
             words = views.words
             self._there[:words].copy_(self._host[self._turn][:words], non_blocking=True)
+            self._sent[self._turn].record()
         embeds, mask = _inserted(work, tokens, self.device)
         every = decode and samples == tokens and (pad is not None or list(want.rows) == list(range(tokens)))
         max_query = 1 if decode else max(c for _, c in work)
@@ -200,6 +203,8 @@ class Packer:
 
     def _write_to(self, layout: Layout) -> Arrays:
         self._turn = (self._turn + 1) % len(self._host)
+        if self.cuda:
+            self._sent[self._turn].synchronize()
         arrays = self._arrays.get((self._turn, layout))
         if arrays is None:
             if len(self._arrays) > 512:

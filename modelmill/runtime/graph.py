@@ -14,6 +14,10 @@ import torch
 from modelmill.runtime.batch import Batch, Layout, Packer
 
 
+class NotRecordable(RuntimeError):
+    """The chosen ops cannot run in a graph."""
+
+
 @dataclass
 class _Graph:
     graph: torch.cuda.CUDAGraph
@@ -36,6 +40,7 @@ class Graphs:
         self._graphs: dict[tuple[Layout, int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._logits: torch.Tensor | None = None
+        self._rehearsed = False
 
     def pad(self, seqs: int, context: int) -> tuple[int, int]:
         """(sequences, context) of the smallest graph that serves."""
@@ -43,7 +48,10 @@ class Graphs:
         return size, min(bucket(context), max(self._longest, context))
 
     def replay(self, batch: Batch, *, greedy: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run a padded batch: (logits, None), or with ``greedy`` (None, ids), which are kept in ``last`` too."""
+        """Run a padded batch: (logits, None), or with ``greedy`` (None, ids), which are kept in ``last`` too.
+
+        Raises NotRecordable where an op waits for the host.
+        """
         key = (batch.views.layout, batch.max_context, greedy)
         found = self._graphs.get(key)
         if found is None:
@@ -60,9 +68,10 @@ class Graphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                logits = self._forward(batch)
-                logits.argmax(-1)
+            logits = self._forward(batch)
+            logits.argmax(-1)
+            if not self._rehearsed:
+                self._rehearse(batch)
         torch.cuda.current_stream().wait_stream(stream)
         if not greedy:
             self._room(logits)
@@ -79,6 +88,18 @@ class Graphs:
                 self._logits[: batch.tokens].copy_(logits)
             del logits
         return _Graph(graph, ids)
+
+    def _rehearse(self, batch: Batch) -> None:
+        """Once: an op that waits for the host (a torch reference with ``tolist``) cannot be recorded."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._forward(batch)
+        except RuntimeError as error:
+            raise NotRecordable(str(error)) from None
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        self._rehearsed = True
 
     def _room(self, logits: torch.Tensor) -> None:
         if self._logits is None:

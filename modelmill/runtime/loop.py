@@ -1,8 +1,8 @@
 """The engine's loop: requests in, tokens out, one step at a time.
 
 On a GPU the next step is launched before the tokens of the last one are read, so that the GPU never waits for Python.
-What the host does not know yet (the last token) stays on the device; what it decides (who runs, where pages are) follows
-from counts alone. A sequence that turns out to have ended costs one wasted row.
+What the host does not know yet (the last token) stays on the device; what it decides (who runs, where pages are)
+follows from counts alone. A sequence that turns out to have ended costs one wasted row.
 """
 
 from __future__ import annotations
@@ -447,7 +447,8 @@ class Loop:
             )
         if -(-len(prompt) // self.page_size) > self.num_pages:
             raise RequestError(
-                f"the prompt's {len(prompt)} tokens exceed the KV cache of {self.num_pages * self.page_size}; shorten it"
+                f"the prompt's {len(prompt)} tokens exceed the KV cache of {self.num_pages * self.page_size}; "
+                "shorten it"
             )
         if params.num_beams > self.config.max_num_seqs:
             raise RequestError(f"num_beams={params.num_beams} exceeds max_num_seqs={self.config.max_num_seqs}")

@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelmill.core import log
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
 from modelmill.runtime import logprobs
 from modelmill.runtime.batch import Batch, Packer, Wanted
-from modelmill.runtime.graph import Graphs
+from modelmill.runtime.graph import Graphs, NotRecordable
 from modelmill.runtime.sampler import Plan, Sampler
 from modelmill.runtime.scheduler import Schedule, Scheduler
 from modelmill.runtime.sequence import Sequence
 
+_log = log.get(__name__)
 Before = Callable[[str, tuple[Any, ...]], tuple[Any, ...] | None]
 After = Callable[[str, tuple[Any, ...], Any], None]
 
@@ -106,9 +108,7 @@ class Runner:
         flight.seqs = found.seqs
         plan = flight.plan = self.sampler.plan(found.seqs)
         noise = plan.noise()
-        if self._by_graph(schedule, found, plan):
-            self._replay(flight, plan, noise)
-        else:
+        if not (self._by_graph(schedule, found, plan) and self._replay(flight, plan, noise)):
             rows = [*found.rows]
             rows += [row for members in found.beams.values() for _, row in members]
             rows += [r for _, start, count, _ in found.prompts for r in range(start, start + count)]
@@ -187,7 +187,8 @@ class Runner:
             return False
         return len(work) <= self.graphs.largest and plan.told_rows is None
 
-    def _replay(self, flight: Flight, plan: Plan, noise: Any) -> None:
+    def _replay(self, flight: Flight, plan: Plan, noise: Any) -> bool:
+        """False where graphs turn out not to work with the chosen ops; they are given up then."""
         assert self.graphs is not None
         work = flight.schedule.work
         n = len(work)
@@ -195,15 +196,21 @@ class Runner:
         rows = [s.row for s in flight.seqs]
         batch = self.packer.pack(work, Wanted(range(n), rows, noise), pad)
         simple = plan.greedy and plan.plain
-        logits, ids = self.graphs.replay(batch, greedy=simple)
+        try:
+            logits, ids = self.graphs.replay(batch, greedy=simple)
+        except NotRecordable as error:
+            _log.warning("decoding without CUDA graphs: %s", error)
+            self.graphs = None
+            return False
         if simple:
             assert ids is not None
             flight.ids = ids[:n]
-            return
+            return True
         assert logits is not None
         drawn = batch.views.noise[:n] if noise is not None else None
         flight.ids = self.sampler.sample(logits[:n], plan, drawn)
         self.last[batch.views.outs[:n]] = flight.ids
+        return True
 
     def _finish(self, flight: Flight, found: _Rows, plan: Plan, batch: Batch) -> None:
         logits = self.forward(batch)

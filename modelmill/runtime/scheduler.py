@@ -1,9 +1,9 @@
 """Which tokens are computed in the next step.
 
-Requests join and leave at every step. Running sequences come first, single tokens before chunks of prompts; then waiting
-ones, in order of arrival, as far as rows, tokens and pages last. Where pages run out the latest arrival is preempted: it
-gives its pages back and is computed again later. The earliest is never preempted, so that the work always ends; if it
-exhausts the pool alone, it ends there.
+Requests join and leave at every step. Running sequences come first, single tokens before chunks of prompts; then
+waiting ones, in order of arrival, as far as rows, tokens and pages last. Where pages run out the latest arrival is
+preempted: it gives its pages back and is computed again later. The earliest is never preempted, so that the work always
+ends; if it exhausts the pool alone, it ends there.
 """
 
 from __future__ import annotations

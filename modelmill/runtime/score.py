@@ -20,7 +20,7 @@ Take = Callable[[int, int, torch.Tensor], None]
 
 
 class Score:
-    """Prefills in chunks of at most ``tokens``, then decodes the given tokens one by one, all sequences in one batch."""
+    """Prefills in chunks of at most ``tokens``, then decodes the given tokens one by one, all in one batch."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, rope: RopeRule, tokens: int) -> None:
         self.runner, self.scheduler, self.rope = runner, scheduler, rope

@@ -26,9 +26,9 @@ class Sequence:
     """State of one sequence; ``tokens`` is prompt and answer.
 
     computed: tokens whose keys and values stand in pages (or will, when the launched steps are done). pending: tokens
-    that are sampled on the device but not read yet. length counts both known and pending tokens. limit: the length at
-    which the sequence ends. stops: token ids that end it. row: its row in the page tables while it runs, else −1. seed: of its random numbers.
-    key is the order of service: arrival, then index.
+    that are sampled on the device but not read yet; length counts them too. limit: the length at which the sequence
+    ends. stops: token ids that end it. row: its row in the page tables while it runs, else −1. seed: of its random
+    numbers. key: the order of service, arrival and then index.
     """
 
     __slots__ = (
