@@ -6,6 +6,7 @@ fixed places (``batch.Layout``); smaller batches are padded with sequences of co
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,7 +93,10 @@ class Graphs:
     def _rehearse(self, batch: Batch) -> None:
         """Once: an op that waits for the host (a torch reference with ``tolist``) cannot be recorded."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            # torch warns that the mode is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             self._forward(batch)
         except RuntimeError as error:

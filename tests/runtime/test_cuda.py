@@ -1,0 +1,71 @@
+"""On a GPU: the same tokens as on the CPU, with graphs and without, ahead and not."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from modelmill.core.types import Request
+from modelmill.runtime.graph import bucket, sizes_upto
+
+KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
+
+
+def test_sizes_and_buckets() -> None:
+    assert sizes_upto(1) == [1]
+    assert sizes_upto(3) == [1, 2, 4]
+    assert sizes_upto(20) == [1, 2, 4, 8, 16, 24]
+    assert sizes_upto(256)[-1] == 256
+    assert sizes_upto(300)[-2:] == [288, 320]
+    assert [bucket(n) for n in (1, 1024, 1025, 1537, 2049, 4096, 4097)] == [1024, 1024, 1536, 2048, 3072, 4096, 6144]
+
+
+def work() -> list[Request]:
+    hows = [
+        tiny.params(max_tokens=20),
+        tiny.params(max_tokens=3),
+        tiny.params(temperature=0.8, seed=3, top_p=0.9, max_tokens=20),
+        tiny.params(repetition_penalty=1.3, max_tokens=20, min_tokens=5),
+        tiny.params(n=3, temperature=1.0, seed=1, max_tokens=12),
+        tiny.params(num_beams=3, n=2),
+        tiny.params(logprobs=2, prompt_logprobs=1),
+        *[tiny.params(max_tokens=10 + i) for i in range(8)],
+    ]
+    given = tiny.prompts(len(hows), 1, 60)
+    return [Request(id=str(i), prompt=p, params=h, eos_ids=(1,)) for i, (p, h) in enumerate(zip(given, hows))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "window"), KINDS)
+def test_the_same_tokens_as_the_cpu(kind: str, window: int | None) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    expected = tiny.run(tiny.loop(tiny.decoder(kind, window)), work())
+    model = tiny.decoder(kind, window, device="cuda:0")
+    for options in ({}, {"cuda_graphs": False}, {"overlap": False}, {"pages": 16}, {"max_num_batched_tokens": 9}):
+        engine = tiny.loop(model, **options)
+        assert tiny.run(engine, work()) == expected, options
+        if "cuda_graphs" not in options:
+            assert engine.runner.graphs is not None
+            assert engine.runner.graphs._graphs
+    greedy = [r for r in work() if r.params.greedy and r.params.num_beams == 1]
+    assert tiny.alone(tiny.loop(model), greedy) == {k: v for k, v in expected.items() if k[0] in {r.id for r in greedy}}
+
+
+@pytest.mark.gpu
+def test_ops_that_wait_for_the_host_run_without_graphs() -> None:
+    model = tiny.decoder(device="cuda:0")
+    expected = tiny.run(tiny.loop(model), work())
+    engine = tiny.loop(model, kernels={"paged_attention": "torch"})
+    assert tiny.run(engine, work()) == expected
+    assert engine.runner.graphs is None
+
+
+@pytest.mark.gpu
+def test_pages_follow_from_the_memory_that_is_free() -> None:
+    from modelmill.core.config import RunConfig
+    from modelmill.runtime.loop import Loop
+
+    engine = Loop(tiny.decoder(device="cuda:0"), RunConfig(max_num_seqs=4, max_num_batched_tokens=64))
+    assert engine.num_pages == 4 * 8
+    tiny.run(engine, tiny.requests(tiny.prompts(3)))

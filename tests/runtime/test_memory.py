@@ -1,0 +1,51 @@
+"""How many pages, and what is said where they do not suffice."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import CapacityError, MissingDependency, UsageError
+from modelmill.nn.kv import KVShape
+from modelmill.runtime.loop import Loop, pick_device
+from modelmill.runtime.memory import page_count
+from modelmill.runtime.threads import available_cores, use_threads
+
+SHAPE = KVShape(2, 2, 8)
+
+
+def test_counts() -> None:
+    size = SHAPE.page_bytes(16, torch.float32)
+    config = RunConfig(max_num_seqs=4)
+    assert page_count(SHAPE, torch.float32, config, 100, 20 * size) == 19
+    assert page_count(SHAPE, torch.float32, config, 100, 1 << 40) == 4 * 7
+    given = RunConfig(max_num_seqs=4, kv_cache_bytes=10 * size)
+    assert page_count(SHAPE, torch.float32, given, 100, 0) == 9
+
+
+def test_too_little_says_what_would_fit() -> None:
+    size = SHAPE.page_bytes(16, torch.float32)
+    with pytest.raises(CapacityError, match="--max-model-len 80 would fit"):
+        page_count(SHAPE, torch.float32, RunConfig(), 100, 6 * size)
+    with pytest.raises(CapacityError, match="smaller model"):
+        page_count(SHAPE, torch.float32, RunConfig(), 100, -5)
+
+
+def test_options_that_make_no_sense() -> None:
+    for name in ("tpu", "cuda:x", "mps"):
+        with pytest.raises(UsageError):
+            pick_device(name)
+    with pytest.raises(MissingDependency):
+        pick_device("cuda:99")
+    with pytest.raises(UsageError, match="exceeds the engine's 128"):
+        Loop(tiny.decoder(), RunConfig(max_model_len=129))
+    assert Loop(tiny.decoder(), RunConfig(max_num_seqs=2)).num_pages == 16
+
+
+def test_threads() -> None:
+    before = torch.get_num_threads()
+    assert use_threads(2) == torch.get_num_threads() == 2
+    assert 1 <= available_cores() <= 4096
+    use_threads(before)
