@@ -3,7 +3,7 @@
     python benchmarks/make_checkpoint.py qwen-7b /tmp/qwen7b
 
 Every tensor is filled with random values (zeros run faster than real data would). Matrices get a spread of
-1/sqrt(columns), so that activations keep their size through the layers and the acceptance contract has something to see.
+1/sqrt(inputs), so that activations keep their size and the acceptance contract has something to see.
 """
 
 from __future__ import annotations

@@ -22,10 +22,11 @@ MAY = {
     "models": {"core", "ops", "nn", "checkpoint.rename"},
     "runtime": {"core", "ops", "weights", "nn", "artifact"},
     "build": {"core", "checkpoint", "weights", "nn", "artifact", "text.tokenizer", "ops"},
-    "accept": {"core", "runtime", "checkpoint", "artifact", "text", "nn.linear"},
+    "accept": {"core", "runtime", "checkpoint", "artifact", "text"},
     "answer": {"core"},
     "dialogue": {"core", "text", "answer"},
     "llm": {"core", "runtime", "text", "artifact", "answer", "dialogue", "build", "accept", "checkpoint"},
+    "aio": {"core", "answer", "dialogue", "llm"},
     "eval": {
         "core",
         "ops",
