@@ -50,10 +50,12 @@ def vector(
 
 def _strip(n: int, k: int, weight: torch.Tensor) -> tuple[int, int, int, int]:
     """(rows a program, depth, warps, stages): measured on an H200."""
-    # A wide enough weight gives two rows to a program, so that x is read half as often.
-    rows = 2 if n >= 16 * multiprocessors(weight.device) else 1
-    block = min(2048, power_of_two(k))
-    return rows, block, max(1, min(4, block // 256)), 1
+    whole = power_of_two(k)
+    if n < 4 * multiprocessors(weight.device):  # too few rows to share programs
+        return 1, min(1024, whole), max(1, min(4, whole // 256)), 1
+    if weight.element_size() == 1:
+        return (4, min(512, whole), 2, 1) if n > 16384 else (2, min(1024, whole), 2, 1)
+    return (2, min(512, whole), 2, 1) if n <= 8192 else (2, min(1024, whole), 4, 1)
 
 
 def tile(
@@ -75,10 +77,14 @@ def _tiling(tokens: int, n: int, x: torch.Tensor, weight: torch.Tensor) -> tuple
     """(tokens a tile, weight rows a tile, depth, stages, warps): measured on an H200."""
     if x.dtype == torch.float32:  # no tensor core adds float32 exactly enough; plain multiply-adds, small tiles
         return 16, 32, 32, 2, 4
+    held = weight.element_size()
     if tokens <= 16:
-        return 16, 32, 256, 5 if weight.element_size() == 2 else 4, 4
-    block_t = min(128, power_of_two(tokens))
-    return block_t, 128, 64, 4, 8 if block_t == 128 else 4
+        if held == 1:
+            return 16, 32, 256, 4, 4
+        return (16, 32, 256, 5, 4) if n < 64 * multiprocessors(x.device) else (16, 64, 128, 4, 4)
+    if tokens <= 64:
+        return (32 if tokens <= 32 else 64), 64, 128, 4, 4
+    return (128, 128, 64, 4, 8) if tokens <= 128 else (256, 128, 64, 3, 8)
 
 
 @triton.jit

@@ -62,10 +62,10 @@ def run(
     return out
 
 
-def _splits(pairs: int, max_context: int, window: int | None, device: torch.device) -> int:
-    """Programs that share one context: enough for about eight on every multiprocessor, none without keys."""
+def _splits(pairs: int, each: int, max_context: int, window: int | None, device: torch.device) -> int:
+    """Programs that share one context: enough for ``each`` on every multiprocessor, none without keys."""
     keys = max_context if window is None else min(max_context, window)
-    wanted = triton.cdiv(8 * multiprocessors(device), pairs)
+    wanted = triton.cdiv(each * multiprocessors(device), pairs)
     return max(1, min(wanted, triton.cdiv(keys, LEAST_KEYS), MOST_SPLITS))
 
 
@@ -76,7 +76,8 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     # One query head a KV head leaves a tensor-core tile 1/16 full, and float32 must not be rounded to tf32:
     # both are multiplied and summed as vectors, a head each.
     shared = heads != kv_heads and q.dtype != torch.float32
-    splits = _splits(batch * (kv_heads if shared else heads), max_context, window, q.device)
+    pairs, each = (batch * kv_heads, 4) if shared else (batch * heads, 8)
+    splits = _splits(pairs, each, max_context, window, q.device)
     parts = sums = out
     if splits > 1:
         parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
@@ -91,12 +92,14 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
         group = max(16, power_of_two(heads // kv_heads))
         _decode_groups[(kv_heads, batch, splits)](
             *pointers, *strides, BLOCK_G=group, BLOCK_N=LEAST_KEYS, BLOCK_D=max(16, block_d),
-            num_warps=4, num_stages=3 if block_d <= 128 else 2, **common, **layout,
+            num_warps=4, num_stages=3 if block_d <= 128 and splits <= 2 else 2, **common, **layout,
         )  # fmt: skip
     else:
-        block_n = max(8, min(LEAST_KEYS, 16384 // (block_d * q.element_size())))
+        # Alone on its context a program hides latency with its neighbours; a short share wants its loads queued.
+        block_n, stages = (32, 1) if splits == 1 else (16, 4)
+        block_n = max(4, block_n * 128 // max(128, block_d * q.element_size() // 2))
         _decode_heads[(heads, batch, splits)](
-            *pointers, *strides, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=1, num_warps=4, **common, **layout
+            *pointers, *strides, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages, num_warps=2, **common, **layout
         )
     if splits > 1:
         _merge[(heads, batch)](
@@ -116,7 +119,7 @@ def _prefill(tensors: tuple[torch.Tensor, ...], max_query: int, scale: float, wi
     heads, batch = q.shape[1], tables.shape[0]
     block_d = max(16, power_of_two(dim))
     block_m, block_n, warps, stages = _tiling(max_query, block_d, q.dtype)
-    _prefill_tiles[(triton.cdiv(max_query, block_m), heads, batch)](
+    _prefill_tiles[(heads, triton.cdiv(max_query, block_m), batch)](
         q, k, v, tables, starts, lengths, out, scale,
         tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
         HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WIDE=_wide(k), WINDOW=window or 0,
@@ -308,8 +311,8 @@ def _prefill_tiles(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # The last queries have the most keys: started first, they do not end last.
-    block, head, sequence = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The last queries have the most keys: started first for all heads, they do not end last.
+    head, block, sequence = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - row
     if block * BLOCK_M >= count:
