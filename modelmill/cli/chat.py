@@ -16,7 +16,7 @@ from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, note
 from modelmill.cli.run import Interrupt, tell_speed, with_limit
 from modelmill.core.config import RunConfig, option
-from modelmill.core.errors import RequestError, UsageError
+from modelmill.core.errors import RequestError, TemplateError, UsageError
 from modelmill.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -141,35 +141,32 @@ class Talk:
             self._say(f"cannot write {name}: {error.strerror}")
 
     def _ask(self, line: str) -> None:
-        """Answer one line. A refused request is told in one line, and the talk goes on without it."""
-        self.messages.append({"role": "user", "content": line})
+        """Answer one line. A refused one is told in one line, and the talk goes on as if it had not been said."""
+        trial = [*self.messages, {"role": "user", "content": line}]
+        forgotten = 0
         while True:
             try:
-                text = self._answer()
+                text = self._answer(trial)
+                break
             except RequestError as error:
-                if self._forget_oldest():
-                    continue
-                self.messages.pop()
+                # Too long, most likely: without its oldest turns it may fit.
+                if not _forget_oldest(trial):
+                    note(str(error))
+                    return
+                forgotten += 1
+            except TemplateError as error:
                 note(str(error))
                 return
-            self.messages.append({"role": "assistant", "content": text})
-            return
+        if forgotten:
+            note(f"the conversation is longer than the engine reads; oldest turns forgotten: {forgotten}")
+        self.messages = [*trial, {"role": "assistant", "content": text}]
 
-    def _forget_oldest(self) -> bool:
-        """Drop the oldest exchange, so that a long talk goes on; False where there is none before the question."""
-        turns = [place for place, each in enumerate(self.messages) if each["role"] != "system"]
-        if len(turns) < 3:
-            return False
-        del self.messages[turns[0] : turns[0] + 2]
-        note("the conversation is longer than the engine reads; its oldest turn is forgotten")
-        return True
-
-    def _answer(self) -> str:
+    def _answer(self, messages: list[dict[str, str]]) -> str:
         began = time.perf_counter()
         parts: list[str] = []
         answer: Answer | None = None
         with Interrupt() as interrupt:
-            stream: Any = self.llm.stream(self.messages, self.params)
+            stream: Any = self.llm.stream(messages, self.params)
             for delta in stream:
                 answer = delta.answer
                 parts.append(delta.text)
@@ -195,6 +192,15 @@ class Talk:
             note(text)
         else:
             print(text)
+
+
+def _forget_oldest(messages: list[dict[str, str]]) -> bool:
+    """Drop the oldest question and its answer; False where the newest question stands alone."""
+    turns = [place for place, each in enumerate(messages) if each["role"] != "system"]
+    if len(turns) < 3:
+        return False
+    del messages[turns[0] : turns[0] + 2]
+    return True
 
 
 def _split(line: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ SAMPLING_HELP = {
     "stop_token_ids": "token ids that end the answer",
     "seed": "seed; one per request gives the same text alone and in a batch",
     "logprobs": "log probabilities of this many most likely tokens",
+    "prompt_logprobs": "the same for the prompt's tokens",
     "presence_penalty": "penalty for tokens that occurred",
     "frequency_penalty": "penalty for each time a token occurred",
     "repetition_penalty": "divide the logits of tokens that occurred",

@@ -52,7 +52,7 @@ def execute(argv: list[str]) -> int:
     except ModelmillError as error:
         return _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("stopped", 130)
+        return 130
     except BrokenPipeError:
         _quiet_stdout()
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +23,7 @@ class Bigram:
 
     def score(self, windows: Sequence[Sequence[int]]) -> Iterator[list[float]]:
         for ids in windows:
-            yield [self.table[a][b] for a, b in zip(ids, ids[1:])]
+            yield [self.table[a][b] for a, b in itertools.pairwise(ids)]
 
 
 @settings(deadline=None)
@@ -67,7 +68,7 @@ def test_mean_over_scored_tokens() -> None:
     ids = torch.randint(0, 7, (50,), generator=torch.Generator().manual_seed(2)).tolist()
     model = Bigram(7)
     found = perplexity(ids, model, max_length=10, stride=10)
-    losses = [-model.table[a][b] for i, (a, b) in enumerate(zip(ids, ids[1:]), 1) if i % 10]
+    losses = [-model.table[a][b] for i, (a, b) in enumerate(itertools.pairwise(ids), 1) if i % 10]
     assert found.tokens == len(losses) == 45
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-12)
     # one token of context is all that a bigram needs: the windows do not matter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -122,5 +123,5 @@ def test_engine_scores_are_those_of_its_prompt_logprobs() -> None:
     loop = FakeLoop()
     windows = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     scores = list(EngineScorer(loop, at_once=2).score(windows))
-    assert scores == [[loop.logprob(a, b) for a, b in zip(w, w[1:])] for w in windows]
+    assert scores == [[loop.logprob(a, b) for a, b in itertools.pairwise(w)] for w in windows]
     assert perplexity(list(range(20)), EngineScorer(loop), max_length=8, stride=4).tokens == 19

@@ -1,0 +1,47 @@
+"""A real, tiny engine, built once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.cli.main import execute
+
+
+@pytest.fixture(scope="session")
+def checkpoint(shared: Path) -> Path:
+    """A trained LLaMA of 260 thousand parameters."""
+    return shared / "data/models/stories260K"
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its engine in float32, accepted, built through the command line."""
+    out = tmp_path_factory.mktemp("engines") / "stories.engine"
+    assert execute(["build", str(checkpoint), "-o", str(out), "--dtype", "float32"]) == 0
+    return out
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Any, str]]:
+    """Runs a command line in this process: (exit code, stdout, stderr); stdout parsed where --json is among the words.
+
+    One thread, and no words of the environment.
+    """
+    monkeypatch.setenv("MODELMILL_THREADS", "1")
+    monkeypatch.setenv("CI", "1")
+    threads = torch.get_num_threads()
+
+    def call(*words: object) -> tuple[int, Any, str]:
+        capsys.readouterr()
+        code = execute([str(word) for word in words])
+        torch.set_num_threads(threads)
+        out = capsys.readouterr()
+        return code, json.loads(out.out) if "--json" in words and code != 2 else out.out, out.err
+
+    return call

@@ -1,0 +1,152 @@
+"""The command itself: help, exit codes, one line for a mistake and a traceback for a bug."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from modelmill.cli import main as command
+from modelmill.cli.options import Common
+from modelmill.core.errors import AcceptanceError, RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """Nothing of its own."""
+
+
+def install(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    module = types.ModuleType("modelmill.cli.probe")
+    module.HELP, module.Args, module.run = "a probe", Args, run  # type: ignore[attr-defined]
+    monkeypatch.setattr(command, "verbs", lambda: ["probe", "other"])
+    monkeypatch.setattr(command, "find", lambda package, name: module)
+
+
+def raising(error: BaseException) -> Any:
+    def run(args: Args) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (AcceptanceError("bug at layer 3,\n module o_proj"), 1, "modelmill: bug at layer 3, module o_proj\n"),
+        (RequestError("too long; cut it"), 2, "modelmill: too long; cut it\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, told: str
+) -> None:
+    install(monkeypatch, raising(error))
+    assert command.execute(["probe"]) == code
+    out = capsys.readouterr()
+    assert (out.out, out.err) == ("", told)
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, raising(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError):
+        command.execute(["probe"])
+
+
+def test_the_exit_code_is_the_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, lambda args: 7)
+    assert command.execute(["probe"]) == 7
+    assert command.execute(["probe", "--json"]) == 7
+    with pytest.raises(SystemExit) as caught:
+        command.main(["probe"])
+    assert caught.value.code == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["prob"], "did you mean probe?"),
+        (["xyzzy"], "there are probe, other"),
+        (["probe", "--jsn"], "did you mean --json?"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_unknown_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    install(monkeypatch, lambda args: 0)
+    assert command.execute(words) == 2
+    out = capsys.readouterr()
+    assert told in out.err
+    assert out.err.count("\n") == 1
+
+
+def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.execute(["--help"]) == 0
+    told = capsys.readouterr().out
+    for name in command.verbs():
+        assert name in told
+        assert command.execute([name, "--help"]) == 0
+        page = capsys.readouterr().out
+        assert "--json" in page
+        assert "--config" in page
+    assert {"pull", "inspect", "build", "run", "chat", "compare", "perplexity", "summarize", "bench", "doctor"} <= set(
+        command.verbs()
+    )
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from modelmill import __version__
+
+    assert command.execute(["--version"]) == 0
+    assert capsys.readouterr().out == f"modelmill {__version__}\n"
+
+
+def modelmill(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "modelmill", *words], capture_output=True, text=True, check=False, timeout=120, **more
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom modelmill.cli.main import execute\nexecute(['--help'])\nexecute(['bench', '--help'])\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'matplotlib', 'pydantic'} & set(sys.modules)\n"
+        "assert heavy <= {'pydantic'}, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "modelmill", "--help"],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=120,
+        )
+    finally:
+        os.close(write)
+    assert done.stderr == b""
+
+
+def test_python_m_modelmill() -> None:
+    done = modelmill("buidl")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "modelmill: there is no command 'buidl'; did you mean build?\n"
+    assert modelmill("--help").returncode == 0
+
+
+def test_completion() -> None:
+    words = {"_MODELMILL_COMPLETE": "complete_bash", "COMP_WORDS": "modelmill bench --input", "COMP_CWORD": "2"}
+    done = modelmill(env={**os.environ, **words})
+    assert "--input-len" in done.stdout

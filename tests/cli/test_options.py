@@ -1,0 +1,201 @@
+"""Dataclasses to flags and back: command line, environment, file, defaults, in this order."""
+
+# ruff: noqa: RUF009 -- option() makes a dataclass field
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.cli import main as command
+from modelmill.cli.engine import SAMPLING_HELP, CacheBuild, changed
+from modelmill.cli.options import Common, config, flags_of, variable
+from modelmill.core.config import BuildConfig, RunConfig, option
+from modelmill.core.find import find
+from modelmill.core.types import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """Every kind of field."""
+
+    engine: Path = option(help="the engine", positional=True, metavar="ENGINE")
+    data: Path | None = option(None, "data", required=True)
+    ratio: float | None = option(None, "a ratio")
+    bare: bool = option(False, "no negative", flags=("--bare",))
+    sizes: tuple[int, ...] = option((1, 2), "sizes")
+    two: tuple[str, str] | None = option(None, "two values")
+    what: str = option("a", "a choice", choices=("a", "b"), flags=("-w",))
+    build: BuildConfig = config(BuildConfig, "Build", leave=("calibration",))
+    run: RunConfig = config(RunConfig, "Run")
+    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
+
+
+class Probe:
+    """A verb that keeps its arguments."""
+
+    def __init__(self) -> None:
+        self.seen: Any = None
+
+    def run(self, args: Any) -> int:
+        self.seen = args
+        return 0
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
+    found = Probe()
+    module = types.ModuleType("modelmill.cli.probe")
+    module.HELP, module.Args, module.run = "a probe", Args, found.run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "modelmill.cli.probe", module)
+    monkeypatch.setattr(command, "verbs", lambda: ["probe"])
+    monkeypatch.setattr(command, "find", lambda package, name: module)
+    return found
+
+
+def parse(probe: Probe, *words: str) -> Args:
+    assert command.execute(["probe", "e", "--data", "d", *words]) == 0
+    return probe.seen  # type: ignore[no-any-return]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert command.execute(["probe", *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("modelmill: ")
+    assert told.err.count("\n") == 1, told.err
+    return told.err
+
+
+def test_defaults_are_the_dataclasses(probe: Probe) -> None:
+    args = parse(probe)
+    assert (args.build, args.run, args.sampling) == (BuildConfig(), RunConfig(), SamplingParams())
+    assert (args.engine, args.sizes, args.two) == (Path("e"), (1, 2), None)
+
+
+def test_every_kind_of_flag(probe: Probe) -> None:
+    args = parse(
+        probe, "--ratio", "0.5", "--bare", "--sizes", "3,4", "--sizes", "5", "--two", "x", "y", "-w", "b",
+        "-q", "int8", "--page-size", "32", "--no-enable-prefix-caching", "--kernel", "linear=torch",
+        "--kernel", "rms_norm=cpu", "--stop", "a b", "--stop", "c", "--stop-token-ids", "1,2", "--logit-bias", "5=-2.5",
+    )  # fmt: skip
+    assert (args.ratio, args.bare, args.sizes, args.two, args.what) == (0.5, True, (3, 4, 5), ("x", "y"), "b")
+    assert args.build.quantization == "int8"
+    assert (args.run.page_size, args.run.enable_prefix_caching) == (32, False)
+    assert args.run.kernels == args.build.kernels == {"linear": "torch", "rms_norm": "cpu"}
+    assert (args.sampling.stop, args.sampling.stop_token_ids) == (("a b", "c"), (1, 2))
+    assert args.sampling.logit_bias == {5: -2.5}
+
+
+def test_one_flag_sets_a_name_in_every_config(probe: Probe) -> None:
+    args = parse(probe, "--seed", "7", "--max-model-len", "99")
+    assert (args.build.seed, args.run.seed, args.sampling.seed) == (7, 7, 7)
+    assert (args.build.max_model_len, args.run.max_model_len) == (99, 99)
+
+
+def test_dash_and_underscore_are_alike(probe: Probe) -> None:
+    assert parse(probe, "--max_num_seqs", "3", "--no-cuda_graphs").run == RunConfig(max_num_seqs=3, cuda_graphs=False)
+    assert parse(probe, "--stop", "--a_b").sampling.stop == ("--a_b",), "values stay as they are"
+
+
+def test_command_line_beats_environment_beats_file(
+    probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("max-num-seqs: 1\nmax_num_batched_tokens: 2\npage_size: 8\nkernel: {linear: torch}\nstop: [x, y]\n")
+    monkeypatch.setenv("MODELMILL_MAX_NUM_SEQS", "10")
+    monkeypatch.setenv("MODELMILL_MAX_NUM_BATCHED_TOKENS", "20")
+    monkeypatch.setenv("MODELMILL_CUDA_GRAPHS", "false")
+    args = parse(probe, "--config", str(path), "--max-num-seqs", "100")
+    assert (args.run.max_num_seqs, args.run.max_num_batched_tokens, args.run.page_size) == (100, 20, 8)
+    assert args.run.cuda_graphs is False
+    assert args.run.kernels == {"linear": "torch"}
+    assert args.sampling.stop == ("x", "y")
+
+
+def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("data: from-file\nratio: 1\nbare: true\n")
+    assert command.execute(["probe", "e", "--config", str(path)]) == 0
+    assert (probe.seen.data, probe.seen.ratio, probe.seen.bare) == (Path("from-file"), 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_num_seq: 3", "did you mean max_num_seqs"),
+        ("config: other.yaml", "unknown option"),
+        ("engine: x", "unknown option"),
+        ("max_num_seqs: many", "must be a whole number"),
+        ("max_num_seqs: 1.5", "must be a whole number"),
+        ("cuda_graphs: 1", "must be true or false"),
+        ("dtype: float8", "is not one of"),
+        ("stop: {a: b}", "must be text"),
+        ("- a\n- b", "must hold"),
+        ("a: [", "cannot be read"),
+        ("two: [a]", "takes two values"),
+    ],
+)
+def test_mistakes_in_the_file(
+    probe: Probe, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert told in refused(capsys, "e", "--data", "d", "--config", str(path))
+
+
+def test_a_missing_file(probe: Probe, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be read" in refused(capsys, "e", "--data", "d", "--config", "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "ENGINE"),
+        (["e"], "--data is missing"),
+        (["e", "--data", "d", "--max-num-sqs", "3"], "did you mean --max-num-seqs"),
+        (["e", "--data", "d", "--page-size", "7"], "is not one of"),
+        (["e", "--data", "d", "--page-size"], "argument"),
+        (["e", "--data", "d", "--kernel", "linear"], "--kernel takes KEY=VALUE"),
+        (["e", "--data", "d", "--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
+        (["e", "--data", "d", "--temperature", "-1"], "temperature"),
+        (["e", "--data", "d", "--logit-bias", "x=1"], "must be a whole number"),
+        (["e", "--data", "d", "extra"], "unexpected"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    probe: Probe, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert told in refused(capsys, *words)
+
+
+def test_flags_stand_once_with_help_and_a_variable() -> None:
+    for name in command.verbs():
+        module = find("modelmill.cli", name)
+        assert module is not None
+        flags = flags_of(module.Args)
+        longs = [flag.long for flag in flags]
+        assert len(longs) == len(set(longs))
+        assert {"json", "config"} <= set(longs)
+        for flag in flags:
+            assert flag.help, f"{name} --{flag.long} has no help"
+            assert variable(flag).startswith("MODELMILL_")
+            assert not variable(flag).startswith("MODELMILL_CACHE"), "that variable names the cache folder"
+
+
+def test_borrowed_options_follow_their_source() -> None:
+    own = {each.name: each for each in fields(BuildConfig)}
+    for each in fields(CacheBuild):
+        assert each.default == own[each.name].default
+        assert each.metadata["choices"] == own[each.name].metadata["choices"]
+
+
+def test_changed() -> None:
+    assert changed(RunConfig(seed=3, page_size=16)) == {"seed": 3}
+    kernels: Mapping[str, str] = {"linear": "torch"}
+    assert changed(BuildConfig(kernels=kernels)) == {"kernels": kernels}

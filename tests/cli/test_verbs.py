@@ -1,0 +1,409 @@
+"""The verbs on a real, tiny model, from build to bench."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+Cli = Callable[..., tuple[int, Any, str]]
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+# -- build, inspect, doctor
+
+
+def test_dry_run_plans_and_writes_nothing(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.engine"
+    code, plan, _ = cli("build", checkpoint, "-o", out, "--dry-run", "-q", "int8", "--max-model-len", 100, "--json")
+    assert code == 0
+    assert not out.exists()
+    assert (plan["build"]["quantization"], plan["max_model_len"], plan["layers"]) == ("int8", 100, 5)
+    assert plan["memory"]["weights"] > 0
+    assert plan["memory"]["fits"]
+    code, text, _ = cli("build", checkpoint, "--dry-run")
+    assert code == 0
+    assert "fits" in text
+    assert "KV cache per token" in text
+
+
+def test_build_tells_plan_and_acceptance_as_json(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "int8.engine"
+    code, told, _ = cli("build", checkpoint, "-o", out, "-q", "int8", "--json")
+    assert code == 0
+    assert told["acceptance"]["accepted"] is True
+    assert told["plan"]["build"]["quantization"] == "int8"
+    assert (out / "manifest.json").is_file()
+
+
+def test_a_refused_build_names_the_layer_and_fails(
+    cli: Cli, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import modelmill.accept.run as accept
+
+    refusal = {"accepted": False, "reason": "bug at layer 3, module attn.o_proj: rel_l2 0.05 > 1e-05"}
+    monkeypatch.setattr(accept, "accept", lambda *_, **__: refusal)
+    code, out, err = cli("build", checkpoint, "-o", tmp_path / "x.engine")
+    assert code == 1
+    assert "bug at layer 3, module attn.o_proj" in err
+    assert err.count("\n") == 1
+    assert "is ready" not in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_build_needs_an_output(cli: Cli, checkpoint: Path) -> None:
+    code, _, err = cli("build", checkpoint)
+    assert code == 2
+    assert "-o ENGINE" in err
+
+
+def test_inspect(cli: Cli, checkpoint: Path, engine: Path) -> None:
+    code, told, _ = cli("inspect", engine, "--json", "--tensors", "--verify")
+    assert code == 0
+    assert (told["kind"], told["model_type"], told["sizes"]["layers"]) == ("engine", "llama", 5)
+    assert told["tokenizer"]["vocab_size"] == 512
+    assert told["acceptance"]["accepted"] is True
+    assert told["parameters"] == sum(math.prod(t["shape"]) for t in told["tensors"])
+    code, told, _ = cli("inspect", checkpoint, "--json")
+    assert (told["kind"], told["container"], told["bytes_by_dtype"]) == (
+        "checkpoint",
+        "safetensors",
+        {"float32": 1040128},
+    )
+    for path in (engine, checkpoint):
+        code, text, _ = cli("inspect", path)
+        assert code == 0
+        assert "llama" in text
+
+
+def test_inspect_says_ids_only(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    engine = tmp_path / "ids.engine"
+    assert cli("build", tmp_path, "-o", engine, "--no-check")[0] == 0
+    assert "ids-only engine (no tokenizer)" in cli("inspect", engine)[1]
+    assert cli("inspect", engine, "--json")[1]["tokenizer"] is None
+    code, _, err = cli("run", engine, "--prompt", "text")
+    assert code == 1
+    assert "ids-only" in err
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"prompt_token_ids": [1, 403, 407]}\n')
+    code, told, _ = cli("run", engine, "--file", jobs, "--json", "--temperature", 0, "--max-tokens", 3)
+    assert code == 0
+    assert len(told[0]["outputs"][0]["token_ids"]) == 3
+    assert cli("perplexity", engine, "--data", jobs)[0] == 1
+    assert cli("bench", "latency", engine, "--input-len", 4, "--output-len", 2, "--runs", 1, "--json")[0] == 0
+
+
+def test_doctor(cli: Cli) -> None:
+    code, told, _ = cli("doctor", "--json")
+    assert code == 0
+    assert {"cpu", "gpus", "packages", "kernels", "missing", "compiler"} <= set(told)
+    assert all("torch" in each["available"] for each in told["kernels"])
+    assert "Kernels" in cli("doctor")[1]
+
+
+def test_what_is_no_engine(cli: Cli, tmp_path: Path) -> None:
+    for words in (("run", tmp_path / "none", "--prompt", "x"), ("inspect", tmp_path / "none")):
+        code, out, err = cli(*words)
+        assert (code, out) == (1, "")
+        assert err.count("\n") == 1
+
+
+# -- run, chat
+
+
+def test_run_streams_and_tells_the_speed(cli: Cli, engine: Path) -> None:
+    words = ("run", engine, "--prompt", "Once upon a time", "--temperature", 0, "--max-tokens", 12)
+    code, text, err = cli(*words)
+    assert code == 0
+    assert text.startswith(", there was a little girl")
+    assert "tokens/s" in err
+    code, told, err = cli(*words, "--json")
+    assert told["outputs"][0]["text"] + "\n" == text
+    assert told["outputs"][0]["finish_reason"] == "length"
+    assert len(told["outputs"][0]["token_ids"]) == told["timing"]["output_tokens"] == 12
+    assert told["prompt_token_ids"] == [1, 403, 407, 261, 378]
+
+
+def test_run_reads_stdin(cli: Cli, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
+    code, text, _ = cli("run", engine, "-p", "-", "--temperature", 0, "--max-tokens", 12)
+    assert code == 0
+    assert text.startswith(", there was a little girl")
+
+
+def test_run_answers_a_file_in_its_order(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs.jsonl"
+    template = tmp_path / "t.jinja"
+    template.write_text(CHATML)
+    lines: list[dict[str, Any]] = [
+        {"text": "Once upon a time"},
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        {"prompt_token_ids": [1, 403, 407, 261, 378]},
+        {"prompt": "Hi"},
+    ]
+    jobs.write_text("\n".join(map(json.dumps, lines)))
+    words = ("run", engine, "--file", jobs, "--temperature", 0, "--max-tokens", 5, "--chat-template", template)
+    code, told, _ = cli(*words, "--json")
+    assert code == 0
+    ids = [each["prompt_token_ids"] for each in told]
+    assert ids[0] == ids[2] == [1, 403, 407, 261, 378]
+    assert told[0]["outputs"] == told[2]["outputs"]
+    assert ids[1] == ids[3], "a prompt goes through the template, text does not"
+    code, told, _ = cli(*words, "--json", "--raw")
+    assert told[3]["prompt_token_ids"] != ids[3]
+    assert cli(*words)[0] == 0
+
+
+def test_run_samples_n_and_beams(cli: Cli, engine: Path) -> None:
+    words = ("run", engine, "--prompt", "Once", "--max-tokens", 6, "--json")
+    code, told, _ = cli(*words, "--n", 3, "--seed", 5, "--temperature", 1)
+    assert code == 0
+    assert len(told["outputs"]) == 3
+    assert cli(*words, "--n", 3, "--seed", 5, "--temperature", 1)[1]["outputs"] == told["outputs"]
+    code, told, _ = cli(*words, "--num-beams", 3, "--temperature", 0)
+    assert code == 0
+    assert told["outputs"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "give one of --prompt"),
+        (("--prompt", "x", "--file", "y"), "give one of --prompt"),
+        (("--prompt", "x", "--system", "y"), "chat template"),
+        (("--prompt", "x", "--top-p", "0"), "top_p"),
+        (("--prompt", "x", "--quantization", "int8"), "quantization"),
+        (("--prompt", "x", "--dump", "layers.0.atn.mix", "f"), "matches no module"),
+        (("--file", "none.jsonl"), "cannot read"),
+    ],
+)
+def test_run_refuses_in_one_line(cli: Cli, engine: Path, words: tuple[str, ...], told: str) -> None:
+    code, out, err = cli("run", engine, *words)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_dump(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "d.safetensors"
+    code, _, err = cli(
+        "run", engine, "--prompt", "Once upon a time", "--max-tokens", 1, "--dump", "layers.*.attn.mix", out
+    )
+    assert code == 0
+    tensors = load_file(out)
+    assert set(tensors) == {"ids", *(f"layers.{i}.attn.mix" for i in range(5))}
+    assert len(tensors["layers.0.attn.mix"]) == len(tensors["ids"]) == 5
+    assert "5 tensors" in err
+
+
+def test_chat_from_a_pipe(cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, saved = tmp_path / "t.jinja", tmp_path / "talk.json"
+    template.write_text(CHATML)
+    lines = f"/help\nHello\n\n/system Be kind\nAgain\n/save {saved}\n/nonsense\n/reset\n/system\n/exit\nnever\n"
+    words = ("chat", engine, "--chat-template", template, "--temperature", 0, "--max-tokens", 4, "--system", "S")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code, text, err = cli(*words)
+    assert code == 0
+    assert "/reset" in text
+    assert "there is no command /nonsense" in text
+    assert text.rstrip().endswith("Be kind")
+    assert err.count("tokens/s") == 2
+    talk = json.loads(saved.read_text())
+    assert [each["role"] for each in talk] == ["system", "user", "assistant", "user", "assistant"]
+    assert (talk[0]["content"], talk[3]["content"]) == ("Be kind", "Again")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAgain\n"))
+    code, told, _ = cli(*words, "--json", "--no-stream")
+    assert [each["role"] for each in told["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_a_long_talk_forgets_its_oldest_turns(
+    cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text(CHATML)
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("\n".join(["Tell me a story, please"] * 6) + "\n" + "x" * 3000 + "\n")
+    )
+    words = (
+        "chat",
+        engine,
+        "--chat-template",
+        template,
+        "--temperature",
+        0,
+        "--max-tokens",
+        20,
+        "--max-model-len",
+        128,
+    )
+    code, told, err = cli(*words, "--json", "--ignore-eos")
+    assert code == 0
+    assert "oldest turns forgotten" in err
+    assert [each["role"] for each in told["messages"]][-2:] == ["user", "assistant"]
+    assert told["messages"][-2]["content"].startswith("Tell"), "what is too long was never said"
+
+
+def test_chat_needs_a_template(cli: Cli, engine: Path) -> None:
+    code, _, err = cli("chat", engine)
+    assert code == 2
+    assert "--chat-template" in err
+
+
+# -- compare, perplexity, summarize
+
+
+def test_compare(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "errors.png"
+    code, told, _ = cli("compare", engine, checkpoint, "--json", "--plot", plot)
+    assert code == 0
+    assert (told["verdict"], told["layer"], told["module"]) == ("numerical noise", None, None)
+    keys = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"}
+    assert all(keys <= set(layer) for layer in told["layers"])
+    assert all(check["equal"] for check in told["text"])
+    assert plot.stat().st_size > 1000
+    code, text, _ = cli("compare", engine, checkpoint, "--all")
+    assert "layers.4.mlp.act" in text
+    assert "numerical noise" in text
+
+
+def test_compare_with_a_changed_checkpoint_fails(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.3.self_attn.o_proj.weight"] *= 1.05
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name in ("config.json", "pieces.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    code, told, _ = cli("compare", engine, tmp_path, "--json")
+    assert code == 1
+    assert told["passed"] is False
+    assert (told["layer"], told["module"]) == (3, "attn.o_proj")
+    assert cli("compare", checkpoint, checkpoint)[0] == 1, "a checkpoint is no engine, and nothing is built"
+
+
+def test_perplexity_equals_transformers(cli: Cli, engine: Path, checkpoint: Path, shared: Path) -> None:
+    data = shared / "data/text/wikitext2_test_a.txt"
+    words = ("perplexity", engine, "--data", data, "--limit-tokens", 600, "--reference", checkpoint)
+    for stride in (128, 48):
+        code, told, _ = cli(*words, "--max-length", 128, "--stride", stride, "--json")
+        assert code == 0
+        assert told["perplexity"] == pytest.approx(told["reference"]["perplexity"], rel=1e-4)
+        assert told["tokens"] == told["reference"]["tokens"] == (600 - 5 if stride == 128 else 599)
+    assert "difference" in cli(*words, "--max-length", 128)[1]
+    assert cli("perplexity", engine, "--data", data, "--max-length", 4096)[0] == 2
+    assert "--data is missing" in cli("perplexity", engine)[2]
+
+
+def test_summaries_equal_transformers(cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path) -> None:
+    data, kept = shared / "data/text/cnndm_eval.jsonl", tmp_path / "kept.jsonl"
+    words = ("summarize", engine, "--data", data, "--num", 3, "--max-new-tokens", 12, "--max-input-tokens", 200)
+    more = ("--reference", checkpoint, "--save", kept)
+    code, told, _ = cli(*words, *more, "--check-accuracy", 0.5, "--json", "--texts")
+    assert code == 0
+    assert told["passed"] is True
+    assert told["equal_summaries"] == told["engine"]["items"] == 3
+    assert set(told["difference"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
+    assert len(told["summaries"]) == 3
+    assert len(kept.read_text().splitlines()) == 6
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    for row in rows[3:]:
+        row["text"] = "words that no article has"
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text, _ = cli(*words, *more, "--check-accuracy", 0.0)
+    assert (code, "NOT within" in text) == (1, True)
+    assert cli(*words, "--check-accuracy", 1)[0] == 2
+
+
+# -- bench
+
+
+def test_bench_latency(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    plot, rows = tmp_path / "l.png", tmp_path / "rows.jsonl"
+    words = ("bench", "latency", engine, "--input-len", 8, "--output-len", 4, "--runs", 2, "--batch-size", "1,2")
+    reference = ("--reference", "hf", "--checkpoint", checkpoint)
+    code, told, _ = cli(*words, *reference, "--json", "--plot", plot, "--save", rows)
+    assert code == 0
+    assert [each["shape"]["batch"] for each in told["results"]] == [1, 1, 2, 2]
+    assert len(told["speedups"]) == 2
+    assert plot.stat().st_size > 1000
+    saved = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert saved == told["rows"]
+    assert all({"command", "device", "versions", "date", "figure", "value", "unit"} <= set(row) for row in saved)
+    assert cli(*words, "--reference", "hf")[0] == 2, "an engine alone has no reference"
+
+
+def test_bench_sweep_ends_with_the_memory(cli: Cli, engine: Path) -> None:
+    words = ("bench", "latency", engine, "--input-len", 200, "--output-len", 2, "--runs", 1, "--batch-size", "1,2,64")
+    code, text, err = cli(*words, "--kv-cache-bytes", 1 << 20)
+    assert code == 0
+    assert "batch 64" in err
+    assert "KV cache holds" in text
+
+
+def test_bench_throughput(cli: Cli, engine: Path, shared: Path, tmp_path: Path) -> None:
+    talks = [{"conversations": [{"value": f"Once upon a time {i}"}, {"value": "there was"}]} for i in range(5)]
+    data = tmp_path / "s.json"
+    data.write_text(json.dumps(talks))
+    words = ("bench", "throughput", engine, "--runs", 1, "--warmup", 0)
+    code, told, _ = cli(*words, "--dataset", data, "--num-prompts", 4, "--json")
+    assert (code, told["results"][0]["requests"]) == (0, 4)
+    trace = tmp_path / "t.csv"
+    trace.write_text("ContextTokens,GeneratedTokens\n10,3\n20,2\n3,3\n")
+    code, told, _ = cli(*words, "--trace", trace, "--json")
+    result = told["results"][0]
+    assert (result["requests"], result["input_tokens"], result["output_tokens"]) == (2, 30, 5)
+    code, text, _ = cli(*words, "--num-prompts", 3, "--input-len", 5, "--output-len", 3)
+    assert code == 0
+    assert "requests/s" in text
+
+
+def test_bench_startup(cli: Cli, engine: Path) -> None:
+    code, told, _ = cli("bench", "startup", engine, "--runs", 1, "--input-len", 4, "--json")
+    assert code == 0
+    result = told["results"][0]
+    stages = sum(result[name]["median"] for name in ("import_s", "load_s", "first_s"))
+    assert 0 < stages < result["total_s"]["median"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("latency", "--dataset", "x"),
+        ("throughput", "--dataset", "x", "--trace", "y"),
+        ("startup", "--reference", "hf"),
+        ("latency", "--runs", "0"),
+        ("latency", "--batch-size", "0"),
+        ("nonsense",),
+    ],
+)
+def test_bench_refuses_in_one_line(cli: Cli, engine: Path, words: tuple[str, ...]) -> None:
+    code, out, err = cli("bench", words[0], engine, *words[1:])
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+
+
+def test_pull(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import modelmill.checkpoint.pull as source
+
+    def fake(name: str, dest: Path, progress: Any) -> Path:
+        dest.mkdir(parents=True, exist_ok=True)
+        progress(1, 2)
+        (dest / "m.gguf").write_bytes(b"12345")
+        return dest / "m.gguf"
+
+    monkeypatch.setattr(source, "pull", fake)
+    code, told, _ = cli("pull", "demo", "-o", tmp_path / "m", "--json")
+    assert (code, told) == (0, {"name": "demo", "path": str(tmp_path / "m/m.gguf"), "bytes": 5})
+    code, text, _ = cli("pull", "demo", "-o", tmp_path / "m")
+    assert text == f"{tmp_path / 'm/m.gguf'}\n"
