@@ -222,9 +222,9 @@ class Packer:
         fed = [s.row if s.computed >= len(s.tokens) else -1 for s, _ in work]
         out.feed[:n] = fed
         at = positions[:n]
-        where = np.array(rows)
+        where = np.array(rows, dtype=np.int64)
         out.slots[:n] = self.tables.table[where, at // size].astype(np.int64) * size + at % size
-        rule = work[0][0].rope.rule
+        rule = work[0][0].rope.rule if work else "fixed"
         if rule == "fixed":
             out.rope_keys[:] = 0
         elif rule == "prompt":
@@ -240,7 +240,7 @@ class Packer:
             out.ids[n:], out.feed[n:], positions[n:], out.slots[n:], out.rope_keys[n:] = 0, -1, 0, -1, 0
             out.context_lens[n:] = 0
             out.block_tables[n:] = 0
-        return max(fed) >= 0
+        return max(fed, default=-1) >= 0
 
     def _mixed(self, out: Arrays, work: Seq[tuple[Sequence, int]]) -> bool:
         """Stretches of any length, one after another."""

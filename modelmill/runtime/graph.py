@@ -112,18 +112,19 @@ class Graphs:
 
 
 def sizes_upto(largest: int) -> list[int]:
-    """1, 2, 4, then multiples of 8, then of 32, up to the first that holds ``largest``."""
-    sizes = [1, 2, 4]
+    """1, 2, 4, 8, then steps of 8 to 64, of 16 to 256 and of 32, up to the first that holds ``largest``."""
+    sizes = [1, 2, 4, 8]
     while sizes[-1] < largest:
-        sizes.append(sizes[-1] + (4 if sizes[-1] < 8 else 8 if sizes[-1] < 256 else 32))
+        last = sizes[-1]
+        sizes.append(last + (8 if last < 64 else 16 if last < 256 else 32))
     return [s for i, s in enumerate(sizes) if i == 0 or sizes[i - 1] < largest]
 
 
 def bucket(context: int) -> int:
-    """A bound for the context: 1,024, then half as much again and doubled in turn."""
-    bound = 1024
+    """A bound for the context: 2,048 times a power of four. Few, since kernels divide each sequence's own context."""
+    bound = 2048
     while bound < context:
-        bound = bound * 3 // 2 if bound & (bound - 1) == 0 else bound * 4 // 3
+        bound *= 4
     return bound
 
 

@@ -8,7 +8,7 @@ follows from counts alone. A sequence that turns out to have ended costs one was
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,16 @@ from torch import nn
 
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.core.config import RunConfig
-from modelmill.core.errors import CapacityError, MissingDependency, RequestError, UsageError
+from modelmill.core.errors import CapacityError, RequestError, UsageError
 from modelmill.core.types import Finish, Logprob, Request, Token
 from modelmill.nn.kv import KVCache
 from modelmill.ops.shelf import resolve
 from modelmill.runtime import chance, logprobs, memory
 from modelmill.runtime.batch import Layout, Packer
 from modelmill.runtime.beams import BeamSearch
+from modelmill.runtime.check import Bounds, check
+from modelmill.runtime.device import pick_device as pick_device
+from modelmill.runtime.device import use_threads
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.load import load
 from modelmill.runtime.pages import PagePool
@@ -33,26 +36,10 @@ from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Limits, Schedule, Scheduler
 from modelmill.runtime.score import Score
 from modelmill.runtime.sequence import RopeRule, Sequence
-from modelmill.runtime.threads import use_threads
+from modelmill.runtime.stats import Stats
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _CALM = 100
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Where the loop stands. Token counts are since it was opened; cached_tokens are prompt tokens not recomputed."""
-
-    running: int
-    waiting: int
-    pages: int
-    free_pages: int
-    cached_pages: int
-    steps: int
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    preemptions: int
 
 
 class Loop:
@@ -81,6 +68,12 @@ class Loop:
         self._digest = digest
         self._rope = RopeRule.of(model)
         self.num_pages = self._count_pages()
+        self.bounds = Bounds(
+            self.vocab,
+            self.max_model_len,
+            self.num_pages * self.page_size,
+            min(config.max_num_seqs, config.max_num_batched_tokens),
+        )
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
         limits = Limits(
@@ -133,7 +126,9 @@ class Loop:
         params = request.params.resolved({})
         if params is not request.params:
             request = replace(request, params=params)
-        self._check(request)
+        if request.id in self._live:
+            raise RequestError(f"request id {request.id!r} is already running; choose another")
+        check(request, self.bounds)
         prompt, allowed = len(request.prompt), request.params.max_tokens
         limit = self.max_model_len if allowed is None else min(prompt + allowed, self.max_model_len)
         arrival = self._arrivals
@@ -194,6 +189,11 @@ class Loop:
             cached_tokens=self._cached_tokens,
             preemptions=scheduler.preemptions,
         )
+
+    def warm_up(self, largest: int | None = None) -> None:
+        """Record the graphs for greedy decoding of up to ``largest`` sequences now, not when they are first needed."""
+        if self.runner.graphs is not None:
+            self.runner.warm_up(min(largest or self.config.max_num_seqs, self.runner.graphs.largest))
 
     def scorer(self) -> Score:
         """Runs given tokens through the loop's own pages, for measuring; see ``Score``."""
@@ -430,37 +430,6 @@ class Loop:
             if seq.beam is not None:
                 self._searches -= 1
 
-    def _check(self, request: Request) -> None:
-        """Raises RequestError for what can never be served."""
-        params, prompt = request.params, request.prompt
-        if request.id in self._live:
-            raise RequestError(f"request id {request.id!r} is already running; choose another")
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.vocab:
-            raise RequestError(f"the prompt holds token ids outside 0…{self.vocab - 1}")
-        room = self.max_model_len - (params.max_tokens != 0)
-        if len(prompt) > room:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, this engine takes {room} and an answer within "
-                f"{self.max_model_len}; shorten it"
-            )
-        if -(-len(prompt) // self.page_size) > self.num_pages:
-            raise RequestError(
-                f"the prompt's {len(prompt)} tokens exceed the KV cache of {self.num_pages * self.page_size}; "
-                "shorten it"
-            )
-        if params.num_beams > self.config.max_num_seqs:
-            raise RequestError(f"num_beams={params.num_beams} exceeds max_num_seqs={self.config.max_num_seqs}")
-        if params.num_beams > self.config.max_num_batched_tokens:
-            raise RequestError(f"num_beams={params.num_beams} exceeds the tokens of a step; lower it")
-        outside = [t for t in params.logit_bias if t >= self.vocab]
-        if outside:
-            raise RequestError(f"logit_bias names token ids outside 0…{self.vocab - 1}: {outside[0]}")
-        for insert in request.inserts:
-            if insert.position < 0 or insert.length < 1 or insert.position + insert.length > len(prompt):
-                raise RequestError("an insert reaches outside the prompt")
-
     def _count_pages(self) -> int:
         config, model = self.config, self.model
         held = memory.weight_bytes(model)
@@ -477,21 +446,6 @@ class Loop:
         else:
             free = memory.free_on_cpu()
         return memory.page_count(model.kv, self.dtype, config, self.max_model_len, free, held)  # type: ignore[arg-type]
-
-
-def pick_device(name: str) -> str:
-    """ "auto" is the first GPU where there is one. Raises MissingDependency where the named device is absent."""
-    if name == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"--device {name!r} is not one of cpu, cuda, cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name!r} is not one of cpu, cuda, cuda:N")
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise MissingDependency(f"--device {name}: this torch sees no such GPU; use --device cpu")
-    return "cuda:0" if name == "cuda" else name
 
 
 def _device_of(model: nn.Module) -> str:

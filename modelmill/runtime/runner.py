@@ -127,6 +127,22 @@ class Runner:
             flight.event.record()
         return flight
 
+    @torch.inference_mode()
+    def warm_up(self, largest: int) -> None:
+        """Record the greedy decode graphs of every size up to ``largest``, for the shortest contexts."""
+        for size in [s for s in self.graphs.sizes if s <= largest] if self.graphs is not None else []:
+            assert self.graphs is not None
+            batch = self.packer.pack([], Wanted([], []), self.graphs.pad(size, 1))
+            try:
+                self.graphs.replay(batch, greedy=True)
+            except NotRecordable as error:
+                self._without_graphs(error)
+                return
+
+    def _without_graphs(self, error: NotRecordable) -> None:
+        _log.warning("decoding without CUDA graphs: %s", error)
+        self.graphs = None
+
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole pages, all layers."""
         if not copies:
@@ -199,8 +215,7 @@ class Runner:
         try:
             logits, ids = self.graphs.replay(batch, greedy=simple)
         except NotRecordable as error:
-            _log.warning("decoding without CUDA graphs: %s", error)
-            self.graphs = None
+            self._without_graphs(error)
             return False
         if simple:
             assert ids is not None

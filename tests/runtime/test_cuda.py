@@ -18,7 +18,7 @@ def test_sizes_and_buckets() -> None:
     assert sizes_upto(20) == [1, 2, 4, 8, 16, 24]
     assert sizes_upto(256)[-1] == 256
     assert sizes_upto(300)[-2:] == [288, 320]
-    assert [bucket(n) for n in (1, 1024, 1025, 1537, 2049, 4096, 4097)] == [1024, 1024, 1536, 2048, 3072, 4096, 6144]
+    assert [bucket(n) for n in (1, 2048, 2049, 8192, 8193)] == [2048, 2048, 8192, 8192, 32768]
 
 
 def work() -> list[Request]:
@@ -50,6 +50,16 @@ def test_the_same_tokens_as_the_cpu(kind: str, window: int | None) -> None:
             assert engine.runner.graphs._graphs
     greedy = [r for r in work() if r.params.greedy and r.params.num_beams == 1]
     assert tiny.alone(tiny.loop(model), greedy) == {k: v for k, v in expected.items() if k[0] in {r.id for r in greedy}}
+
+
+@pytest.mark.gpu
+def test_warm_up_records_and_changes_nothing() -> None:
+    model = tiny.decoder(device="cuda:0")
+    expected = tiny.run(tiny.loop(model), work())
+    engine = tiny.loop(model)
+    engine.warm_up(4)
+    assert len(engine.runner.graphs._graphs) == 3
+    assert tiny.run(engine, work()) == expected
 
 
 @pytest.mark.gpu

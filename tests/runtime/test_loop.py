@@ -206,7 +206,7 @@ def test_what_can_never_be_served_is_refused() -> None:
         ((-1,), tiny.params(), "outside"),
         ((3,) * 100, tiny.params(), "shorten"),
         ((3,) * 101, tiny.params(max_tokens=0), "shorten"),
-        ((3,), tiny.params(num_beams=17), "max_num_seqs"),
+        ((3,), tiny.params(num_beams=17), "num_beams=17"),
         ((3,), tiny.params(logit_bias={tiny.VOCAB: 1.0}), "logit_bias"),
     ]
     for prompt, how, match in bad:

@@ -9,9 +9,9 @@ import torch
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, MissingDependency, UsageError
 from modelmill.nn.kv import KVShape
-from modelmill.runtime.loop import Loop, pick_device
+from modelmill.runtime.device import available_cores, pick_device, use_threads
+from modelmill.runtime.loop import Loop
 from modelmill.runtime.memory import page_count
-from modelmill.runtime.threads import available_cores, use_threads
 
 SHAPE = KVShape(2, 2, 8)
 

@@ -1,0 +1,46 @@
+"""Which requests can never be served: refused before they are queued."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Request
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """vocab: token ids. longest: tokens of a sequence. kv: tokens that all pages hold. seqs: sequences of a step."""
+
+    vocab: int
+    longest: int
+    kv: int
+    seqs: int
+
+
+def check(request: Request, bounds: Bounds) -> None:
+    """Raises RequestError, one line, for what is impossible under ``bounds``."""
+    params, prompt = request.params, request.prompt
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token")
+    if min(prompt) < 0 or max(prompt) >= bounds.vocab:
+        raise RequestError(f"the prompt holds token ids outside 0…{bounds.vocab - 1}")
+    room = bounds.longest - (params.max_tokens != 0)
+    if len(prompt) > room:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, this engine takes {room} and an answer within {bounds.longest}; "
+            "shorten it"
+        )
+    if len(prompt) > bounds.kv:
+        raise RequestError(f"the prompt has {len(prompt)} tokens, the KV cache holds {bounds.kv}; shorten it")
+    if params.num_beams > bounds.seqs:
+        raise RequestError(
+            f"num_beams={params.num_beams} exceeds the {bounds.seqs} sequences of a step (max_num_seqs, "
+            "max_num_batched_tokens); lower it"
+        )
+    outside = [t for t in params.logit_bias if t >= bounds.vocab]
+    if outside:
+        raise RequestError(f"logit_bias names a token id outside 0…{bounds.vocab - 1}: {outside[0]}")
+    for insert in request.inserts:
+        if insert.position < 0 or insert.length < 1 or insert.position + insert.length > len(prompt):
+            raise RequestError("an insert reaches outside the prompt")

@@ -1,0 +1,39 @@
+"""Which device, and how many CPU threads to compute with."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import torch
+
+from modelmill.core.errors import MissingDependency, UsageError
+
+
+def pick_device(name: str) -> str:
+    """ "auto" is the first GPU where there is one. Raises UsageError, MissingDependency where it is absent."""
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name!r} is not one of cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name!r} is not one of cpu, cuda, cuda:N")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise MissingDependency(f"--device {name}: this torch sees no such GPU; use --device cpu")
+    return "cuda:0" if name == "cuda" else name
+
+
+def use_threads(wanted: int | None) -> int:
+    """Set torch's threads to ``wanted``, or to the physical cores that this process may use; returns the number."""
+    count = wanted if wanted is not None else available_cores()
+    torch.set_num_threads(count)
+    return count
+
+
+def available_cores() -> int:
+    """Physical cores, no more than the process is allowed to run on."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    physical = psutil.cpu_count(logical=False) or allowed
+    return max(1, min(allowed, physical))
