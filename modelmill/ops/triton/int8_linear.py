@@ -7,11 +7,11 @@ import torch
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.linear import tile, vector
 
-MOST = 512  # from here a whole converted copy costs less than converting each tile for every block of rows
+MOST = 1024  # from here a whole converted copy costs less than converting each tile for every block of rows
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """1 to 512 rows; rows of x and weight contiguous."""
+    """1 to 1,024 rows; rows of x and weight contiguous."""
     return x.dim() == 2 and 1 <= x.shape[0] <= MOST and x.stride(1) == 1 and weight.stride(1) == 1
 
 

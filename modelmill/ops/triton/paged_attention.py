@@ -58,7 +58,7 @@ def run(
     if max_query == 1:
         _decode(tensors, max_context, scale * LOG2E, window)
     else:
-        _prefill(tensors, max_query, scale * LOG2E, window)
+        _prefill(tensors, (max_query, max_context), scale * LOG2E, window)
     return out
 
 
@@ -113,29 +113,38 @@ def _wide(cache: torch.Tensor) -> bool:
     return cache.stride(0) * cache.shape[0] >= 1 << 31
 
 
-def _prefill(tensors: tuple[torch.Tensor, ...], max_query: int, scale: float, window: int | None) -> None:
+def _prefill(tensors: tuple[torch.Tensor, ...], bounds: tuple[int, int], scale: float, window: int | None) -> None:
     q, k, v, tables, starts, lengths, out = tensors
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
     block_d = max(16, power_of_two(dim))
-    block_m, block_n, warps, stages = _tiling(max_query, block_d, q.dtype)
-    _prefill_tiles[(heads, triton.cdiv(max_query, block_m), batch)](
+    block_m, block_n, warps, stages, registers = _tiling(bounds, heads * batch, block_d, q)
+    _prefill_tiles[(heads, triton.cdiv(bounds[0], block_m), batch)](
         q, k, v, tables, starts, lengths, out, scale,
         tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
         HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WIDE=_wide(k), WINDOW=window or 0,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
 
 
-def _tiling(max_query: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(queries, keys, warps, stages) of a prefill tile, by what fits the 227 KB of shared memory of an H200."""
-    if dtype == torch.float32:
-        return (16, 16, 4, 1) if block_d > 128 else (32, 32, 4, 1)
+def _tiling(
+    bounds: tuple[int, int], pairs: int, block_d: int, q: torch.Tensor
+) -> tuple[int, int, int, int, int | None]:
+    """(queries, keys, warps, stages, most registers) of a prefill tile, measured on an H200."""
+    max_query, max_context = bounds
+    if q.dtype == torch.float32:
+        return (16, 16, 4, 1, None) if block_d > 128 else (32, 32, 4, 1, None)
     if max_query <= 16:
-        return 16, 64, 4, 3 if block_d <= 128 else 2
-    if max_query <= 64:
-        return 64, 64, 4, 3 if block_d <= 128 else 2
-    return (128, 64, 8, 3) if block_d <= 128 else (64, 64, 8, 2)
+        return 16, 64, 4, 3 if block_d <= 128 else 2, None
+    # Tiles of 128 queries read the keys half as often, but need work enough to be spread evenly.
+    tiles = triton.cdiv(max_query, 128) * pairs
+    even = tiles >= 4 * multiprocessors(q.device) or max_context >= 2 * max_query
+    if block_d > 128:
+        return 64, 64, 8, 2, None
+    if max_query <= 64 or not even:
+        return 64, 64, 4, 3, None
+    # 128 registers let two programs share a multiprocessor: one's softmax hides behind the other's products.
+    return 128, 64, 8, 2, 128
 
 
 @triton.jit
