@@ -40,8 +40,8 @@ inline void panel_rows(float* c, int64_t ldc, const float* a, int64_t lda, const
     for (; m < rows; m++) panel<1, NV>(c + m * ldc, ldc, a + m * lda, lda, b, ldb, k, accumulate);
 }
 
-// cols: a multiple of W.
-inline void product(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows,
+// cols: a multiple of W. Kept out of line: one copy serves every dtype, and compiles once.
+__attribute__((noinline)) static void product(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows,
                     int64_t k, int64_t cols, bool accumulate) {
     constexpr int kWide = W == 16 ? 4 : 2;
     int64_t n = 0;
@@ -79,7 +79,7 @@ struct Workspace {
 
 // Keys [first, first + count) of one KV head into keys (transposed, absent ones zero) and values.
 template <class C>
-inline void gather(const Workspace& w, const Pages<C>& pages, const int32_t* table, int64_t kv_head, int64_t first,
+__attribute__((noinline)) void gather(const Workspace& w, const Pages<C>& pages, const int32_t* table, int64_t kv_head, int64_t first,
                    int64_t count) {
     const C *rows_k[kTile], *rows_v[kTile];
     for (int64_t j = 0; j < count; j++) {
@@ -123,22 +123,27 @@ inline float soften(float* scores, int64_t from, int64_t to, int64_t columns, fl
     return factor;
 }
 
-// Query rows already in w.q (scaled); row r sits at position `position(r)` of its sequence and sees keys in
-// (position − window, position]; keys outside [first, last) are another block's. Leaves unnormalised sums in w.out.
-template <class C, class P>
-inline void attend(const Workspace& w, int64_t rows, const Pages<C>& pages, const int32_t* table, int64_t kv_head,
-                   int64_t first, int64_t last, int64_t window, const P& position) {
+// Which keys the rows see: row r sits at position start + r / group of its sequence and sees (position − window,
+// position]; window 0 is no bound. Keys outside [first, last) are another block's.
+struct Seen {
+    int64_t start, group, window, first, last;
+};
+
+// Query rows already in w.q (scaled); leaves unnormalised sums in w.out.
+template <class C>
+__attribute__((noinline)) void attend(const Workspace& w, int64_t rows, const Pages<C>& pages, const int32_t* table,
+                                      int64_t kv_head, const Seen& seen) {
     for (int64_t r = 0; r < rows; r++) {
         w.highest[r] = -std::numeric_limits<float>::infinity();
         w.total[r] = 0.0f;
     }
     std::memset(w.out, 0, static_cast<size_t>(rows * w.width) * sizeof(float));
-    for (int64_t key = first; key < last; key += kTile) {
-        const int64_t count = last - key < kTile ? last - key : kTile, columns = (count + W - 1) / W * W;
+    for (int64_t key = seen.first; key < seen.last; key += kTile) {
+        const int64_t count = seen.last - key < kTile ? seen.last - key : kTile, columns = (count + W - 1) / W * W;
         gather(w, pages, table, kv_head, key, count);
         product(w.scores, kTile, w.q, w.width, w.keys, kTile, rows, pages.dim, columns, false);
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t p = position(r), from = window > 0 ? p - window + 1 - key : 0;
+            const int64_t p = seen.start + r / seen.group, from = seen.window > 0 ? p - seen.window + 1 - key : 0;
             const int64_t to = p + 1 - key < count ? p + 1 - key : count;
             const float factor = soften(w.scores + r * kTile, from, to, columns, w.highest + r, w.total + r);
             if (factor != 1.0f)

@@ -105,7 +105,7 @@ def open_library(path: Path) -> Library:
     except OSError as problem:
         raise _Unavailable(f"{path} cannot be loaded: {problem}; delete it to build it again") from None
     hand_over = library.quick.modelmill_threads
-    hand_over.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    hand_over.argtypes = [ctypes.c_void_p] * 3
     hand_over.restype = None
     hand_over(*_openmp())
     failed = library.quick.modelmill_self_check()
@@ -181,13 +181,12 @@ def _execute(command: list[str]) -> None:
         raise _Unavailable(f"{command[0]} fails: {lines[0].strip()}")
 
 
-def _openmp() -> tuple[int | None, int | None]:
-    """Addresses of GOMP_parallel and omp_get_max_threads in the runtime that torch itself calls."""
+def _openmp() -> tuple[int | None, ...]:
+    """Addresses of what threads.h needs in the OpenMP runtime that torch itself calls; None where it has none."""
     library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
     try:
         torch_cpu = ctypes.CDLL(str(library))  # already loaded: a lookup searches it and what it depends on
-        names = (torch_cpu.GOMP_parallel, torch_cpu.omp_get_max_threads)
+        found = [torch_cpu.GOMP_parallel, torch_cpu.omp_get_max_threads, torch_cpu.omp_get_thread_num]
     except (OSError, AttributeError):
-        return None, None
-    parallel, threads = (ctypes.cast(name, ctypes.c_void_p).value for name in names)
-    return parallel, threads
+        return None, None, None
+    return tuple(ctypes.cast(entry, ctypes.c_void_p).value for entry in found)

@@ -2,14 +2,14 @@
 //
 // Each output is one chain of multiply-adds along k and one final reduction, whatever the blocking, so that a row of
 // activations gives the same bits alone and in a batch. The weights stream from memory: each 64-byte line is asked for
-// 4 KiB ahead, since the hardware prefetchers stop at the end of a page and rows are short.
+// 8 KiB ahead, since the hardware prefetchers stop at the end of a page and rows are short.
 #pragma once
 #include "simd.h"
 #include "threads.h"
 
 namespace mill {
 
-constexpr int kAhead = 4096;               // bytes
+constexpr int kAhead = 8192;               // bytes
 constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations kept close
 
 // How weights of type T meet activations: both as floats.
@@ -64,7 +64,7 @@ inline const typename H::Input* prepare(Scratch& scratch, const X* x, int64_t ro
 
 // MB activation rows x NB weight rows. sums: [MB][NB].
 template <class H, int MB, int NB>
-inline void dot_block(float* sums, const typename H::Input* x, int64_t stride, const typename H::Weight* w, int64_t k) {
+__attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x, int64_t stride, const typename H::Weight* w, int64_t k) {
     constexpr int kLine = 64 / sizeof(typename H::Weight);
     vf acc[MB][NB];
     for (int m = 0; m < MB; m++)

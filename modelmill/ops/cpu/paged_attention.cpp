@@ -71,8 +71,8 @@ void serve(const Call& c, const Task& task, T* out, const T* q, const mill::Page
         first = first > task.key ? first : task.key;
         last = last < task.key + kSplit ? last : task.key + kSplit;
     }
-    mill::attend(w, rows, pages, c.tables + task.sequence * c.table_stride, task.kv_head, first, last, c.window,
-                 [&](int64_t r) { return start + task.first + r / group; });
+    mill::attend(w, rows, pages, c.tables + task.sequence * c.table_stride, task.kv_head,
+                 {start + task.first, group, c.window, first, last});
     for (int64_t r = 0; r < rows; r++) {
         const float* sums = w.out + r * w.width;
         if (task.part < 0) {
