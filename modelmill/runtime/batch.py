@@ -184,7 +184,10 @@ class Packer:
         views = self.views(layout)
         out = self._write_to(layout)
         decode = tokens == len(work) or pad is not None
-        fed = self._decode(out, work, seqs) if decode else self._mixed(out, work)
+        if decode:
+            fed = self._single(out, work[0][0]) if tokens == len(work) == 1 else self._decode(out, work, seqs)
+        else:
+            fed = self._mixed(out, work)
         self._wanted(out, want, samples)
         if self.cuda:
             assert self._there is not None
@@ -192,7 +195,7 @@ class Packer:
             self._there[:words].copy_(self._host[self._turn][:words], non_blocking=True)
             self._sent[self._turn].record()
         embeds, mask = _inserted(work, tokens, self.device)
-        every = decode and samples == tokens and (pad is not None or list(want.rows) == list(range(tokens)))
+        every = decode and samples == tokens and (pad is not None or tokens == 1 or [*want.rows] == [*range(tokens)])
         max_query = 1 if decode else max(c for _, c in work)
         return Batch(views, tokens, every, max_query, max_context, fed, embeds, mask)
 
@@ -211,6 +214,20 @@ class Packer:
                 self._arrays.clear()
             arrays = self._arrays[self._turn, layout] = Arrays(Views(self._host[self._turn], layout))
         return arrays
+
+    def _single(self, out: Arrays, seq: Sequence) -> bool:
+        """One token of one sequence: as ``_decode``, without temporary arrays, whose cost would show on a CPU."""
+        at, size = seq.computed, self.page_size
+        fed = at >= len(seq.tokens)
+        out.ids[0], out.feed[0] = (0, seq.row) if fed else (seq.tokens[at], -1)
+        out.positions[0] = at
+        out.slots[0] = seq.pages[at // size] * size + at % size
+        keys = seq.rope_keys(at, at + 1)
+        out.rope_keys[0] = keys if isinstance(keys, int) else keys[0]
+        out.context_lens[0] = at + 1
+        out.query_start[0], out.query_start[1] = 0, 1
+        out.block_tables[0] = self.tables.table[seq.row, : out.block_tables.shape[1]]
+        return fed
 
     def _decode(self, out: Arrays, work: Seq[tuple[Sequence, int]], seqs: int) -> bool:
         """One token of each sequence, padded to ``seqs``."""

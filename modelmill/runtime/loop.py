@@ -7,7 +7,6 @@ follows from counts alone. A sequence that turns out to have ended costs one was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,16 +18,17 @@ from torch import nn
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RequestError, UsageError
-from modelmill.core.types import Finish, Logprob, Request, Token
+from modelmill.core.types import Finish, Request, Token
 from modelmill.nn.kv import KVCache
 from modelmill.ops.shelf import resolve
-from modelmill.runtime import chance, logprobs, memory
+from modelmill.runtime import chance, memory
 from modelmill.runtime.batch import Layout, Packer
 from modelmill.runtime.beams import BeamSearch
 from modelmill.runtime.check import Bounds, check
 from modelmill.runtime.device import pick_device as pick_device
 from modelmill.runtime.device import use_threads
 from modelmill.runtime.graph import Graphs
+from modelmill.runtime.ledger import Ledger
 from modelmill.runtime.load import load
 from modelmill.runtime.pages import PagePool
 from modelmill.runtime.runner import After, Before, Flight, Runner
@@ -96,13 +96,12 @@ class Loop:
                 self.runner.graphs = Graphs(
                     self.runner.forward, self.runner.last, packer, largest, width * self.page_size
                 )
-        self._live: dict[str, list[Sequence]] = {}
+        self.ledger = Ledger(self.scheduler, self.sampler)
         self._events: list[Token] = []
         self._flight: Flight | None = None
         self._arrivals = 0
-        self._searches = 0
         self._calm = 0
-        self._steps = self._prompt_tokens = self._output_tokens = self._cached_tokens = 0
+        self._steps = 0
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> Loop:
@@ -126,7 +125,7 @@ class Loop:
         params = request.params.resolved({})
         if params is not request.params:
             request = replace(request, params=params)
-        if request.id in self._live:
+        if request.id in self.ledger.live:
             raise RequestError(f"request id {request.id!r} is already running; choose another")
         check(request, self.bounds)
         prompt, allowed = len(request.prompt), request.params.max_tokens
@@ -146,24 +145,22 @@ class Loop:
         if request.params.num_beams > 1 and limit > prompt:
             leader.beam = BeamSearch(leader)
             leader.siblings = leader.beam.seqs
-            self._searches += 1
-        self._live[request.id] = seqs
-        self.scheduler.add(leader)
+        self.ledger.add(seqs)
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step tells ABORT for each of its sequences. Unknown ids are ignored."""
-        seqs = list(self._live.get(request_id, ()))
+        seqs = list(self.ledger.live.get(request_id, ()))
         beams = bool(seqs) and seqs[0].beam is not None
         ended = range(seqs[0].request.params.n) if beams else [s.index for s in seqs if s.finish is None]
         self._events += [Token(request_id, index, None, finish=Finish.ABORT) for index in ended]
         for seq in seqs:
-            self._drop(seq, Finish.ABORT)
+            self.ledger.drop(seq, Finish.ABORT)
 
     def finish(self, request_id: str, index: int) -> None:
         """End one sequence (of a beam search: all of it) quietly: a stop string was found in its text."""
-        for seq in list(self._live.get(request_id, ())):
+        for seq in list(self.ledger.live.get(request_id, ())):
             if seq.index == index or seq.beam is not None:
-                self._drop(seq, Finish.STOP)
+                self.ledger.drop(seq, Finish.STOP)
 
     def step(self) -> list[Token]:
         """Schedule, run, sample, and tell what came of it."""
@@ -171,7 +168,7 @@ class Loop:
         flight = self._flight or self._launch(self.scheduler.schedule())
         self._flight = self._launch_ahead(flight)
         if flight is not None:
-            events += self._settle(flight)
+            events += self.ledger.settle(flight)
         return events
 
     def stats(self) -> Stats:
@@ -184,9 +181,9 @@ class Loop:
             free_pages=pool.available,
             cached_pages=pool.cached,
             steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
-            cached_tokens=self._cached_tokens,
+            prompt_tokens=self.ledger.prompt_tokens,
+            output_tokens=self.ledger.output_tokens,
+            cached_tokens=self.ledger.cached_tokens,
             preemptions=scheduler.preemptions,
         )
 
@@ -240,7 +237,13 @@ class Loop:
 
     def _launch_ahead(self, flight: Flight | None) -> Flight | None:
         """The next step, before the last one's tokens are read; None where it depends on them."""
-        if not self._overlap or flight is None or self._searches or flight.schedule.forks or flight.schedule.ended:
+        if (
+            not self._overlap
+            or flight is None
+            or self.ledger.searches
+            or flight.schedule.forks
+            or flight.schedule.ended
+        ):
             return None
         plan = self.scheduler.schedule(ahead=True)
         if plan is None or not plan.work:
@@ -276,159 +279,6 @@ class Loop:
             self.abort(max(seqs, key=lambda s: s.key).request.id)
             self.scheduler.budget = self.config.max_num_batched_tokens
         return Flight(Schedule(ended=plan.ended))
-
-    def _settle(self, flight: Flight) -> list[Token]:
-        """Read a step's results and move its sequences on."""
-        events: list[Token] = []
-        ids = flight.read()
-        told = self._told(flight)
-        for note in flight.prompted:
-            assert note.seq.prompt_logprobs is not None
-            top = note.seq.request.params.prompt_logprobs or 0
-            note.seq.prompt_logprobs.extend(logprobs.read(row, top) for row in note.table.tolist())
-        for i, seq in enumerate(flight.seqs):
-            if seq.finish is None:
-                events.append(self._append(seq, ids[i], told.get(i)))
-        for search, logits in flight.beams:
-            events += self._search(search, logits)  # type: ignore[arg-type]
-        for seq, _ in flight.schedule.work:
-            if seq.finish is None:
-                self.scheduler.publish(seq)
-                if seq.limit <= seq.prompt_len <= seq.computed:
-                    events += self._no_answer(seq)
-        for seq in flight.schedule.ended:
-            if seq.finish is None:
-                events += self._exhausted(seq)
-        return events
-
-    def _append(self, seq: Sequence, token: int, told: Mapping[int, Logprob] | None) -> Token:
-        """One sampled token of one sequence."""
-        if not seq.outputs - seq.pending:
-            self._prompt_tokens += seq.prompt_len
-            self._cached_tokens += seq.cached
-        seq.pending -= 1
-        self._output_tokens += 1
-        prompt = None
-        if seq.prompt_logprobs is not None and len(seq.tokens) == seq.prompt_len:
-            prompt = seq.prompt_logprobs
-        seq.tokens.append(token)
-        finish: Finish | None = None
-        stop: int | None = None
-        said: int | None = token
-        if token in seq.stops:
-            finish, stop, said = Finish.STOP, token, None
-        elif len(seq.tokens) >= seq.limit:
-            finish = Finish.LENGTH
-        if finish is not None:
-            self.scheduler.publish(seq)
-            self._drop(seq, finish)
-        request = seq.request.id
-        if told is None and prompt is None:
-            return Token(request, seq.index, said, None, finish, stop, None, seq.cached)
-        return Token(request, seq.index, said, told, finish, stop, prompt, seq.cached)  # type: ignore[arg-type]
-
-    def _told(self, flight: Flight) -> dict[int, dict[int, Logprob]]:
-        if flight.told is None or flight.plan is None:
-            return {}
-        params = [s.request.params for s in flight.seqs]
-        rows = flight.told.tolist()
-        return {i: logprobs.read(row, params[i].logprobs or 0) for i, row in zip(flight.plan.told, rows)}
-
-    def _no_answer(self, seq: Sequence) -> list[Token]:
-        """A request for zero tokens: its prompt is computed, that was all."""
-        self._prompt_tokens += seq.prompt_len
-        self._cached_tokens += seq.cached
-        events = []
-        for member in [*self._live.get(seq.request.id, ())]:
-            prompt: Any = member.prompt_logprobs
-            self._drop(member, Finish.LENGTH)
-            events.append(
-                Token(
-                    seq.request.id,
-                    member.index,
-                    None,
-                    None,
-                    Finish.LENGTH,
-                    prompt_logprobs=prompt,
-                    cached_tokens=seq.cached,
-                )
-            )
-        return events
-
-    def _exhausted(self, seq: Sequence) -> list[Token]:
-        """No page can be found for the only sequence left: it ends here."""
-        if isinstance(seq.beam, BeamSearch):
-            seq.beam.give_up()
-            return self._results(seq.beam)
-        self._drop(seq, Finish.LENGTH)
-        return [Token(seq.request.id, seq.index, None, finish=Finish.LENGTH, cached_tokens=seq.cached)]
-
-    def _search(self, search: BeamSearch, logits: torch.Tensor) -> list[Token]:
-        """One step of a beam search: its beams are replaced by their children."""
-        if search.seqs[0].finish is not None:
-            return []
-        parents = search.seqs
-        if not parents[0].outputs:
-            self._prompt_tokens += parents[0].prompt_len
-            self._cached_tokens += parents[0].cached
-        children = search.advance(logits)
-        if not children:
-            return self._results(search)
-        used = {child.parent for child in children}
-        for i, seq in enumerate(parents):
-            self.scheduler.publish(seq)
-            if i not in used:
-                self.scheduler.remove(seq)
-        continued: set[int] = set()
-        beams: list[Sequence] = []
-        for child in children:
-            seq = parents[child.parent]
-            if child.parent in continued:
-                search.forked += 1
-                seq = seq.fork(search.forked, seq.seed)
-                self.scheduler.share(parents[child.parent], seq)
-                self.scheduler.join(seq)
-            continued.add(child.parent)
-            beams.append(seq)
-        for seq, child in zip(beams, children):
-            seq.tokens.append(child.token)
-            seq.siblings = beams
-        search.seqs = beams
-        self._live[parents[0].request.id] = list(beams)
-        return []
-
-    def _results(self, search: BeamSearch) -> list[Token]:
-        """The search has ended: the n best results, best first."""
-        request = search.seqs[0].request
-        cached = max(s.cached for s in search.seqs)
-        for seq in list(search.seqs):
-            self._drop(seq, Finish.STOP)
-        events = []
-        for i, found in enumerate(search.results[: request.params.n]):
-            self._output_tokens += len(found.tokens)
-            events.append(
-                Token(request.id, i, None, None, found.finish, found.stop, None, cached, found.tokens, found.score)
-            )
-        return events
-
-    def _drop(self, seq: Sequence, finish: Finish) -> None:
-        """The sequence has ended: everything it held is given back."""
-        if seq.finish is not None:
-            return
-        seq.finish = finish
-        self.scheduler.remove(seq)
-        if seq.beam is None and seq.siblings:
-            # they waited for its prompt; now they compute their own
-            for other in seq.siblings:
-                if other.finish is None:
-                    self.scheduler.add(other)
-            seq.siblings = []
-        self.sampler.forget(seq)
-        live = self._live.get(seq.request.id)
-        if live is not None and all(s.finish is not None for s in live):
-            del self._live[seq.request.id]
-            if seq.beam is not None:
-                self._searches -= 1
 
     def _count_pages(self) -> int:
         config, model = self.config, self.model

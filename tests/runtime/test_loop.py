@@ -382,7 +382,7 @@ def test_any_mix_ends_with_nothing_left(mix, pages, budget, seqs, prefix, overla
         for i, (_, _, _, _, _, fate, start) in enumerate(mix):
             if clock == start + 4 and fate == "abort":
                 engine.abort(str(i))
-            if clock == start + 4 and fate == "finish" and str(i) in engine._live:
+            if clock == start + 4 and fate == "finish" and str(i) in engine.ledger.live:
                 engine.finish(str(i), 0)
                 expected.discard((str(i), 0))
         assert clock < 3000

@@ -148,6 +148,6 @@ def idle(engine: Loop) -> None:
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.num_pages)
     assert engine.scheduler.tables.free == engine.config.max_num_seqs
-    assert not engine._live
+    assert not engine.ledger.live
     assert not engine.sampler.tally._slot
     assert not any(engine.scheduler.pool.refs)

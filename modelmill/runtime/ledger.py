@@ -1,0 +1,190 @@
+"""What a step's results mean: tokens are appended, sequences end, beams are replaced by their children."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from modelmill.core.types import Finish, Logprob, Token
+from modelmill.runtime import logprobs
+from modelmill.runtime.beams import BeamSearch
+from modelmill.runtime.runner import Flight
+from modelmill.runtime.sampler import Sampler
+from modelmill.runtime.scheduler import Scheduler
+from modelmill.runtime.sequence import Sequence
+
+
+class Ledger:
+    """The sequences of every request that is not over, and the counts of tokens.
+
+    live: by request id. searches: beam searches among them.
+    """
+
+    def __init__(self, scheduler: Scheduler, sampler: Sampler) -> None:
+        self.scheduler, self.sampler = scheduler, sampler
+        self.live: dict[str, list[Sequence]] = {}
+        self.searches = 0
+        self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
+
+    def add(self, seqs: list[Sequence]) -> None:
+        """A request's sequences; the first is queued and leads the others."""
+        leader = seqs[0]
+        if leader.beam is not None:
+            self.searches += 1
+        self.live[leader.request.id] = seqs
+        self.scheduler.add(leader)
+
+    def settle(self, flight: Flight) -> list[Token]:
+        """Read a step's results and move its sequences on."""
+        events: list[Token] = []
+        ids = flight.read()
+        told = self._told(flight)
+        for note in flight.prompted:
+            assert note.seq.prompt_logprobs is not None
+            top = note.seq.request.params.prompt_logprobs or 0
+            note.seq.prompt_logprobs.extend(logprobs.read(row, top) for row in note.table.tolist())
+        for i, seq in enumerate(flight.seqs):
+            if seq.finish is None:
+                events.append(self._append(seq, ids[i], told.get(i)))
+        for search, logits in flight.beams:
+            events += self._search(search, logits)  # type: ignore[arg-type]
+        for seq, _ in flight.schedule.work:
+            if seq.finish is None:
+                self.scheduler.publish(seq)
+                if seq.limit <= seq.prompt_len <= seq.computed:
+                    events += self._no_answer(seq)
+        for seq in flight.schedule.ended:
+            if seq.finish is None:
+                events += self._exhausted(seq)
+        return events
+
+    def _append(self, seq: Sequence, token: int, told: Mapping[int, Logprob] | None) -> Token:
+        """One sampled token of one sequence."""
+        if not seq.outputs - seq.pending:
+            self.prompt_tokens += seq.prompt_len
+            self.cached_tokens += seq.cached
+        seq.pending -= 1
+        self.output_tokens += 1
+        prompt = None
+        if seq.prompt_logprobs is not None and len(seq.tokens) == seq.prompt_len:
+            prompt = seq.prompt_logprobs
+        seq.tokens.append(token)
+        finish: Finish | None = None
+        stop: int | None = None
+        said: int | None = token
+        if token in seq.stops:
+            finish, stop, said = Finish.STOP, token, None
+        elif len(seq.tokens) >= seq.limit:
+            finish = Finish.LENGTH
+        if finish is not None:
+            self.scheduler.publish(seq)
+            self.drop(seq, finish)
+        request = seq.request.id
+        if told is None and prompt is None:
+            return Token(request, seq.index, said, None, finish, stop, None, seq.cached)
+        return Token(request, seq.index, said, told, finish, stop, prompt, seq.cached)  # type: ignore[arg-type]
+
+    def _told(self, flight: Flight) -> dict[int, dict[int, Logprob]]:
+        if flight.told is None or flight.plan is None:
+            return {}
+        params = [s.request.params for s in flight.seqs]
+        rows = flight.told.tolist()
+        return {i: logprobs.read(row, params[i].logprobs or 0) for i, row in zip(flight.plan.told, rows)}
+
+    def _no_answer(self, seq: Sequence) -> list[Token]:
+        """A request for zero tokens: its prompt is computed, that was all."""
+        self.prompt_tokens += seq.prompt_len
+        self.cached_tokens += seq.cached
+        events = []
+        for member in [*self.live.get(seq.request.id, ())]:
+            prompt: Any = member.prompt_logprobs
+            self.drop(member, Finish.LENGTH)
+            events.append(
+                Token(
+                    seq.request.id,
+                    member.index,
+                    None,
+                    None,
+                    Finish.LENGTH,
+                    prompt_logprobs=prompt,
+                    cached_tokens=seq.cached,
+                )
+            )
+        return events
+
+    def _exhausted(self, seq: Sequence) -> list[Token]:
+        """No page can be found for the only sequence left: it ends here."""
+        if isinstance(seq.beam, BeamSearch):
+            seq.beam.give_up()
+            return self._results(seq.beam)
+        self.drop(seq, Finish.LENGTH)
+        return [Token(seq.request.id, seq.index, None, finish=Finish.LENGTH, cached_tokens=seq.cached)]
+
+    def _search(self, search: BeamSearch, logits: torch.Tensor) -> list[Token]:
+        """One step of a beam search: its beams are replaced by their children."""
+        if search.seqs[0].finish is not None:
+            return []
+        parents = search.seqs
+        if not parents[0].outputs:
+            self.prompt_tokens += parents[0].prompt_len
+            self.cached_tokens += parents[0].cached
+        children = search.advance(logits)
+        if not children:
+            return self._results(search)
+        used = {child.parent for child in children}
+        for i, seq in enumerate(parents):
+            self.scheduler.publish(seq)
+            if i not in used:
+                self.scheduler.remove(seq)
+        continued: set[int] = set()
+        beams: list[Sequence] = []
+        for child in children:
+            seq = parents[child.parent]
+            if child.parent in continued:
+                search.forked += 1
+                seq = seq.fork(search.forked, seq.seed)
+                self.scheduler.share(parents[child.parent], seq)
+                self.scheduler.join(seq)
+            continued.add(child.parent)
+            beams.append(seq)
+        for seq, child in zip(beams, children):
+            seq.tokens.append(child.token)
+            seq.siblings = beams
+        search.seqs = beams
+        self.live[parents[0].request.id] = list(beams)
+        return []
+
+    def _results(self, search: BeamSearch) -> list[Token]:
+        """The search has ended: the n best results, best first."""
+        request = search.seqs[0].request
+        cached = max(s.cached for s in search.seqs)
+        for seq in list(search.seqs):
+            self.drop(seq, Finish.STOP)
+        events = []
+        for i, found in enumerate(search.results[: request.params.n]):
+            self.output_tokens += len(found.tokens)
+            events.append(
+                Token(request.id, i, None, None, found.finish, found.stop, None, cached, found.tokens, found.score)
+            )
+        return events
+
+    def drop(self, seq: Sequence, finish: Finish) -> None:
+        """The sequence has ended: everything it held is given back."""
+        if seq.finish is not None:
+            return
+        seq.finish = finish
+        self.scheduler.remove(seq)
+        if seq.beam is None and seq.siblings:
+            # they waited for its prompt; now they compute their own
+            for other in seq.siblings:
+                if other.finish is None:
+                    self.scheduler.add(other)
+            seq.siblings = []
+        self.sampler.forget(seq)
+        live = self.live.get(seq.request.id)
+        if live is not None and all(s.finish is not None for s in live):
+            del self.live[seq.request.id]
+            if seq.beam is not None:
+                self.searches -= 1
