@@ -74,7 +74,7 @@ class AsyncLLM:
 
     def _run(self) -> None:
         while True:
-            while not (self._running and self._commands.empty()):
+            while not (self.llm.loop.has_work and self._commands.empty()):
                 command = self._commands.get()
                 if command is None:
                     self._fail(ModelmillError("the engine was closed"))

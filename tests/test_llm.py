@@ -1,0 +1,204 @@
+"""The class a user imports, on a real tiny trained model: text, chats, streams, stops, asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill import LLM, AsyncLLM, SamplingParams
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import RequestError, TokenizerError, UsageError
+from modelmill.core.types import Finish
+from modelmill.llm import build_engine, sampling_defaults
+
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def engine(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("llm") / "stories.engine"
+    report = build_engine(shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu"))
+    assert report["accepted"]
+    return out
+
+
+@pytest.fixture(scope="module")
+def llm(engine: Path) -> LLM:
+    return LLM(engine, device="cpu")
+
+
+def text(llm: LLM, prompt: Any, **params: Any) -> str:
+    return llm.generate(prompt, SamplingParams(**{"temperature": 0, "max_tokens": 40, **params}))[0].outputs[0].text
+
+
+def test_the_known_story(llm: LLM) -> None:
+    """The text that the checkpoint's note gives: greedy, from BOS alone."""
+    answer = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=60))[0]
+    assert answer.outputs[0].text.strip().startswith(STORY)
+    assert answer.outputs[0].finish_reason == "length"
+    assert len(answer.outputs[0].token_ids) == 60
+    assert answer.prompt_token_ids == [1]
+
+
+def test_every_form_of_a_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Once upon")  # type: ignore[union-attr]
+    forms = ["Once upon", {"prompt": "Once upon"}, {"prompt_token_ids": ids}, ids]
+    texts = {a.outputs[0].text for a in llm.generate(forms, GREEDY)}
+    assert len(texts) == 1
+    assert text(llm, "Once upon") in texts
+
+
+def test_streamed_alone_and_in_a_batch_are_one_text(llm: LLM) -> None:
+    prompts = ["Once upon a time", "The dog", "Lily said", "A"]
+    for params in (GREEDY, SamplingParams(temperature=1.0, seed=7, max_tokens=30)):
+        batch = [a.outputs[0].text for a in llm.generate(prompts, params)]
+        alone = [llm.generate(p, params)[0].outputs[0].text for p in prompts]
+        streamed = ["".join(d.text for d in llm.stream(p, params)) for p in prompts]
+        assert batch == alone == streamed
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 9])
+def test_a_stop_string_ends_the_text_before_it(llm: LLM, cut: int) -> None:
+    whole = text(llm, "Once upon a time", max_tokens=60)
+    stop = whole[20 : 20 + cut]
+    answer = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60, stop=(stop,)))[0].outputs[0]
+    assert answer.text == whole[: whole.index(stop)]
+    assert answer.finish_reason == "stop"
+    assert answer.stop_reason == stop
+    kept = SamplingParams(temperature=0, max_tokens=60, stop=(stop,), include_stop=True)
+    assert llm.generate("Once upon a time", kept)[0].outputs[0].text == whole[: whole.index(stop)] + stop
+    assert llm.loop.stats().running == 0
+
+
+def test_stop_token_ids_are_kept_out_of_the_text(llm: LLM) -> None:
+    ids = llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
+    end = ids[5]
+    answer = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(end,)))[0]
+    first = ids.index(end)
+    assert answer.outputs[0].token_ids == ids[: first + 1]
+    assert answer.outputs[0].finish_reason == "stop"
+    assert answer.outputs[0].stop_reason == end
+    assert answer.outputs[0].text == llm.tokenizer.decode(ids[:first]).removeprefix(" ") or answer.outputs[0].text  # type: ignore[union-attr]
+
+
+def test_n_answers_differ_and_repeat_with_their_seed(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=20)
+    first, again = (llm.generate("Once", params)[0] for _ in range(2))
+    texts = [o.text for o in first.outputs]
+    assert texts == [o.text for o in again.outputs]
+    assert len(set(texts)) > 1
+
+
+def test_logprobs_come_with_every_token(llm: LLM) -> None:
+    out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=5, logprobs=3))[0].outputs[0]
+    assert out.logprobs is not None
+    assert len(out.logprobs) == 5
+    for id, table in zip(out.token_ids, out.logprobs, strict=True):
+        assert table[id].rank == 1
+        assert len(table) == 3
+        assert max(table.values(), key=lambda e: e.logprob) == table[id]
+
+
+def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=400))
+    next(stream)
+    stream.close()
+    assert llm.loop.stats().running == 0
+    assert [t.finish for t in llm.loop.step()] == [Finish.ABORT]  # the news of the abort is all that is left
+    assert not llm.loop.has_work
+
+
+def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
+    with pytest.raises(UsageError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+    talk = LLM(engine, device="cpu", chat_template=TEMPLATE)
+    one = talk.chat([{"role": "user", "content": "hi"}], GREEDY)
+    two = talk.chat([[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY)
+    assert one[0].outputs[0].text == two[0].outputs[0].text
+    assert len(two) == 2
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], "x" * 20000, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": [-1]}, {"prompt_token_ids": "abc"}, {"no": 1},
+     {"prompt_token_ids": [1.5]}, {"prompt_token_ids": []}],
+    ids=lambda p: str(p)[:30],
+)  # fmt: skip
+def test_impossible_prompts_are_one_line_and_harm_nothing(llm: LLM, prompt: Any) -> None:
+    if prompt == []:
+        assert llm.generate(prompt, GREEDY) == []
+        return
+    with pytest.raises(RequestError) as told:
+        llm.generate(prompt, GREEDY)
+    assert "\n" not in str(told.value)
+    assert text(llm, [1]).strip().startswith("Once upon a time")
+
+
+def test_unknown_options_are_named(engine: Path) -> None:
+    with pytest.raises(UsageError, match="max_model_length"):
+        LLM(engine, max_model_length=3)
+    with pytest.raises(UsageError, match="already"):
+        LLM(engine, dtype="float16")
+
+
+def test_a_checkpoint_is_built_into_the_cache_once(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
+    folder = shared / "data/models/stories260K"
+    first = LLM(folder, dtype="float32", device="cpu")
+    assert "building an engine" in capsys.readouterr().err
+    again = LLM(folder, dtype="float32", device="cpu")
+    assert "building" not in capsys.readouterr().err
+    assert first.path == again.path
+
+
+def test_an_ids_only_engine_says_so(shared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((shared / "data/models/stories260K" / name).read_bytes())
+    report = build_engine(folder, tmp_path / "ids.engine", BuildConfig(dtype="float32", target="cpu"))
+    assert report["accepted"]
+    llm = LLM(tmp_path / "ids.engine", device="cpu")
+    assert len(llm.generate([[1]], GREEDY)[0].outputs[0].token_ids) == 40
+    with pytest.raises(TokenizerError, match="ids-only"):
+        llm.generate("Once", GREEDY)
+    with pytest.raises(TokenizerError, match="stop_token_ids"):
+        llm.generate([[1]], SamplingParams(stop=("a",)))
+
+
+def test_generation_config_gives_the_defaults() -> None:
+    assert sampling_defaults({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
+    told = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "odd": 3}
+    assert sampling_defaults(told) == {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+    assert sampling_defaults({"max_new_tokens": 512}) == {"max_tokens": 512}
+
+
+def test_asyncio_streams_abort_and_errors(engine: Path, llm: LLM) -> None:
+    expected = text(llm, "Once upon a time")
+    many = AsyncLLM(engine, device="cpu")
+
+    async def left() -> None:
+        async for _ in many.stream("The dog", SamplingParams(temperature=0, max_tokens=400)):
+            return
+
+    async def main() -> None:
+        answers = await asyncio.gather(
+            *(many.generate("Once upon a time", GREEDY) for _ in range(4)), left(), return_exceptions=False
+        )
+        assert [a.outputs[0].text for a in answers[:4]] == [expected] * 4  # type: ignore[union-attr]
+        with pytest.raises(RequestError):
+            await many.generate({"prompt_token_ids": [10**7]}, GREEDY)
+        assert (await many.generate("Once upon a time", GREEDY)).outputs[0].text == expected
+
+    asyncio.run(main())
+    many.close()
+    assert not many.llm.loop.has_work
