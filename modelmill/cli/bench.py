@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine import ENGINE_HELP, CacheBuild, changed, open_llm
+from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, changed, open_llm
 from modelmill.cli.figures import draw, rows_of, show
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, note, progress
@@ -67,7 +67,8 @@ class Args(Common):
     plot: Path | None = option(None, "draw the figures", metavar="FILE.png")
     save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
     build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
-    run: RunConfig = config(RunConfig, "Engine")
+    enable_prefix_caching: bool = option(False, "reuse equal prompt beginnings: repeated runs then measure the cache")
+    run: RunConfig = config(RunConfig, "Engine", leave=("enable_prefix_caching",))
 
 
 def run(args: Args) -> int:
@@ -110,7 +111,9 @@ def _open(args: Args, **more: Any) -> tuple[LLM, list[Subject]]:
     """The engine, and transformers where it is asked for."""
     from modelmill.eval.subjects import EngineSubject, HfSubject
 
-    settings = replace(args.run, **more)
+    settings = replace(args.run, enable_prefix_caching=args.enable_prefix_caching, **more)
+    if args.reference is not None:
+        settings = beside_reference(settings)
     llm = open_llm(args.engine, args.build, settings)
     subjects: list[Subject] = [EngineSubject(llm.loop)]
     if args.reference is not None:

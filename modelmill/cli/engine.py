@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 ENGINE_HELP = "an engine folder, or a checkpoint (it is built into the cache first)"
 
+SHARED = 0.45
+"""Share of the GPU that an engine takes where transformers runs beside it."""
+
 SAMPLING_HELP = {
     "n": "answers per prompt",
     "temperature": "0 is greedy; unset: the engine's own default",
     "top_p": "keep the most likely tokens up to this total probability",
     "top_k": "keep the K most likely tokens (0: all)",
     "min_p": "keep tokens at least this likely, relative to the most likely one",
-    "max_tokens": "longest answer in tokens",
+    "max_tokens": "longest answer in tokens (default: the engine's own, else 512)",
     "min_tokens": "no stop before this many tokens",
     "stop": "text that ends the answer (repeatable)",
     "stop_token_ids": "token ids that end the answer",
@@ -59,6 +62,12 @@ def open_llm(model: Path, build: CacheBuild, run: RunConfig, **more: Any) -> LLM
     with progress("building") as told:
         given = {name: value for name, value in more.items() if value is not None}
         return LLM(model, progress=told, **changed(build), **changed(run), **given)
+
+
+def beside_reference(run: RunConfig) -> RunConfig:
+    """``run`` with half of the GPU left for transformers, unless a share was asked for."""
+    asked = run.gpu_memory_utilization != RunConfig().gpu_memory_utilization or run.kv_cache_bytes is not None
+    return run if asked else replace(run, gpu_memory_utilization=SHARED)
 
 
 def changed(config: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine import ENGINE_HELP, CacheBuild, open_llm
+from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, open_llm
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, progress, table
 from modelmill.core.config import DTYPES, RunConfig, option
@@ -50,7 +50,8 @@ def run(args: Args) -> int:
 
     assert args.data is not None
     text = read_text(args.data)
-    llm = open_llm(args.engine, args.build, args.run)
+    settings = args.run if args.reference is None else beside_reference(args.run)
+    llm = open_llm(args.engine, args.build, settings)
     if llm.tokenizer is None:
         raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one")
     length = args.max_length or min(llm.loop.max_model_len, MAX_LENGTH)

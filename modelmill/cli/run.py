@@ -189,7 +189,7 @@ def as_json(answer: Answer, seconds: float) -> dict[str, Any]:
             "output_tokens": count,
             "prompt_tokens": len(answer.prompt_token_ids),
             "cached_tokens": answer.cached_tokens,
-            "tokens_per_s": _rate(count, total, answer.first_token_seconds),
+            "tokens_per_s": _rate(count, total, _first(answer)),
         },
     }
     if answer.prompt_logprobs is not None:
@@ -199,6 +199,11 @@ def as_json(answer: Answer, seconds: float) -> dict[str, Any]:
 
 def _logprobs(entry: Any) -> dict[str, Any]:
     return {str(id): {"logprob": each.logprob, "rank": each.rank} for id, each in entry.items()}
+
+
+def _first(answer: Answer) -> float | None:
+    """When the first token came; None for beams, whose tokens are all known at the end."""
+    return None if answer.outputs[0].score is not None else answer.first_token_seconds
 
 
 def _rate(count: int, seconds: float, first: float | None) -> float:
@@ -211,7 +216,7 @@ def _rate(count: int, seconds: float, first: float | None) -> float:
 def tell_speed(answers: list[Answer], seconds: float) -> None:
     """One line on stderr, with ``N tokens/s``."""
     count = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
-    first = answers[0].first_token_seconds if len(answers) == 1 else None
+    first = _first(answers[0]) if len(answers) == 1 else None
     prompt = sum(len(answer.prompt_token_ids) for answer in answers)
     rate = _rate(count, seconds, first)
     head = f"first token after {first:.2f} s, " if first is not None else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine import ENGINE_HELP, CacheBuild, open_llm
+from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, open_llm
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, progress, table
 from modelmill.core.config import DTYPES, RunConfig, option
@@ -65,7 +65,8 @@ def run(args: Args) -> int:
         raise UsageError("--num and --batch-size must be at least 1")
     assert args.data is not None
     items, rouge = read_articles(args.data, args.num), Rouge()
-    llm = open_llm(args.engine, args.build, args.run)
+    settings = args.run if args.reference is None else beside_reference(args.run)
+    llm = open_llm(args.engine, args.build, settings)
     task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
     sides["modelmill"] = _side(args, llm, task, EngineSummarizer(llm, args.batch_size or ALL, _name(llm)))

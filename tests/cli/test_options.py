@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from modelmill.cli import main as command
-from modelmill.cli.engine import SAMPLING_HELP, CacheBuild, changed
+from modelmill.cli.engine import SAMPLING_HELP, SHARED, CacheBuild, beside_reference, changed
 from modelmill.cli.options import Common, config, flags_of, variable
 from modelmill.core.config import BuildConfig, RunConfig, option
 from modelmill.core.find import find
@@ -199,3 +199,9 @@ def test_changed() -> None:
     assert changed(RunConfig(seed=3, page_size=16)) == {"seed": 3}
     kernels: Mapping[str, str] = {"linear": "torch"}
     assert changed(BuildConfig(kernels=kernels)) == {"kernels": kernels}
+
+
+def test_an_engine_makes_room_for_the_reference_unless_told_otherwise() -> None:
+    assert beside_reference(RunConfig()).gpu_memory_utilization == SHARED
+    assert beside_reference(RunConfig(gpu_memory_utilization=0.8)).gpu_memory_utilization == 0.8
+    assert beside_reference(RunConfig(kv_cache_bytes=1 << 30)).gpu_memory_utilization == 0.9
