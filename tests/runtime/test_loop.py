@@ -353,9 +353,24 @@ mixes = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=80, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(mixes, st.integers(8, 20), st.integers(5, 40), st.sampled_from([4, 9]), st.booleans(), st.booleans())
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
+MIXES = (mixes, st.integers(8, 20), st.integers(5, 40), st.sampled_from([4, 9]), st.booleans(), st.booleans())
+
+
+@settings(deadline=None, max_examples=80, phases=PHASES)
+@given(*MIXES)
 def test_any_mix_ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
+    ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1000, phases=PHASES)
+@given(*MIXES)
+def test_a_thousand_mixes_end_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
+    ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap)
+
+
+def ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
     engine = tiny.loop(
         MODEL,
         pages=pages,
