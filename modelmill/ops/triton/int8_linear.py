@@ -7,12 +7,14 @@ import torch
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.linear import tile, vector
 
-MOST = 1024  # from here a whole converted copy costs less than converting each tile for every block of rows
+MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """1 to 1,024 rows; rows of x and weight contiguous."""
-    return x.dim() == 2 and 1 <= x.shape[0] <= MOST and x.stride(1) == 1 and weight.stride(1) == 1
+    """Any number of rows in 16 bit, up to 16 in float32; rows of x and weight contiguous."""
+    if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1:
+        return False
+    return x.dtype != torch.float32 or x.shape[0] <= MOST_FLOAT32
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

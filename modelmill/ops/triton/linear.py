@@ -40,22 +40,22 @@ def vector(
 ) -> None:
     """out[0] = x[0] · weightᵀ (· scale) (+ bias): x [1, K], weight [N, K], scale and bias [N]."""
     n, k = weight.shape
-    rows, block, warps, stages = _strip(n, k, weight)
+    rows, block, warps = _strip(n, k, weight)
     _vector[(triton.cdiv(n, rows),)](
         x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k, weight.stride(0),
         SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED, BLOCK_N=rows, BLOCK_K=block,
-        STAGES=stages, num_warps=warps,
+        num_warps=warps,
     )  # fmt: skip
 
 
-def _strip(n: int, k: int, weight: torch.Tensor) -> tuple[int, int, int, int]:
-    """(rows a program, depth, warps, stages): measured on an H200."""
+def _strip(n: int, k: int, weight: torch.Tensor) -> tuple[int, int, int]:
+    """(rows a program, depth, warps): measured on an H200."""
     whole = power_of_two(k)
     if n < 4 * multiprocessors(weight.device):  # too few rows to share programs
-        return 1, min(1024, whole), max(1, min(4, whole // 256)), 1
+        return 1, min(1024, whole), max(1, min(4, whole // 256))
     if weight.element_size() == 1:
-        return (4, min(512, whole), 2, 1) if n > 16384 else (2, min(1024, whole), 2, 1)
-    return (2, min(512, whole), 2, 1) if n <= 8192 else (2, min(1024, whole), 4, 1)
+        return (4, min(512, whole), 2) if n > 16384 else (2, min(1024, whole), 2)
+    return (2, min(512, whole), 2) if n <= 8192 else (2, min(1024, whole), 4)
 
 
 def tile(
@@ -83,7 +83,7 @@ def _tiling(tokens: int, n: int, x: torch.Tensor, weight: torch.Tensor) -> tuple
             return 16, 32, 256, 4, 4
         return (16, 32, 256, 5, 4) if n < 64 * multiprocessors(x.device) else (16, 64, 128, 4, 4)
     if tokens <= 64:
-        return (32 if tokens <= 32 else 64), 64, 128, 4, 4
+        return (32, 32, 256, 3, 4) if tokens <= 32 else (64, 64, 128, 4, 4)
     return (128, 128, 64, 4, 8) if tokens <= 128 else (256, 128, 64, 3, 8)
 
 
@@ -91,14 +91,13 @@ def _tiling(tokens: int, n: int, x: torch.Tensor, weight: torch.Tensor) -> tuple
 def _vector(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n, k, stride,
     SCALE: tl.constexpr, BIAS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
     kept = row < n
     source = weight_ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+    for start in range(0, k, BLOCK_K):
         inside = column < k - start
         # The weight is used once in a step: it should not push the activations out of the cache.
         w = tl.load(source + start, mask=kept[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")

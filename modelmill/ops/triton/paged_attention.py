@@ -95,11 +95,9 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
             num_warps=4, num_stages=3 if block_d <= 128 and splits <= 2 else 2, **common, **layout,
         )  # fmt: skip
     else:
-        # Alone on its context a program hides latency with its neighbours; a short share wants its loads queued.
-        block_n, stages = (32, 1) if splits == 1 else (16, 4)
-        block_n = max(4, block_n * 128 // max(128, block_d * q.element_size() // 2))
+        block_n = (32 if splits == 1 else 16) * 128 // max(128, block_d * q.element_size() // 2)
         _decode_heads[(heads, batch, splits)](
-            *pointers, *strides, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages, num_warps=2, **common, **layout
+            *pointers, *strides, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=2, **common, **layout
         )
     if splits > 1:
         _merge[(heads, batch)](
@@ -179,7 +177,7 @@ def _decode_heads(
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     PAGE: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     if EARLY:  # the merge may take its place on the multiprocessors; it waits there for these results
         gdc_launch_dependents()
@@ -202,7 +200,7 @@ def _decode_heads(
     mixed = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     tables_ptr += sequence * table_stride
     place = _places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    for start in range(begin, end, BLOCK_N):
         key = start + n
         seen = key < end
         # The next block's pages are looked up while this one's keys are on their way.
