@@ -112,7 +112,7 @@ class Plan:
                 f"does not fit: weights and workspace need {gib(needed)}, the device has {gib(total)}; try -q int8"
             )
         elif full < 1:
-            verdict = f"{self.max_model_len} tokens do not fit; the longest sequence that does: --max-model-len {tokens}"
+            verdict = f"{self.max_model_len} tokens do not fit; the longest that do: --max-model-len {tokens}"
         else:
             verdict = f"{full} sequences of {self.max_model_len} tokens, or {tokens} tokens in any mixture"
         return {
@@ -160,7 +160,7 @@ class Plan:
 
 
 def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
-    """Decide everything, reading no weights. Raises UnknownArchitecture, TensorMismatch, CheckpointError, UsageError."""
+    """Decide everything, reading no weights. Raises CheckpointError (UnknownArchitecture, …) or UsageError."""
     family = find_family(checkpoint)
     sizes = family.configure(checkpoint.config)
     config, reasons = _resolve(checkpoint, config)
