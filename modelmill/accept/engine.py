@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from modelmill.accept.metrics import Row, compare_tensors
 from modelmill.accept.reference import HeadTrace, LayerTrace, Reference
 from modelmill.accept.tolerances import Bound, module_bound
-from modelmill.nn.linear import Linear
 from modelmill.runtime.loop import Loop
-from modelmill.runtime.runner import tap
 
 
 @dataclass(frozen=True)
@@ -45,25 +42,43 @@ class Finding:
         return self.bound.max_rel * self.row.scale
 
 
-class Bench:
-    """One engine and one reference, reading one sequence of ids."""
+# Rows of the probe for which the final norm and the head are judged: a vocabulary is wide.
+HEAD_ROWS = 12
 
-    def __init__(self, loop: Loop, reference: Reference, ids: Sequence[int]) -> None:
+
+class Bench:
+    """One engine and one reference, reading one sequence of ids in one step.
+
+    others: (ids, prompt length) of further sequences that the reference computes along the way, while it holds a
+    layer's weights; their residual streams out of the last layer are in ``streams_of_others`` after ``modules``.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        reference: Reference,
+        ids: Sequence[int],
+        others: Sequence[tuple[Sequence[int], int]] = (),
+    ) -> None:
         self.loop = loop
         self.reference = reference
         self.ids = list(ids)
+        self.others = list(others)
+        self.streams_of_others: list[torch.Tensor] = []
+        self.rows = sorted({round((i + 1) * len(self.ids) / HEAD_ROWS) - 1 for i in range(HEAD_ROWS)} - {-1})
+        assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
         self.dtype = loop.artifact.manifest.build["dtype"]
         self.kinds = loop.artifact.manifest.weights
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
-        self._linears = {name for name, module in loop.model.named_modules() if isinstance(module, Linear)}
 
     # -- the passes -------------------------------------------------------------------------------------------------
 
     def modules(self) -> torch.Tensor:
-        """Every module on the reference's inputs. Returns the reference's logits [T, V]."""
+        """Every module on the reference's inputs. Returns the reference's residual stream at the end, [T, H]."""
         x = self.reference.embed(torch.tensor(self.ids))
-        state = _Walk(self.reference, x, len(self.ids))
+        others = [_Other(self.reference.embed(torch.tensor(list(ids))), length) for ids, length in self.others]
+        state = _Walk(self.reference, x, self.rows, others)
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             return self._feed(state, name, args)
@@ -73,7 +88,8 @@ class Bench:
 
         self._run(before, after)
         self._streams = state.streams
-        return state.final()["logits"].output
+        self.streams_of_others = [other.stream for other in others]
+        return state.stream
 
     def wiring(self) -> None:
         """Every layer on the reference's residual stream, its inside left alone; call after ``modules``."""
@@ -85,9 +101,10 @@ class Bench:
             index = self.reference.num_layers if layer is None else layer
             x, residual = args[0], args[1]
             stream = x if residual is None else x.float() + residual.float()
+            expected = self._streams[index] if layer is not None else self._streams[index][self.rows]
             if index > 0:
-                self._note(f"layers.{index - 1}", index - 1, "layer", "layer", stream, self._streams[index])
-            return _stream_args(self._streams[index], args)
+                self._note(f"layers.{index - 1}", index - 1, "layer", "layer", stream, expected)
+            return _stream_args(expected, args)
 
         self._run(before, None)
 
@@ -100,12 +117,12 @@ class Bench:
         canonical = {"attn_norm": "input_norm", "mlp_norm": "mlp_norm", "norm": "final_norm"}
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            return _stream_args(tiny, args) if _split(name)[1] in canonical else None
+            return _stream_args(tiny[: len(args[0])], args) if _split(name)[1] in canonical else None
 
         def after(name: str, _: tuple[Any, ...], output: Any) -> None:
             layer, part = _split(name)
             if part in canonical:
-                expected = self.reference.run_norm(layer, canonical[part], tiny)
+                expected = self.reference.run_norm(layer, canonical[part], tiny[: len(output[0])])
                 self._note(f"{name}.eps", layer, f"{part}.eps", canonical[part], output[0], expected)
 
         self._run(before, after)
@@ -113,8 +130,9 @@ class Bench:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _run(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
-        with tap(self.loop.model, before, after):
-            self.loop.score([self.ids])
+        wanted = frozenset(self.rows)
+        with self.loop.runner.tap(before, after):
+            self.loop.scorer().run([self.ids], None, lambda *_: None, lambda _, place: place in wanted)
 
     def _feed(self, state: _Walk, name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The reference's inputs for a module; None leaves it alone."""
@@ -130,9 +148,10 @@ class Bench:
                 *args[2:],
             )
         if name == "norm" and state.trace is not None:
+            last = state.trace
             state.leave()
-            trace = state.trace
-            return _like(trace["down"].output, args[0]), _like(trace["post_attn_residual"].output, args[0]), *args[2:]
+            branch, residual = (last[n].output[self.rows] for n in ("down", "post_attn_residual"))
+            return _like(branch, args[0]), _like(residual, args[0]), *args[2:]
         if name == "head":
             return _like(state.final()["final_norm"].output, args[0]), *args[1:]
         trace = state.trace
@@ -150,7 +169,7 @@ class Bench:
             self._note(name, None, "embed", "embed", output, state.stream)
         elif name == "norm":
             last = self.reference.num_layers - 1
-            self._note(f"layers.{last}.output", last, "output", "output", output[1], state.stream)
+            self._note(f"layers.{last}.output", last, "output", "output", output[1], state.stream[self.rows])
             self._note(name, None, "norm", "final_norm", output[0], state.final()["final_norm"].output)
         elif name == "head":
             self._note(name, None, "head", "logits", output, state.final()["logits"].output)
@@ -221,21 +240,35 @@ def layer_bound(dtype: str, recipe: str, length: int) -> Bound:
     )
 
 
-class _Walk:
-    """The reference, layer by layer, as the engine's forward reaches it; one layer's trace in memory."""
+@dataclass
+class _Other:
+    """A sequence that only travels along: its residual stream [T, H] and the length of its prompt."""
 
-    def __init__(self, reference: Reference, x: torch.Tensor, length: int) -> None:
+    stream: torch.Tensor
+    prompt: int
+
+
+class _Walk:
+    """The reference, layer by layer, as the engine's forward reaches it; one layer's weights and trace in memory."""
+
+    def __init__(
+        self, reference: Reference, x: torch.Tensor, rows: Sequence[int], others: Sequence[_Other] = ()
+    ) -> None:
         self.reference = reference
         self.stream = x
         self.streams = [x]
         self.trace: LayerTrace | None = None
-        self._length = length
+        self._rows = list(rows)
+        self._others = others
         self._head: HeadTrace | None = None
 
     def enter(self, layer: int) -> None:
         """Go on to a layer: the stream becomes the previous one's output."""
         self.leave()
-        self.trace = self.reference.layer(layer, self.stream, prompt_length=self._length)
+        weights = self.reference.layer_weights(layer)
+        self.trace = self.reference.run_layer(layer, weights, self.stream, len(self.stream))
+        for other in self._others:
+            other.stream = self.reference.run_layer(layer, weights, other.stream, other.prompt)["output"].output
 
     def leave(self) -> None:
         if self.trace is not None and self.stream is not self.trace["output"].output:
@@ -243,9 +276,9 @@ class _Walk:
             self.streams.append(self.stream)
 
     def final(self) -> HeadTrace:
-        """Final norm and logits."""
+        """Final norm and logits of the rows that are judged."""
         if self._head is None:
-            self._head = self.reference.head(self.stream)
+            self._head = self.reference.head(self.stream[self._rows])
         return self._head
 
 
@@ -307,8 +340,3 @@ def _split(name: str) -> tuple[int | None, str]:
     if parts[0] == "layers" and len(parts) == 3:
         return int(parts[1]), parts[2]
     return None, name
-
-
-def leaf_names(model: nn.Module) -> list[str]:
-    """Module paths that findings are named after."""
-    return [name for name, _ in model.named_modules()]

@@ -1,0 +1,138 @@
+"""The acceptance driver: what it reports, that it repeats itself, and what it judges with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accept.judged import judged, save_tiny
+
+from modelmill.accept.run import LENGTH, SEQUENCES, compare_engine, sample_ids
+from modelmill.artifact.store import open_artifact
+from modelmill.checkpoint.open import open_checkpoint
+from modelmill.core.config import RunConfig
+from modelmill.runtime.loop import Loop
+
+ROW = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("built")
+    checkpoint = save_tiny("llama", root / "hf")
+    report, _ = judged(checkpoint, root / "e", "float32", "none")
+    return checkpoint, root / "e", report
+
+
+def test_the_report_has_what_scripts_rely_on(built: tuple[Path, Path, dict[str, Any]]) -> None:
+    _, engine, report = built
+    assert report["accepted"] is True
+    assert (report["verdict"], report["layer"], report["module"]) == ("numerical noise", None, None)
+    assert all(set(row) >= ROW for row in report["layers"])
+    assert report["logits"]["decoded"] > 0
+    # stored in the engine, and JSON through and through
+    assert open_artifact(engine).acceptance() == json.loads(json.dumps(report))
+
+
+def test_every_module_of_every_layer_is_judged(built: tuple[Path, Path, dict[str, Any]]) -> None:
+    judged_modules = {row["name"] for row in built[2]["layers"]}
+    for layer in range(3):
+        inner = ("attn_norm", "attn_norm.eps", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.rotate.q",
+                 "attn.rotate.k", "attn.rotate.v", "attn.mix", "attn.o_proj", "attn.residual", "mlp_norm",
+                 "mlp_norm.eps", "mlp.gate_proj", "mlp.up_proj", "mlp.act", "mlp.down_proj", "output")  # fmt: skip
+        assert {f"layers.{layer}.{name}" for name in inner} <= judged_modules
+        assert f"layers.{layer}" in judged_modules, "the layer as a whole"
+    assert {"embed", "norm", "norm.eps", "head"} <= judged_modules
+
+
+def test_two_judgements_are_equal(built: tuple[Path, Path, dict[str, Any]]) -> None:
+    checkpoint, engine, report = built
+    again = Loop.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    assert again.artifact is not None
+    second = compare_engine(again, open_checkpoint(checkpoint), sample_ids(again.artifact))
+    assert second == report
+
+
+def test_progress_is_told(built: tuple[Path, Path, dict[str, Any]]) -> None:
+    checkpoint, engine, _ = built
+    told: list[tuple[str, int, int]] = []
+    loop = Loop.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    assert loop.artifact is not None
+    compare_engine(loop, open_checkpoint(checkpoint), [list(range(20))], progress=lambda *a: told.append(a))
+    assert [stage.removeprefix("acceptance: ") for stage, _, _ in told] == [
+        "modules", "wiring", "norms", "sequences", "done",
+    ]  # fmt: skip
+
+
+def test_ids_without_a_tokenizer_are_seeded(built: tuple[Path, Path, dict[str, Any]]) -> None:
+    artifact = open_artifact(built[1])
+    ids = sample_ids(artifact)
+    assert ids == sample_ids(artifact)
+    assert [len(one) for one in ids] == [LENGTH] * SEQUENCES
+    assert all(0 <= id < 160 for one in ids for id in one)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_short_contexts_are_judged_too(built: tuple[Path, Path, dict[str, Any]], tmp_path: Path, length: int) -> None:
+    report, written = judged(built[0], tmp_path / "e", "float32", "none", max_model_len=length)
+    assert written, report.get("refusal")
+
+
+def test_what_connects_the_modules_is_judged(built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any) -> None:
+    """Every module is right alone, but a layer reads its branch twice: the layer is named."""
+    from modelmill.nn.decoder import DecoderLayer
+
+    honest = DecoderLayer.forward
+
+    def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any) -> Any:
+        branch, residual = honest(self, x, residual, rope, step)
+        return (branch * 2 if step.kv.k[2] is step.kv.k[self.attn.mix.layer] else branch), residual
+
+    monkeypatch.setattr(DecoderLayer, "forward", doubled)
+    loop = Loop.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    assert loop.artifact is not None
+    report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
+    assert not report["accepted"]
+    assert (report["layer"], report["module"]) == (2, "layer")
+
+
+def test_a_fault_of_decode_alone_is_found(built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any) -> None:
+    """Modules see prefill only; what goes wrong with one token at a time shows in the sequences."""
+    from modelmill.runtime.score import Score
+
+    honest = Score._decode
+
+    def late(self: Any, seqs: Any, *more: Any) -> None:
+        for seq in seqs:
+            # the last page of the prompt is forgotten
+            for cache in self.runner.kv.k:
+                cache[seq.pages[0]] = 0
+        honest(self, seqs, *more)
+
+    monkeypatch.setattr(Score, "_decode", late)
+    loop = Loop.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    assert loop.artifact is not None
+    report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
+    assert not report["accepted"]
+    assert report["module"] is None
+    assert "between the modules" in report["verdict"]
+
+
+def test_nan_in_the_engine_is_refused(built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any) -> None:
+    loop = Loop.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    assert loop.artifact is not None
+    norm = loop.model.get_submodule("layers.1.mlp_norm")
+    norm.weight = torch.full_like(norm.weight, float("nan"))
+    report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
+    assert (report["layer"], report["module"]) == (1, "mlp_norm")
+    json.dumps(report, allow_nan=False)
+
+
+def test_accept_takes_the_kernels_of_the_build(tmp_path: Path) -> None:
+    checkpoint = save_tiny("llama", tmp_path / "hf")
+    report, written = judged(checkpoint, tmp_path / "e", "float32", "none", kernels={"linear": "torch"})
+    assert written
+    assert report["kernels"]["linear"] == "torch"
