@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,16 @@ class LLM:
             raise UsageError(f"{', '.join(build)} belong(s) to a build, but {engine} is an engine already")
         self.path = engine
         self.loop = Loop.open(engine, RunConfig(**run))
-        files = dict(self.loop.artifact.tokenizer_files())
+        artifact = self.loop.artifact
+        assert artifact is not None, "a loop that was opened from a folder keeps its artifact"
+        files = dict(artifact.tokenizer_files())
         if chat_template is not None:
             files["chat_template.jinja"] = _template(chat_template)
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
         self.chat_format: ChatFormat | None = load_chat(files, self.tokenizer) if self.tokenizer else None
-        self.defaults = sampling_defaults(self.loop.artifact.manifest.generation)
-        self.eos_ids = eos_ids(self.loop.artifact.manifest, self.tokenizer)
-        self._base_stops = _base_stops(self.loop.artifact.manifest)
+        self.defaults = sampling_defaults(artifact.manifest.generation)
+        self.eos_ids = eos_ids(artifact.manifest, self.tokenizer)
+        self._base_stops = _base_stops(artifact.manifest)
         self._count = itertools.count()
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -302,11 +305,19 @@ def _checked(ids: Any) -> list[int]:
 
 
 def _template(source: str | Path) -> bytes:
-    path = Path(source)
+    """A chat template: the name of one of ours (vicuna, chatml), a file, or the template's own text."""
+    shipped = resources.files("modelmill.text") / "templates" / f"{source}.jinja"
     try:
-        return path.read_bytes() if path.is_file() else str(source).encode()
+        if str(source).isidentifier() and shipped.is_file():
+            return shipped.read_bytes()
+        path = Path(source)
+        if len(str(source)) < 1024 and path.is_file():
+            return path.read_bytes()
     except OSError as error:
-        raise UsageError(f"--chat-template {path}: {error.strerror}") from None
+        raise UsageError(f"--chat-template {source}: {error.strerror}") from None
+    if "{" not in str(source):
+        raise UsageError(f"--chat-template {source}: neither a file nor a template; shipped are vicuna and chatml")
+    return str(source).encode()
 
 
 @contextlib.contextmanager

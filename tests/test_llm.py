@@ -125,6 +125,21 @@ def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
     assert len(two) == 2
 
 
+def test_shipped_templates_by_name(engine: Path) -> None:
+    talk = LLM(engine, device="cpu", chat_template="vicuna")
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "x"},
+    ]
+    assert talk.chat_format is not None
+    rendered = talk.chat_format.render(messages)
+    assert rendered.startswith("<s>A chat between a curious user")
+    assert rendered.endswith(" USER: hi ASSISTANT: ho</s> USER: x ASSISTANT:")
+    with pytest.raises(UsageError, match="vicuna and chatml"):
+        LLM(engine, device="cpu", chat_template="vicunia")
+
+
 @pytest.mark.parametrize(
     "prompt",
     [[], "x" * 20000, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": [-1]}, {"prompt_token_ids": "abc"}, {"no": 1},

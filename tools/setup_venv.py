@@ -18,8 +18,8 @@ CPU_TORCH = "torch==2.13.0"
 
 def main() -> int:
     """``create DIR`` or ``install DIR [EXTRAS]``."""
-    if sys.version_info < (3, 11):
-        print(f"modelmill needs Python 3.11 or newer, this is {sys.version.split()[0]}; call make with PYTHON=python3.11")
+    if sys.version_info < (3, 11):  # noqa: UP036  it runs before the package's own check can
+        print(f"modelmill needs Python 3.11 or newer, not {sys.version.split()[0]}; call make with PYTHON=python3.11")
         return 1
     action, folder = sys.argv[1], Path(sys.argv[2])
     if action == "create":

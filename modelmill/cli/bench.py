@@ -1,6 +1,5 @@
 """``modelmill bench``: latency, throughput and start-up, measured."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 import shlex

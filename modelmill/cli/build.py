@@ -1,6 +1,5 @@
 """``modelmill build``: a checkpoint becomes a verified engine."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 import time

@@ -1,6 +1,5 @@
 """``modelmill chat``: a conversation in the terminal."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 import contextlib

@@ -1,6 +1,5 @@
 """``modelmill compare``: an engine against the checkpoint it was made from."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,5 @@
 """``modelmill inspect``: what a checkpoint or an engine is."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 from collections import Counter

@@ -8,7 +8,6 @@ Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, ``--
 ``positional``, ``metavar``, ``required``, ``hidden``.
 """
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 import inspect

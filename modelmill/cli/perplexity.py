@@ -1,6 +1,5 @@
 """``modelmill perplexity``: the perplexity of a text file."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass

@@ -1,6 +1,5 @@
 """``modelmill pull``: fetch a checkpoint by name."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 from dataclasses import dataclass

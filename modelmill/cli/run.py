@@ -1,6 +1,5 @@
 """``modelmill run``: ask an engine once, or with a file of prompts."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 import sys

@@ -1,6 +1,5 @@
 """``modelmill summarize``: ROUGE of an engine's summaries, beside transformers'."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 from dataclasses import dataclass

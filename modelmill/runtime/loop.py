@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from modelmill.artifact.store import Artifact, open_artifact
+from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RequestError, UsageError
 from modelmill.core.types import Finish, Request, Token
@@ -105,9 +106,16 @@ class Loop:
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> Loop:
-        """Load an engine. Raises ArtifactError, CapacityError, MissingDependency, UsageError."""
+        """Load an engine; a path's files are checked against their sha256 first (``artifact.verify``).
+
+        Kernels switched at build stay switched unless ``config`` switches them again. Raises ArtifactError,
+        CapacityError, MissingDependency, UsageError.
+        """
         config = config or RunConfig()
         artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
+        if not isinstance(engine, Artifact):
+            verify(artifact)
+        config = replace(config, kernels={**artifact.manifest.build["kernels"], **config.kernels})
         device = pick_device(config.device)
         if device == "cpu":
             use_threads(config.threads)

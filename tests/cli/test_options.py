@@ -1,6 +1,5 @@
 """Dataclasses to flags and back: command line, environment, file, defaults, in this order."""
 
-# ruff: noqa: RUF009 -- option() makes a dataclass field
 from __future__ import annotations
 
 import sys

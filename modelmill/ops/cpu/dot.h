@@ -2,14 +2,13 @@
 //
 // Each output is one chain of multiply-adds along k and one final reduction, whatever the blocking, so that a row of
 // activations gives the same bits alone and in a batch. The weights stream from memory: each 64-byte line is asked for
-// 8 KiB ahead, since the hardware prefetchers stop at the end of a page and rows are short.
+// well ahead, since the hardware prefetchers stop at the end of a page and rows are short.
 #pragma once
 #include "simd.h"
 #include "threads.h"
 
 namespace mill {
 
-constexpr int kAhead = 8192;               // bytes
 constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations kept close
 
 // How weights of type T meet activations: both as floats.
@@ -62,6 +61,10 @@ inline const typename H::Input* prepare(Scratch& scratch, const X* x, int64_t ro
     return out;
 }
 
+// How many bytes ahead to ask for a line when `block` bytes of weights are taken side by side: the same place in the
+// next block where that is not too far, since all eight rows of a block are read at once.
+inline int64_t ahead(int64_t block) { return block > 8192 && block <= (32 << 10) ? block : 8192; }
+
 // MB activation rows x NB weight rows. sums: [MB][NB].
 template <class H, int MB, int NB>
 __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x, int64_t stride, const typename H::Weight* w, int64_t k) {
@@ -69,6 +72,7 @@ __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x
     vf acc[MB][NB];
     for (int m = 0; m < MB; m++)
         for (int n = 0; n < NB; n++) acc[m][n] = zero();
+    const int64_t distance = ahead(NB * k * static_cast<int64_t>(sizeof(typename H::Weight)));
     int64_t i = 0;
     const auto step = [&](int count) {
         typename H::Vector xs[MB];
@@ -80,7 +84,7 @@ __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x
         i += H::kStep;
     };
     while (i + kLine <= k) {
-        for (int n = 0; n < NB; n++) prefetch(reinterpret_cast<const char*>(w + n * k + i) + kAhead);
+        for (int n = 0; n < NB; n++) prefetch(reinterpret_cast<const char*>(w + n * k + i) + distance);
         for (int j = 0; j < kLine / H::kStep; j++) step(H::kStep);
     }
     while (i + H::kStep <= k) step(H::kStep);
