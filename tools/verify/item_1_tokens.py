@@ -1,0 +1,106 @@
+"""SmolLM2 in float32 gives the tokens that transformers gives: alone, in a batch, and with the prefix cache warm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.verify.context import Context
+from tools.verify.result import Fact, Result, of
+
+TITLE = "SmolLM2 in float32: the same greedy tokens as transformers"
+PROMPTS, TOKENS = 20, 64
+
+
+def run(context: Context) -> Result:
+    """20 MT-bench first turns through the chat template, 64 greedy tokens each."""
+    llm = context.llm("float32", enable_prefix_caching=False)
+    prompts, eos = prompts_of(llm, context.questions(PROMPTS))
+    right = theirs(context, prompts, eos)
+    rows = [
+        _fact("one by one", [answers(llm, [p], eos)[0] for p in prompts], right),
+        _fact(f"all {PROMPTS} in one batch", answers(llm, prompts, eos), right),
+    ]
+    warm = context.llm("float32")
+    answers(warm, prompts, eos)
+    again = _generate(warm, prompts, eos)
+    cached = [answer.cached_tokens for answer in again]
+    rows.append(_fact("in one batch, the prefix cache warm", [_ids(a, eos) for a in again], right))
+    rows.append(_fact("one by one, the prefix cache warm", [answers(warm, [p], eos)[0] for p in prompts], right))
+    lengths = [len(p) for p in prompts]
+    rows.append(
+        Fact(
+            "the warm run took its prompts' pages from the cache",
+            f"{sum(cached)} of {sum(lengths)} prompt tokens, at least {min(cached)} of each prompt",
+            all(count > 0 for count in cached),
+        )
+    )
+    rows.append(_margins(right))
+    notes = [
+        f"Prompts of {min(lengths)} to {max(lengths)} tokens; greedy, ends at {', '.join(map(str, eos))} "
+        f"or after {TOKENS} tokens. transformers: LlamaForCausalLM, float32, sdpa, one prompt at a time."
+    ]
+    return of(rows, notes)
+
+
+def prompts_of(llm: Any, texts: list[str]) -> tuple[list[list[int]], tuple[int, ...]]:
+    """(ids of each question as a conversation, ids that end an answer)."""
+    prompts = [list(llm.chat_format.encode([{"role": "user", "content": text}])) for text in texts]
+    return prompts, tuple(dict.fromkeys((*llm.eos_ids, *llm.chat_format.stop_ids)))
+
+
+def answers(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list[list[int]]:
+    """Greedy ids of each prompt, all in one batch, without the id that ended them."""
+    return [_ids(answer, eos) for answer in _generate(llm, prompts, eos)]
+
+
+def theirs(context: Context, prompts: list[list[int]], eos: tuple[int, ...]) -> list[dict[str, Any]]:
+    """transformers' answers, and for every answer's place the distance of its two best logits; kept."""
+
+    def make() -> list[dict[str, Any]]:
+        reference = context.reference()
+        found = []
+        for number, prompt in enumerate(prompts, 1):
+            ids = _cut(reference.generate([prompt], TOKENS, eos)[0][0], eos)
+            logits = reference.logits([*prompt, *ids])[len(prompt) - 1 :]
+            best = logits.topk(2, dim=-1).values
+            found.append({"ids": ids, "margins": (best[:, 0] - best[:, 1]).tolist()})
+            context.log(f"  transformers {number}/{len(prompts)}")
+        return found
+
+    return context.kept("tokens", [context.gguf.name, prompts, eos, TOKENS], make)
+
+
+def _generate(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list[Any]:
+    from modelmill import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, stop_token_ids=eos, repetition_penalty=1.0)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, progress=False)
+
+
+def _ids(answer: Any, eos: tuple[int, ...]) -> list[int]:
+    return _cut(answer.outputs[0].token_ids, eos)
+
+
+def _cut(ids: list[int], eos: tuple[int, ...]) -> list[int]:
+    return list(ids[:-1]) if ids and ids[-1] in eos else list(ids)
+
+
+def _fact(how: str, ours: list[list[int]], right: list[dict[str, Any]]) -> Fact:
+    """Equal, or where the first difference is and how near the two best logits lie there."""
+    wrong = []
+    for number, (mine, other) in enumerate(zip(ours, right, strict=True)):
+        if mine != other["ids"]:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(mine, other["ids"])) if a != b), min(len(mine), len(other["ids"]))
+            )
+            wrong.append(f"prompt {number} at token {at} (margin there {other['margins'][at]:.2g})")
+    tokens = sum(len(other["ids"]) for other in right)
+    told = f"{len(right) - len(wrong)} of {len(right)} answers equal, {tokens} tokens"
+    return Fact(f"token for token, {how}", told + (f"; differ: {'; '.join(wrong)}" if wrong else ""), not wrong)
+
+
+def _margins(right: list[dict[str, Any]]) -> Fact:
+    every = sorted(margin for other in right for margin in other["margins"])
+    near = sum(margin < 1e-3 for margin in every)
+    told = f"smallest {every[0]:.2g}, {near} of {len(every)} below 0.001 (float32 noise is about 0.0001)"
+    return Fact("distance of transformers' two best logits", told, None)

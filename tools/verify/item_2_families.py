@@ -1,0 +1,123 @@
+"""Every family against an independent float32 reference on small seeded configs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tools.verify.context import ROOT, Context
+from tools.verify.result import Fact, Result, of
+
+TITLE = "Every family: logits within 1e-4 of an independent float32 reference"
+BOUND = 1e-4
+FOLDERS = ("tests/models", "tests/accept")
+PROMPT, LENGTHS = 20, (21, 33, 70)
+SHARES = (0.5, 1, 1.5, 3, 5)
+
+
+def run(context: Context) -> Result:
+    """The tests that show it, and the largest errors computed here once more."""
+    rows = [_tests(context)]
+    with tempfile.TemporaryDirectory(dir=context.out) as folder:
+        rows += [_family(name, Path(folder)) for name in _names()]
+        rows += _qwen(Path(folder))
+    notes = [
+        f"Lengths {', '.join(map(str, LENGTHS))}: {PROMPT} tokens as prompt (in chunks of at most 32, all sequences in "
+        "one batch), the rest decoded token by token. The reference is transformers (eager attention, its own KV "
+        "cache); for Qwen v1 a plain float64 reference in tests/accept/qwen_v1_plain.py."
+    ]
+    return of(rows, notes)
+
+
+def _names() -> list[str]:
+    from models.tiny_models import FAMILIES
+
+    return list(FAMILIES)
+
+
+def _tests(context: Context) -> Fact:
+    context.log(f"  pytest {' '.join(FOLDERS)}")
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FOLDERS],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told = [line for line in found.stdout.splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
+    failed = [line for line in found.stdout.splitlines() if line.startswith("FAILED")]
+    dots = sum(line.count(".") for line in found.stdout.splitlines() if re.fullmatch(r"[.FEsx]+\s+\[ *\d+%\]", line))
+    measured = told[-1] if told else f"{dots} passed, exit code {found.returncode}"
+    if failed:
+        measured += "; " + "; ".join(failed[:5])
+    return Fact(f"the tests in {' and '.join(FOLDERS)} pass", measured, found.returncode == 0)
+
+
+def _family(name: str, folder: Path) -> Fact:
+    import torch
+    from models.tiny_models import save_hf
+
+    model = save_hf(name, folder / name)
+    loop = open_loop(folder / name, folder / f"{name}.engine")
+    draw = torch.Generator().manual_seed(3)
+    ids = [torch.randint(0, 160, (n,), generator=draw).tolist() for n in LENGTHS]
+    worst = {"prefill": 0.0, "decode": 0.0}
+    for row, alone in zip(ids, loop.score(ids, decode_from=PROMPT), strict=True):
+        error = (alone - _stepped(model, row)).abs().amax(-1)
+        worst["prefill"] = max(worst["prefill"], float(error[:PROMPT].max()))
+        worst["decode"] = max(worst["decode"], float(error[PROMPT:].max()))
+    return _fact(name, worst)
+
+
+def _stepped(model: Any, ids: list[int]) -> Any:
+    """transformers' logits [T, V]: a prompt, then token by token with its own cache."""
+    import torch
+
+    with torch.no_grad():
+        out = model(torch.tensor([ids[:PROMPT]]), use_cache=True)
+        rows = [out.logits[0]]
+        for token in ids[PROMPT:]:
+            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+            rows.append(out.logits[0])
+    return torch.cat(rows)
+
+
+def _qwen(folder: Path) -> list[Fact]:
+    """Qwen v1 at shares of seq_length, each alone and all in one batch, decoding across the boundaries."""
+    import torch
+    from accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
+    from models.test_families import QWEN
+    from models.tiny_models import save_raw
+
+    tensors = seeded_qwen(QWEN, 1)
+    loop = open_loop(save_raw(folder / "qwen", tensors, QWEN), folder / "qwen.engine", max_model_len=200)
+    draw = torch.Generator().manual_seed(4)
+    prompts = [int(share * QWEN["seq_length"]) for share in SHARES]
+    ids = [torch.randint(0, 120, (n + 9,), generator=draw).tolist() for n in prompts]
+    mixed = loop.score(ids, decode_from=prompts)
+    facts = []
+    for share, n, row, many in zip(SHARES, prompts, ids, mixed, strict=True):
+        right = plain_qwen_logits(tensors, QWEN, row, prompt=n)
+        alone = loop.score([row], decode_from=n)[0]
+        errors = {"alone": float((alone - right).abs().max()), "mixed in one batch": float((many - right).abs().max())}
+        facts.append(_fact(f"qwen (v1), prompt {share} × seq_length", errors))
+    return facts
+
+
+def open_loop(checkpoint: Path, engine: Path, **options: Any) -> Any:
+    """A float32 engine of a checkpoint, opened with small steps."""
+    from modelmill.build.builder import build
+    from modelmill.build.plan import make_plan
+    from modelmill.checkpoint.open import open_checkpoint
+    from modelmill.core.config import BuildConfig, RunConfig
+    from modelmill.runtime.loop import Loop
+
+    config = BuildConfig(dtype="float32", target="cpu", **options)
+    build(make_plan(open_checkpoint(checkpoint), config), engine, None)
+    return Loop.open(engine, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22))
+
+
+def _fact(name: str, errors: dict[str, float]) -> Fact:
+    told = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
+    return Fact(f"{name}: largest error ≤ {BOUND:g}", told, all(error <= BOUND for error in errors.values()))

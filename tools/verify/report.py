@@ -1,0 +1,57 @@
+"""docs/verification.md: what was promised, what was measured, for someone who was not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tools.verify.result import Fact, Result
+
+HEAD = """# Verification
+
+What the engine promises, and what was measured. Made by `make verify`, which runs every item below again (results are
+kept while the sources stay the same) and writes this page; nothing here is written by hand. Every comparison is with
+transformers, or with separate plain code where transformers has no such model; the model is SmolLM2-135M-Instruct from
+its GGUF (Q4_1), unless an item says otherwise. What needs a GPU is in `benchmarks/results/`.
+"""
+
+
+def render(items: Mapping[str, tuple[str, Result | None]]) -> str:
+    """The page. items: number → (title, result or None where it has not run for these sources)."""
+    lines = [HEAD, "| item | promise | outcome |", "|---|---|---|"]
+    for number, (title, found) in items.items():
+        lines.append(f"| {number} | {cell(title)} | {outcome(found)} |")
+    failed = [number for number, (_, found) in items.items() if found is not None and not found.ok]
+    lines.append("")
+    if failed:
+        lines.append(f"**Not kept: item {', '.join(failed)}.** The rows marked FAILED below say by how much.\n")
+    for number, (title, found) in items.items():
+        lines += section(number, title, found)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def section(number: str, title: str, found: Result | None) -> list[str]:
+    """One item: its facts as a table, its notes, and how it was made."""
+    lines = [f"## {number}. {title}", ""]
+    if found is None:
+        return [*lines, "Not run for these sources.", ""]
+    lines += ["| promised | measured | kept |", "|---|---|---|"]
+    lines += [f"| {cell(row.promised)} | {cell(row.measured)} | {verdict(row)} |" for row in found.rows]
+    lines += ["", *[f"* {note}" for note in found.notes]]
+    made = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    lines += [f"* `{found.command}`: {found.seconds:.0f} s on {found.device}, {found.date}; {made}", ""]
+    return lines
+
+
+def outcome(found: Result | None) -> str:
+    """One word for the overview."""
+    return "not run" if found is None else "kept" if found.ok else "**FAILED**"
+
+
+def verdict(row: Fact) -> str:
+    """The last column of a fact."""
+    return "" if row.ok is None else "yes" if row.ok else "**FAILED**"
+
+
+def cell(text: str) -> str:
+    """Text that does not break a table."""
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,74 @@
+"""What an item found, and how long that stays true."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SOURCES = ("*.py", "*.cpp", "*.h", "*.txt")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the report: what was promised, what was measured, and whether that keeps the promise.
+
+    ok None: told for information, nothing was promised.
+    """
+
+    promised: str
+    measured: str
+    ok: bool | None = True
+
+
+@dataclass
+class Result:
+    """An item's outcome. notes: lengths, settings and caveats a reader needs to repeat it."""
+
+    ok: bool
+    rows: list[Fact]
+    command: str = ""
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    date: str = ""
+    digest: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+
+
+def of(rows: Sequence[Fact], notes: Sequence[str] = ()) -> Result:
+    """A result that is good where no fact is bad, and where there is a fact that could have been."""
+    judged = [row.ok for row in rows if row.ok is not None]
+    return Result(bool(judged) and all(judged), list(rows), notes=list(notes))
+
+
+def digest(package: Path, *more: Path) -> str:
+    """sha256 over the sources that a result depends on, names and contents."""
+    total = hashlib.sha256()
+    files = {path for pattern in SOURCES for path in package.rglob(pattern) if "__pycache__" not in path.parts}
+    for path in (*sorted(files), *more):
+        total.update(str(path.name if path in more else path.relative_to(package)).encode())
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def store(result: Result, path: Path) -> None:
+    """Write a result as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    draft.replace(path)
+
+
+def load(path: Path, current: str | None = None) -> Result | None:
+    """The stored result; None where there is none, it cannot be read, or it belongs to another ``current`` digest."""
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        raw["rows"] = [Fact(**row) for row in raw["rows"]]
+        found = Result(**raw)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if current is None or found.digest == current else None
