@@ -1,0 +1,168 @@
+"""The logic of `make verify` itself: what is kept, what is run again, what the page says, how it exits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools.verify import __main__ as verify
+from tools.verify import report, result
+from tools.verify.context import Context
+from tools.verify.item_1_tokens import _cut, _fact
+from tools.verify.item_3_relaid import qwen_config
+from tools.verify.item_4_tokenizers import vectors
+from tools.verify.result import Fact, Result, of
+
+
+@pytest.fixture
+def items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Two items in place of the real ones, a shared folder, and a page of their own."""
+    runs: list[str] = []
+
+    def item(number: str, ok: bool) -> Any:
+        def run(_: Context) -> Result:
+            runs.append(number)
+            return of([Fact("promised | this", f"measured {number}", ok)])
+
+        source = tmp_path / f"item_{number}.py"
+        source.write_text("")
+        return SimpleNamespace(TITLE=f"Item {number}", run=run, __file__=str(source))
+
+    (tmp_path / "repo" / "modelmill").mkdir(parents=True)
+    (tmp_path / "shared" / "data").mkdir(parents=True)
+    found = {"1": item("1", True), "2": item("2", True)}
+    monkeypatch.setattr(verify, "find_items", lambda: found)
+    monkeypatch.setattr(verify, "ROOT", tmp_path / "repo")
+    monkeypatch.setattr(verify, "PACKAGE", tmp_path / "repo" / "modelmill")
+    monkeypatch.setattr(verify, "DOCUMENT", tmp_path / "repo" / "docs" / "verification.md")
+    return {"runs": runs, "items": found, "item": item, "root": tmp_path / "repo"}
+
+
+def run(items: dict[str, Any], *argv: str) -> int:
+    return verify.main(["--out", str(items["root"] / "out"), *argv])
+
+
+def test_results_are_kept_until_the_sources_change(items: dict[str, Any]) -> None:
+    assert run(items) == 0
+    assert run(items) == 0
+    assert items["runs"] == ["1", "2"]
+    (items["root"] / "modelmill" / "new.py").write_text("x = 1")
+    assert run(items, "--only", "2") == 0
+    assert items["runs"] == ["1", "2", "2"], "item 1 is stale, and was not asked for"
+    page = (items["root"] / "docs" / "verification.md").read_text()
+    assert "| 1 | Item 1 | not run |" in page
+    assert "| 2 | Item 2 | kept |" in page
+    assert run(items) == 0
+    assert items["runs"][3:] == ["1"]
+
+
+def test_force_runs_again_what_is_asked_for(items: dict[str, Any]) -> None:
+    run(items)
+    run(items, "--force", "--only", "1")
+    assert items["runs"] == ["1", "2", "1"]
+
+
+def test_a_failure_is_said_plainly_and_exits_1(items: dict[str, Any]) -> None:
+    items["items"]["2"] = items["item"]("2", False)
+    assert run(items) == 1
+    page = (items["root"] / "docs" / "verification.md").read_text()
+    assert "**Not kept: item 2.**" in page
+    assert "| promised \\| this | measured 2 | **FAILED** |" in page
+
+
+def test_an_item_that_breaks_is_a_failure_with_its_error(items: dict[str, Any]) -> None:
+    def broken(_: Context) -> Result:
+        raise RuntimeError("out of luck\nsecond line")
+
+    items["items"]["1"].run = broken
+    assert run(items) == 1
+    page = (items["root"] / "docs" / "verification.md").read_text()
+    assert "RuntimeError: out of luck" in page
+    assert "second line" not in page
+
+
+def test_without_the_shared_folder_one_line(items: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (items["root"].parent / "shared" / "data").rmdir()
+    assert run(items) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_unknown_item_is_named(items: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(items, "--only", "9") == 2
+    assert "no item 9" in capsys.readouterr().err
+
+
+def test_the_real_items_are_all_there() -> None:
+    found = verify.find_items()
+    assert set(found) == {"1", "2", "3", "4", "5", "6", "8"}
+    assert all(isinstance(item.TITLE, str) and callable(item.run) for item in found.values())
+
+
+def test_nothing_judged_is_not_good() -> None:
+    assert not of([]).ok
+    assert not of([Fact("a", "b", None)]).ok
+    assert of([Fact("a", "b", None), Fact("a", "b", True)]).ok
+
+
+def test_a_broken_result_file_is_as_good_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "item.json"
+    assert result.load(path) is None
+    path.write_text('{"ok": true, "rows": [{"nonsense": 1}]}')
+    assert result.load(path) is None
+    result.store(of([Fact("a", "b")]), path)
+    assert result.load(path) == of([Fact("a", "b")])
+    assert result.load(path, "another digest") is None
+
+
+def test_what_has_not_run_is_not_hidden() -> None:
+    page = report.render({"1": ("One", None), "2": ("Two", of([Fact("a", "b")]))})
+    assert "| 1 | One | not run |" in page
+
+
+def test_answers_of_transformers_are_kept_by_their_key(tmp_path: Path) -> None:
+    context = Context(tmp_path, tmp_path, "d")
+    made: list[int] = []
+
+    def make() -> list[int]:
+        made.append(1)
+        return made
+
+    assert context.kept("x", [1], make) == [1]
+    assert context.kept("x", [1], make) == [1]
+    assert context.kept("x", [2], make) == [1, 1]
+
+
+def test_a_mismatch_tells_its_place_and_margin() -> None:
+    right = [{"ids": [1, 2, 3], "margins": [1.0, 0.5, 2e-6]}, {"ids": [4], "margins": [1.0, 0.1]}]
+    assert _fact("alone", [[1, 2, 3], [4]], right).ok
+    wrong = _fact("alone", [[1, 2, 9], [4]], right)
+    assert not wrong.ok
+    assert "prompt 0 at token 2 (margin there 2e-06)" in wrong.measured
+    assert "prompt 1 at token 1 (margin there 0.1)" in _fact("alone", [[1, 2, 3], [4, 5]], right).measured
+
+
+def test_the_ending_id_does_not_count() -> None:
+    assert _cut([5, 6, 2], (2,)) == [5, 6]
+    assert _cut([5, 2, 6], (2,)) == [5, 2, 6]
+    assert _cut([], (2,)) == []
+
+
+def test_vectors_must_pair_up(tmp_path: Path) -> None:
+    (tmp_path / "v.inp").write_text("a b\n__ggml_vocab_test__\n\n__ggml_vocab_test__\nc")
+    (tmp_path / "v.out").write_text(" 1 2\n\n 3\n")
+    assert vectors(tmp_path, "v") == [("a b", [1, 2]), ("", []), ("c", [3])]
+    (tmp_path / "v.out").write_text("1\n2")
+    with pytest.raises(ValueError, match="shorter"):
+        vectors(tmp_path, "v")
+
+
+def test_the_relaid_config_counts_w1_and_w2_together() -> None:
+    raw = {"hidden_size": 576, "num_attention_heads": 9, "intermediate_size": 1536, "rms_norm_eps": 1e-5,
+           "max_position_embeddings": 8192, "num_hidden_layers": 30, "rope_theta": 1e5}  # fmt: skip
+    config = qwen_config(raw, 49152)
+    assert (config["intermediate_size"], config["kv_channels"], config["vocab_size"]) == (3072, 64, 49152)
+    assert not config["use_dynamic_ntk"]
+    assert not config["use_logn_attn"]
