@@ -121,7 +121,7 @@ void run(const Call& c, T* out, const T* q, const mill::Pages<C>& pages) {
     float* partial = part_scratch.get<float>(parts * c.group() * (c.dim + 2));
     for (int64_t b = 0; b < c.sequences; b++) {
         const int64_t size = c.queries(b) * c.heads * c.dim;
-        work += size * c.contexts[b] / 2;
+        work += size * c.contexts[b];
         if (c.contexts[b] <= 0 && size > 0)  // padding: zeros, so that nothing downstream meets stray NaNs
             std::memset(static_cast<void*>(out + c.starts[b] * c.heads * c.dim), 0, static_cast<size_t>(size) * sizeof(T));
     }

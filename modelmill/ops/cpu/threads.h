@@ -21,7 +21,7 @@ inline int threads() { return pool.parallel ? pool.max_threads() : 1; }
 // f(begin, end) over [0, items) in pieces of `step`. Each thread walks its own share from the start, so that what it
 // prefetches is what it reads next, and then helps the others: a thread that the system has put aside delays nobody by
 // more than a piece. Serial where `work` (bytes touched or operations) is too small to pay for waking the team.
-constexpr int64_t kWorthTeam = 64 << 10;
+constexpr int64_t kWorthTeam = 256 << 10;
 constexpr int kMostShares = 64;
 
 template <class F> struct Shared {
