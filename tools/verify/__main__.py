@@ -58,7 +58,7 @@ def find_items() -> dict[str, ModuleType]:
 def _one(number: str, item: ModuleType, context: Context, options: argparse.Namespace) -> Result | None:
     """The item's result: stored, if its sources are still the same, else new; None where it was not asked for."""
     assert item.__file__ is not None
-    current = result.digest(PACKAGE, Path(item.__file__))
+    current = result.digest(PACKAGE, Path(item.__file__), Path(__file__).with_name("context.py"))
     path = context.out / f"item_{number}.json"
     asked = not options.only or number in options.only
     stored = result.load(path, current)

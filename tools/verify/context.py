@@ -64,7 +64,8 @@ class Context:
         """That engine, opened on the CPU."""
         from modelmill.llm import LLM
 
-        return LLM(self.engine(dtype, recipe, checkpoint), **({"device": "cpu", "kv_cache_bytes": 1 << 30} | options))
+        settings = {"device": "cpu", "max_model_len": 2048, "kv_cache_bytes": 1 << 30} | options
+        return LLM(self.engine(dtype, recipe, checkpoint), **settings)
 
     def reference(self, dtype: str = "float32") -> Any:
         """SmolLM2 in transformers, filled from the checkpoint's tensors."""
