@@ -10,7 +10,7 @@ PROMPT ?= What is a watermill? Answer in two sentences.
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
-	test -e $(DEMO_ENGINE) || $(BIN)/modelmill build $(OUT)/models/SmolLM2-135M-Instruct.Q4_1.gguf -o $(DEMO_ENGINE) -q int8
+	test -e $(DEMO_ENGINE) || $(BIN)/modelmill build $(OUT)/models/SmolLM2-135M-Instruct.Q4_1.gguf -o $(DEMO_ENGINE) --dtype bfloat16 -q int8
 	$(BIN)/modelmill run $(DEMO_ENGINE) --prompt "$(PROMPT)" --temperature 0 --max-tokens 120
 
 test: $(VENV)/.test lint
