@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from accept.honest import Honest
 from torch import Tensor
 
 from modelmill.accept.metrics import Row, compare_tensors
 from modelmill.accept.reference import Affine, LayerWeights, Reference
 from modelmill.accept.reference.decoder import DecoderReference
+from tests.accept.honest import Honest
 
 # Fault → the modules whose module-local error must leave its bounds.
 FAULTS: dict[str, tuple[str, ...]] = {

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from accept.qwen_v1_plain import seeded_qwen
-from models.tiny_models import save_hf, save_raw
-
 from modelmill.accept.run import accept
 from modelmill.build.builder import build
 from modelmill.build.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import AcceptanceError
+from tests.accept.qwen_v1_plain import seeded_qwen
+from tests.models.tiny_models import save_hf, save_raw
 
 SETTINGS = [(dtype, recipe) for dtype in ("float32", "float16", "bfloat16") for recipe in ("none", "int8")]
 QWEN = {

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from accept.faults import FAULTS, fault_rows  # noqa: E402
-from accept.honest import Honest  # noqa: E402
-from accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint  # noqa: E402
-from accept.seeded import seeded_decoder  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from modelmill.accept.metrics import centred, compare_logits  # noqa: E402
 from modelmill.accept.reference import Reference, open_reference  # noqa: E402
 from modelmill.accept.tolerances import DTYPES, RECIPES, kind_of  # noqa: E402
+from tests.accept.faults import FAULTS, fault_rows  # noqa: E402
+from tests.accept.honest import Honest  # noqa: E402
+from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint  # noqa: E402
+from tests.accept.seeded import seeded_decoder  # noqa: E402
 
 SETTINGS = [(getattr(torch, dtype), recipe) for dtype in DTYPES for recipe in RECIPES]
 

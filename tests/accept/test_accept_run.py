@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accept.judged import judged, save_tiny
 
 from modelmill.accept.run import LENGTH, SEQUENCES, compare_engine, sample_ids
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import RunConfig
 from modelmill.runtime.loop import Loop
+from tests.accept.judged import judged, save_tiny
 
 ROW = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"}
 
@@ -136,3 +137,16 @@ def test_accept_takes_the_kernels_of_the_build(tmp_path: Path) -> None:
     report, written = judged(checkpoint, tmp_path / "e", "float32", "none", kernels={"linear": "torch"})
     assert written
     assert report["kernels"]["linear"] == "torch"
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), [("float32", "none"), ("bfloat16", "int8")])
+def test_the_eps_of_a_head_norm_is_judged(tmp_path: Path, monkeypatch: Any, dtype: str, recipe: str) -> None:
+    """Qwen3 norms each head inside the rotation: an eps that is lost on the way there is named."""
+    from modelmill.nn.decoder import DecoderConfig
+
+    checkpoint = save_tiny("qwen3", tmp_path / "hf")
+    honest = DecoderConfig.attention
+    monkeypatch.setattr(DecoderConfig, "attention", lambda self, i: replace(honest(self, i), eps=self.eps * 10))
+    report, written = judged(checkpoint, tmp_path / "e", dtype, recipe)
+    assert not written
+    assert (report["layer"], report["module"]) in {(0, "attn.rotate.eps"), (0, "attn.rotate.q")}

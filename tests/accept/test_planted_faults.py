@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accept.judged import SETTINGS, judged, save_tiny
-from accept.planted import faults, planted
 
 from modelmill.accept.run import compare_engine, sample_ids
 from modelmill.build.builder import build
@@ -15,6 +13,8 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import TensorMismatch
 from modelmill.runtime.loop import Loop
+from tests.accept.judged import SETTINGS, judged, save_tiny
+from tests.accept.planted import faults, planted
 
 CASES = [(family, fault.name) for family in ("llama", "gpt2", "qwen") for fault in faults(family)]
 HONEST = ("gpt2", "llama", "llama-yarn", "llama-mqa", "qwen", "qwen2", "qwen2-window", "qwen3", "mistral")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint
-from accept.qwen_v1_plain import ntk_alpha, plain_qwen_logits, seeded_qwen
 
 from modelmill.accept.reference import open_reference
 from modelmill.accept.reference.qwen import QwenReference
+from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint
+from tests.accept.qwen_v1_plain import ntk_alpha, plain_qwen_logits, seeded_qwen
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen",
@@ -120,7 +120,7 @@ def test_gguf_container() -> None:
 
 def test_llama_relaid_as_qwen_computes_the_same() -> None:
     """c_attn = q | k | v with the key-value heads repeated, w1 = up, w2 = gate, a zero bias."""
-    from accept.test_reference import CASES, original, reference_of
+    from tests.accept.test_reference import CASES, original, reference_of
 
     model = original("llama", CASES["llama-theta"][1])
     tensors = {}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint
 
 from modelmill.accept.reference import Reference, open_reference
 from modelmill.core.errors import RequestError, TensorMismatch, UnknownArchitecture
+from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint
 
 SMALL = {
     "vocab_size": 97,

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from accept.faults import FAULTS, fault_rows, norm_probe
-from accept.honest import Honest
-from accept.memory_checkpoint import memory_checkpoint
-from accept.seeded import seeded_decoder
 
 from modelmill.accept.metrics import Row, compare_logits, compare_tensors, top1_agreement
 from modelmill.accept.reference import Reference, open_reference
 from modelmill.accept.tolerances import DTYPES, RECIPES, logits_bound, module_bound
 from modelmill.core.errors import UsageError
+from tests.accept.faults import FAULTS, fault_rows, norm_probe
+from tests.accept.honest import Honest
+from tests.accept.memory_checkpoint import memory_checkpoint
+from tests.accept.seeded import seeded_decoder
 
 SETTINGS = [(dtype, recipe) for dtype in DTYPES for recipe in RECIPES]
 IDS = torch.randint(0, 200, (48,), generator=torch.Generator().manual_seed(9))

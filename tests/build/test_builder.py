@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models.tiny_models import edit, save_hf, save_raw
 from safetensors.torch import load_file, save_file
 
 from modelmill.artifact.store import is_engine, open_artifact
@@ -29,6 +28,7 @@ from modelmill.core.errors import (
     UnknownArchitecture,
     UsageError,
 )
+from tests.models.tiny_models import edit, save_hf, save_raw
 
 
 def plan(folder: Path, **options: Any) -> Any:

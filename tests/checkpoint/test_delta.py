@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
 
 from modelmill.checkpoint import delta as module
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import CheckpointError, TensorMismatch
+from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
 
 
 def folders(tmp_path, base, added, config=None):

@@ -7,13 +7,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_factory import llama_state, write_llama_gguf, write_tensors
 from gguf.quants import dequantize, quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
+from tests.checkpoint.checkpoint_factory import llama_state, write_llama_gguf, write_tensors
 
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -9,14 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_factory import (
-    LLAMA_CONFIG,
-    TOKENS,
-    gguf_names,
-    llama_state,
-    write_llama_gguf,
-    write_tensors,
-)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +16,14 @@ from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
 from modelmill.checkpoint.rope_scaling import llama3_factors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch, UnknownArchitecture
+from tests.checkpoint.checkpoint_factory import (
+    LLAMA_CONFIG,
+    TOKENS,
+    gguf_names,
+    llama_state,
+    write_llama_gguf,
+    write_tensors,
+)
 
 
 def present(path: Path) -> GgufAsHf:

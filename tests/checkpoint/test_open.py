@@ -6,11 +6,11 @@ import os
 import gguf
 import pytest
 import torch
-from checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf, write_tensors
 from safetensors.torch import save_file
 
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
+from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf, write_tensors
 
 STATE = llama_state()
 

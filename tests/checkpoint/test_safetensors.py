@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_factory import llama_state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from modelmill.checkpoint.safetensors import DTYPES, SafetensorsFiles, read_header
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
+from tests.checkpoint.checkpoint_factory import llama_state
 
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

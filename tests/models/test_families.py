@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
-from models.tiny_models import FAMILIES, save_hf, save_raw
 
 from modelmill.build.builder import build
 from modelmill.build.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.runtime.loop import Loop
+from tests.accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
+from tests.models.tiny_models import FAMILIES, save_hf, save_raw
 
 LENGTHS = (1, 7, 33, 70)
 QWEN = {

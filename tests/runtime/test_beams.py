@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
 from modelmill.core.types import Finish, Request
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 from modelmill.runtime.load import fill
+from tests.runtime import tiny
 
 
 @pytest.fixture(scope="module")

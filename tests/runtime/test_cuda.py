@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
 from modelmill.core.types import Request
 from modelmill.runtime.graph import bucket, sizes_upto
+from tests.runtime import tiny
 
 KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
@@ -13,6 +12,7 @@ from modelmill.nn.decoder import Decoder
 from modelmill.runtime.load import build, fill, load
 from modelmill.runtime.memory import weight_bytes
 from modelmill.weights import held
+from tests.runtime import tiny
 
 CONFIG = {
     "model_type": "llama",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-import tiny
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from modelmill.core.types import Finish, Request, SamplingParams
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import resolve
+from tests.runtime import tiny
 
 KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 

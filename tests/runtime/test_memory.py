@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
 from modelmill.core.config import RunConfig
@@ -12,6 +11,7 @@ from modelmill.nn.kv import KVShape
 from modelmill.runtime.device import available_cores, pick_device, use_threads
 from modelmill.runtime.loop import Loop
 from modelmill.runtime.memory import page_count
+from tests.runtime import tiny
 
 SHAPE = KVShape(2, 2, 8)
 

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     if not (shared / "data").is_dir():
         print(f"verify: needs the shared data folder at {shared}; it is absent", file=sys.stderr)
         return 2
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT))
     items = find_items()
     unknown = sorted(set(options.only) - set(items))
     if unknown:

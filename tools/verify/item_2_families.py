@@ -34,7 +34,7 @@ def run(context: Context) -> Result:
 
 
 def _names() -> list[str]:
-    from models.tiny_models import FAMILIES
+    from tests.models.tiny_models import FAMILIES
 
     return list(FAMILIES)
 
@@ -56,7 +56,8 @@ def _tests(context: Context) -> Fact:
 
 def _family(name: str, folder: Path) -> Fact:
     import torch
-    from models.tiny_models import save_hf
+
+    from tests.models.tiny_models import save_hf
 
     model = save_hf(name, folder / name)
     loop = open_loop(folder / name, folder / f"{name}.engine")
@@ -88,7 +89,8 @@ def _qwen(folder: Path) -> list[Fact]:
     import torch
     from accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
     from models.test_families import QWEN
-    from models.tiny_models import save_raw
+
+    from tests.models.tiny_models import save_raw
 
     tensors = seeded_qwen(QWEN, 1)
     loop = open_loop(save_raw(folder / "qwen", tensors, QWEN), folder / "qwen.engine", max_model_len=200)

@@ -52,7 +52,7 @@ def run(context: Context) -> Result:
 
 
 def _subjects(context: Context, root: Path) -> Iterator[tuple[str, Path, int, tuple[str, ...] | None]]:
-    from accept.judged import save_tiny
+    from tests.accept.judged import save_tiny
 
     for family in TINY:
         yield f"tiny {family}", save_tiny(family, root / family), 1, None
@@ -60,7 +60,7 @@ def _subjects(context: Context, root: Path) -> Iterator[tuple[str, Path, int, tu
 
 
 def _honest(context: Context, model: str, checkpoint: Path, root: Path) -> Fact:
-    from accept.judged import SETTINGS, judged
+    from tests.accept.judged import SETTINGS, judged
 
     context.log(f"  {model}: no fault")
     bad = []
@@ -76,10 +76,9 @@ def _honest(context: Context, model: str, checkpoint: Path, root: Path) -> Fact:
 def _faults(
     context: Context, model: str, checkpoint: Path, layer: int, wanted: tuple[str, ...] | None, root: Path
 ) -> Iterator[Fact]:
-    from accept.judged import SETTINGS
-    from accept.planted import faults
-
     from modelmill.checkpoint.open import open_checkpoint
+    from tests.accept.judged import SETTINGS
+    from tests.accept.planted import faults
 
     opened = open_checkpoint(checkpoint)
     square = _square(opened.config)
@@ -98,8 +97,8 @@ def _faults(
 
 def _try(tally: Tally, fault: Any, model_type: str, checkpoint: Path, root: Path, setting: tuple[str, str]) -> None:
     """One fault in one dtype and recipe: through the build, then through compare."""
-    from accept.judged import judged
-    from accept.planted import planted
+    from tests.accept.judged import judged
+    from tests.accept.planted import planted
 
     out = root / "e"
     tally.tried += 1
