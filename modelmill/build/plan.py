@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import nn
 
+from modelmill.checkpoint.container import listed
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Resolved, plan_renames, result_info
 from modelmill.core.config import BuildConfig, to_dict
@@ -189,7 +190,8 @@ def find_family(checkpoint: Checkpoint) -> ModuleType:
     if family is not None:
         return family
     known = names("modelmill.models")
-    architectures = ", ".join(map(str, checkpoint.config.get("architectures") or [])) or "no architecture named"
+    named = checkpoint.config.get("architectures")
+    architectures = listed([str(n) for n in named]) if isinstance(named, list) and named else "no architecture named"
     near = nearest(checkpoint.model_type or "", known)
     guess = f"; the nearest known family is {near}" if near else ""
     raise UnknownArchitecture(
@@ -229,8 +231,9 @@ def _resolve(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, 
             dtype, reasons["dtype"] = stored, f"{stored}: as stored"
         else:
             dtype, reasons["dtype"] = "bfloat16", "bfloat16: half the traffic of float32, no overflow"
-    if checkpoint.config.get("quantization_config"):
-        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
+    foreign = checkpoint.config.get("quantization_config")
+    if foreign:
+        method = foreign.get("quant_method", "unknown") if isinstance(foreign, dict) else "unknown"
         raise CheckpointError(
             f"{checkpoint.path} is already quantized ({method}); this is not supported yet: take the original"
         )

@@ -15,6 +15,9 @@ from modelmill.core.errors import TensorMismatch
 LISTED = 12
 """How many tensor names an error line spells out before it only counts the rest."""
 
+NAME_SHOWN = 200
+"""Characters of a name that an error line shows: real names have some 60."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -64,10 +67,17 @@ class Container(Protocol):
 def listed(names: Collection[str]) -> str:
     """Up to a dozen names for an error line, then how many more there are."""
     # A file's names may hold anything; an error stays one line.
-    some = [name if name.isprintable() else repr(name) for name in sorted(names)[:LISTED]]
+    first = sorted(names)[:LISTED]
+    some = [name if name.isprintable() and len(name) <= NAME_SHOWN else quoted(name) for name in first]
     more = len(names) - len(some)
     return ", ".join(some) + (f" and {more} more" if more else "")
 
 
+def quoted(name: object) -> str:
+    """A foreign name or value for an error line: in quotes, without control characters, cut where it is long."""
+    text = repr(name)
+    return text if len(text) <= NAME_SHOWN else text[: NAME_SHOWN - 1] + "…"
+
+
 def no_such_tensor(where: Path, name: str) -> TensorMismatch:
-    return TensorMismatch(f"{where}: holds no tensor named {name!r}")
+    return TensorMismatch(f"{where}: holds no tensor named {quoted(name)}")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from modelmill.checkpoint.container import quoted
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
 LIMIT = 128 << 20
@@ -66,11 +67,11 @@ def read_index(path: Path) -> dict[str, str]:
     checked: set[str] = set()
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CorruptCheckpoint(f"{path}: names no file for {name!r}")
+            raise CorruptCheckpoint(f"{path}: names no file for {quoted(name)}")
         if shard in checked:
             continue
         if shard in ("", ".", "..") or any(c in shard for c in "/\\\0:"):
-            raise CorruptCheckpoint(f"{path}: points outside its folder: {shard!r}; refusing to follow")
+            raise CorruptCheckpoint(f"{path}: points outside its folder: {quoted(shard)}; refusing to follow")
         if not (path.parent / shard).is_file():
             raise CorruptCheckpoint(f"{path}: names the shard {shard}, which is missing; finish the download")
         checked.add(shard)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, no_such_tensor
+from modelmill.checkpoint.container import TensorInfo, no_such_tensor, quoted
 from modelmill.checkpoint.ggml_types import CHUNK_VALUES, TYPES, GgmlType, expand_blocks
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
@@ -83,7 +83,7 @@ class GgufFile:
         placed = self._placed(name)
         if not placed.kind.readable:
             raise CheckpointError(
-                f"{self.path}: {name!r} is stored as {placed.kind.name}, which modelmill cannot expand; "
+                f"{self.path}: {quoted(name)} is stored as {placed.kind.name}, which modelmill cannot expand; "
                 "use a Q4_0 to Q8_0, K-quant or 16-bit GGUF"
             )
         with self.path.open("rb") as stream:
@@ -159,7 +159,7 @@ class _Header:
         for _ in range(pair_count):
             key = self._name("metadata key")
             if key in self.metadata:
-                raise self._corrupt(f"has the metadata key {key!r} twice")
+                raise self._corrupt(f"has the metadata key {quoted(key)} twice")
             self.metadata[key] = self._value(self._number("<I"), key, 0)
 
     def place_tensors(self) -> dict[str, Placed]:
@@ -167,12 +167,12 @@ class _Header:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         power_of_two = isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
         if not power_of_two or alignment > MAX_ALIGNMENT:
-            raise self._corrupt(f"asks for an alignment of {alignment!r} bytes, which is no power of two")
+            raise self._corrupt(f"asks for an alignment of {quoted(alignment)} bytes, which is no power of two")
         entries: dict[str, Placed] = {}
         for _ in range(self.tensor_count):
             entry = self._tensor(alignment)
             if entry.name in entries:
-                raise self._corrupt(f"has the tensor {entry.name!r} twice")
+                raise self._corrupt(f"has the tensor {quoted(entry.name)} twice")
             entries[entry.name] = entry
         start = (self.at + alignment - 1) // alignment * alignment
         placed = {e.name: Placed(e.name, e.shape, e.kind, start + e.offset, e.nbytes) for e in entries.values()}
@@ -180,11 +180,11 @@ class _Header:
         for entry in sorted(placed.values(), key=lambda e: e.offset):
             if entry.offset + entry.nbytes > self.size:
                 raise self._corrupt(
-                    f"ends at byte {self.size}, but {entry.name!r} needs it to reach "
+                    f"ends at byte {self.size}, but {quoted(entry.name)} needs it to reach "
                     f"{entry.offset + entry.nbytes}; the file is truncated, download it again"
                 )
             if entry.nbytes and entry.offset < end:
-                raise self._corrupt(f"has {entry.name!r} overlapping {before!r}")
+                raise self._corrupt(f"has {quoted(entry.name)} overlapping {quoted(before)}")
             if entry.nbytes:
                 end, before = entry.offset + entry.nbytes, entry.name
         return placed
@@ -193,23 +193,25 @@ class _Header:
         name = self._name("tensor name")
         count = self._number("<I")
         if count > MAX_DIMENSIONS:
-            raise self._corrupt(f"gives {name!r} {count} dimensions; there are at most {MAX_DIMENSIONS}")
+            raise self._corrupt(f"gives {quoted(name)} {count} dimensions; there are at most {MAX_DIMENSIONS}")
         dims = [self._number("<Q") for _ in range(count)]
         number, offset = self._number("<I"), self._number("<Q")
         kind = TYPES.get(number)
         if kind is None:
-            raise CheckpointError(f"{self.path}: {name!r} has the unknown ggml type number {number}")
+            raise CheckpointError(f"{self.path}: {quoted(name)} has the unknown ggml type number {number}")
         values = 1
         for dim in dims:
             values *= dim
         # The product is a Python integer, so it cannot wrap around the way 64-bit arithmetic does.
         nbytes = values // kind.block * kind.size
         if (dims[0] if dims else 1) % kind.block:
-            raise self._corrupt(f"gives {name!r} rows that are no whole number of {kind.name} blocks")
+            raise self._corrupt(f"gives {quoted(name)} rows that are no whole number of {kind.name} blocks")
         if nbytes > self.size or offset > self.size or max(dims, default=0) > self.size * kind.block:
-            raise self._corrupt(f"says {name!r} has {nbytes} bytes at {offset}, but the file has {self.size} in all")
+            raise self._corrupt(
+                f"says {quoted(name)} has {nbytes} bytes at {offset}, but the file has {self.size} in all"
+            )
         if offset % alignment:
-            raise self._corrupt(f"places {name!r} at {offset}, which is not aligned to {alignment}")
+            raise self._corrupt(f"places {quoted(name)} at {offset}, which is not aligned to {alignment}")
         return Placed(name, tuple(reversed(dims)), kind, offset, nbytes)
 
     def _value(self, kind: int, key: str, depth: int) -> Any:
@@ -218,7 +220,7 @@ class _Header:
         if kind == ARRAY:
             return self._array(key, depth)
         if kind not in SCALARS:
-            raise self._corrupt(f"gives the metadata key {key!r} the unknown type {kind}")
+            raise self._corrupt(f"gives the metadata key {quoted(key)} the unknown type {kind}")
         dtype = SCALARS[kind]
         data = self._take(dtype.itemsize)
         return data != b"\0" if kind == BOOL else np.frombuffer(data, dtype)[0].item()
@@ -226,14 +228,14 @@ class _Header:
     def _array(self, key: str, depth: int) -> Any:
         kind, count = self._number("<I"), self._number("<Q")
         if depth >= MAX_NESTING:
-            raise self._corrupt(f"nests the arrays of {key!r} too deeply")
+            raise self._corrupt(f"nests the arrays of {quoted(key)} too deeply")
         if kind in SCALARS:
-            self._fits(count, SCALARS[kind].itemsize, f"values of {key!r}")
+            self._fits(count, SCALARS[kind].itemsize, f"values of {quoted(key)}")
             data = self._take(count * SCALARS[kind].itemsize)
             if kind == BOOL:
                 return np.frombuffer(data, np.uint8) != 0
             return np.frombuffer(data, SCALARS[kind])
-        self._fits(count, 8 if kind == STRING else 12, f"values of {key!r}")
+        self._fits(count, 8 if kind == STRING else 12, f"values of {quoted(key)}")
         return [self._value(kind, key, depth + 1) for _ in range(count)]
 
     def _name(self, what: str) -> str:
@@ -247,7 +249,7 @@ class _Header:
 
     def _text(self, key: str) -> str:
         length = self._number("<Q")
-        self._fits(length, 1, f"bytes in {key!r}")
+        self._fits(length, 1, f"bytes in {quoted(key)}")
         return self._take(length).decode("utf-8", errors="surrogateescape")
 
     def _fits(self, count: int, each: int, what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor
+from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor, quoted
 from modelmill.checkpoint.folder import read_index
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
@@ -33,7 +33,7 @@ class PthFiles:
         for path in self._paths:
             for name, tensor in _load(path).items():
                 if name in self._tensors:
-                    raise CorruptCheckpoint(f"{path}: holds {name!r}, which another shard holds too")
+                    raise CorruptCheckpoint(f"{path}: holds {quoted(name)}, which another shard holds too")
                 self._tensors[name] = tensor
         absent = [name for name in expected or {} if name not in self._tensors]
         if absent:
@@ -111,7 +111,7 @@ def _tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: holds no tensors")
     for name, tensor in found.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise CheckpointError(f"{path}: {name!r} is no plain dense tensor; save it dense and unquantized")
+            raise CheckpointError(f"{path}: {quoted(name)} is no plain dense tensor; save it dense and unquantized")
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise CorruptCheckpoint(f"{path}: {name!r} claims more values than the file stores")
+            raise CorruptCheckpoint(f"{path}: {quoted(name)} claims more values than the file stores")
     return {name: tensor.detach() for name, tensor in found.items()}

@@ -73,6 +73,7 @@ def plan_renames(
     prefixes: what hub files add in front of names, or leave out ("transformer.", "model.").
     Raises TensorMismatch naming up to a dozen missing and a dozen left-over tensors.
     """
+    available = dict.fromkeys(available)
     resolved: list[Resolved] = []
     used: set[str] = set()
     missing: list[str] = []

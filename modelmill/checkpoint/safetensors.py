@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor
+from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor, quoted
 from modelmill.checkpoint.folder import read_index
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
@@ -23,6 +24,9 @@ INDEX = "model.safetensors.index.json"
 
 MAX_HEADER = 100_000_000
 """Bytes a header may have, the same limit as the library's."""
+
+MAX_DIMENSIONS = 16
+"""Real tensors have up to six; a product over millions of them would take hours."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -62,7 +66,7 @@ class SafetensorsFiles:
             for info in infos:
                 if info.name in self._homes:
                     raise CorruptCheckpoint(
-                        f"{path}: holds {info.name!r}, which {self._homes[info.name].name} holds too"
+                        f"{path}: holds {quoted(info.name)}, which {self._homes[info.name].name} holds too"
                     )
                 self._infos[info.name] = info
                 self._homes[info.name] = path
@@ -92,7 +96,7 @@ class SafetensorsFiles:
                 self._open[path] = safe_open(str(path), framework="pt", device="cpu")
             tensor: torch.Tensor = self._open[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CorruptCheckpoint(f"{path}: {name!r} cannot be read ({error})") from None
+            raise CorruptCheckpoint(f"{path}: {quoted(name)} cannot be read ({error})") from None
         return tensor
 
     def files(self) -> list[Path]:
@@ -143,27 +147,27 @@ def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{quoted(name)} appears twice")
     return found
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     """One tensor's description and the place where it begins behind the header."""
     if not isinstance(entry, dict):
-        raise CorruptCheckpoint(f"{path}: describes {name!r} by no JSON object")
+        raise CorruptCheckpoint(f"{path}: describes {quoted(name)} by no JSON object")
     shape, place = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
     dtype = entry.get("dtype")
     if shape is None or place is None or len(place) != 2 or not isinstance(dtype, str):
-        raise CorruptCheckpoint(f"{path}: gives {name!r} no proper dtype, shape and place")
+        raise CorruptCheckpoint(f"{path}: gives {quoted(name)} no proper dtype, shape and place")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name!r} has the dtype {dtype!r}, which modelmill does not read")
+        raise CheckpointError(f"{path}: {quoted(name)} has the dtype {quoted(dtype)}, which modelmill does not read")
     kind = DTYPES[dtype]
     nbytes = math.prod(shape) * kind.itemsize
     # A dimension of 2**60 beside one of 0 is no tensor anybody has; torch's strides would overflow on it.
     if place[1] - place[0] != nbytes or max(shape, default=0) >= 1 << 48:
         raise CorruptCheckpoint(
-            f"{path}: {name!r} of shape {shape} and dtype {dtype} takes {nbytes} bytes, but its place has "
+            f"{path}: {quoted(name)} of shape {shape} and dtype {dtype} takes {nbytes} bytes, but its place has "
             f"{place[1] - place[0]}"
         )
     label = str(kind).removeprefix("torch.")
@@ -171,9 +175,10 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
 
 
 def _counts(value: Any) -> list[int] | None:
-    """A JSON value that is a list of integers from 0 up (bools are ints to Python, not here), else None."""
-    good = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-    return value if good else None
+    """A JSON value that is a short list of integers from 0 up (bools are ints to Python, not here), else None."""
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return None
+    return value if all(type(item) is int and item >= 0 for item in value) else None
 
 
 def _check_places(path: Path, places: Sequence[tuple[TensorInfo, int]], room: int) -> None:
@@ -181,7 +186,7 @@ def _check_places(path: Path, places: Sequence[tuple[TensorInfo, int]], room: in
     for info, start in sorted(places, key=lambda place: (place[1], place[0].nbytes)):
         if start != end:
             what = "overlaps" if start < end else "leaves a gap after"
-            raise CorruptCheckpoint(f"{path}: {info.name!r} {what} {before!r}")
+            raise CorruptCheckpoint(f"{path}: {quoted(info.name)} {what} {quoted(before)}")
         end, before = start + info.nbytes, info.name
     if end > room:
         raise CorruptCheckpoint(

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.models._raw import longest, number, require, rope, switch, whole
+from modelmill.models._raw import depth, longest, number, require, rope, switch, whole
 from modelmill.nn.decoder import DecoderConfig
 
 DROPS = (r".*rotary_emb\.inv_freq", r".*\.masked_bias")
@@ -31,7 +31,7 @@ def configure(raw: Mapping[str, Any], **switches: Any) -> DecoderConfig:
     return DecoderConfig(
         hidden=hidden,
         inner=whole(raw, "intermediate_size"),
-        layers=whole(raw, "num_hidden_layers"),
+        layers=depth(raw, "num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -52,12 +52,13 @@ def windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     size = whole(raw, "sliding_window")
     kinds = raw.get("layer_types")
     if kinds is not None:
-        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
             raise CheckpointError(
                 "config.json: layer_types must name full_attention or sliding_attention for each layer"
             )
         return tuple(size if kind == "sliding_attention" else None for kind in kinds)
-    first = raw.get("max_window_layers", 0) or 0
+    first = number(raw, "max_window_layers", default=0)
     return tuple(size if layer >= first else None for layer in range(layers))
 
 

@@ -8,21 +8,41 @@ from typing import Any
 from modelmill.core.errors import CheckpointError
 from modelmill.nn.rotary import RopeSpec
 
+MAX_SIZE = 1 << 24
+"""Above every real width, vocabulary and context; keeps nonsense from taking memory before weights are looked at."""
 
-def whole(raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """The first of ``keys`` that is set, as a positive whole number."""
+MAX_LAYERS = 4096
+LARGEST = 1e12
+"""Above every real base, factor and epsilon; keeps float32 arithmetic on them finite."""
+
+
+def whole(raw: Mapping[str, Any], *keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    """The first of ``keys`` that is set, as a whole number from 1 to ``most``."""
     value = _first(raw, keys, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        raise CheckpointError(f"config.json: {keys[0]} must be a positive whole number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        raise CheckpointError(f"config.json: {keys[0]} must be a whole number from 1 to {most}, not {shown(value)}")
     return value
 
 
+def depth(raw: Mapping[str, Any], *keys: str) -> int:
+    """The number of layers."""
+    return whole(raw, *keys, most=MAX_LAYERS)
+
+
 def number(raw: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
-    """The first of ``keys`` that is set, as a number."""
+    """The first of ``keys`` that is set, as a number from 0 up."""
     value = _first(raw, keys, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value == value:
-        raise CheckpointError(f"config.json: {keys[0]} must be a number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LARGEST:
+        raise CheckpointError(f"config.json: {keys[0]} must be a number from 0 up, not {shown(value)}")
     return float(value)
+
+
+def positive(raw: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
+    """The first of ``keys`` that is set, as a number above 0."""
+    value = number(raw, *keys, default=default)
+    if value == 0:
+        raise CheckpointError(f"config.json: {keys[0]} must be above 0")
+    return value
 
 
 def switch(raw: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -30,7 +50,7 @@ def switch(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} must be true or false, not {value!r}")
+        raise CheckpointError(f"config.json: {key} must be true or false, not {shown(value)}")
     return value
 
 
@@ -39,8 +59,28 @@ def require(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default:
     value = raw.get(key, default)
     if value not in allowed:
         raise CheckpointError(
-            f"config.json: {key}={value!r} is not supported (supported: {', '.join(map(repr, allowed))})"
+            f"config.json: {key}={shown(value)} is not supported (supported: {', '.join(map(repr, allowed))})"
         )
+
+
+SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        ),
+    ),
+}
+"""Rope scalings by name: the numbers each needs, and those it may bring."""
 
 
 def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
@@ -49,31 +89,45 @@ def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
     for key in ("rope_parameters", "rope_scaling"):
         found = raw.get(key)
         if found is not None and not isinstance(found, Mapping):
-            raise CheckpointError(f"config.json: {key} must be an object, not {found!r}")
+            raise CheckpointError(f"config.json: {key} must be an object, not {shown(found)}")
         scaling.update(found or {})
-    base = number({**scaling, **{k: v for k, v in raw.items() if v is not None}}, "rope_theta", default=10000.0)
-    factors = scaling.get("factors")
+    base = positive({**scaling, **{k: v for k, v in raw.items() if v is not None}}, "rope_theta", default=10000.0)
+    if base == 1.0:
+        raise CheckpointError("config.json: rope_theta=1 rotates nothing")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
-            f"config.json: rope scaling {kind!r} is not supported (known: linear, dynamic, llama3, yarn)"
+            f"config.json: rope scaling {shown(kind)} is not supported (known: linear, dynamic, llama3, yarn)"
         )
-    needed: tuple[str, ...] = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",)}.get(kind, ())
-    if kind == "llama3":
-        needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    needed, optional = SCALINGS[kind]
     for key in needed:
-        number(scaling, key)
-    return RopeSpec(dim, base, max_positions, scaling, factors=None if factors is None else tuple(factors))
+        positive(scaling, key)
+    for key in optional:
+        if scaling.get(key) is not None:
+            number(scaling, key)
+    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise CheckpointError("config.json: rope scaling needs low_freq_factor below high_freq_factor")
+    return RopeSpec(dim, base, max_positions, scaling)
 
 
 def longest(spec: RopeSpec, max_positions: int) -> int:
     """Longest sequence a scaled rotation is meant for."""
-    factor = float(spec.scaling.get("factor", 1.0))
+    factor = float(spec.scaling.get("factor") or 1.0)
     if spec.kind in ("linear", "dynamic"):
-        return int(max_positions * factor)
+        return max(1, min(int(max_positions * factor), MAX_SIZE))
     if spec.kind == "yarn":
-        return max(max_positions, int(float(spec.scaling.get("original_max_position_embeddings") or 0) * factor))
+        trained = float(spec.scaling.get("original_max_position_embeddings") or 0)
+        return max(max_positions, min(int(trained * factor), MAX_SIZE))
     return max_positions
+
+
+def shown(value: Any) -> str:
+    """A foreign value for an error line: short, and free of what a terminal would obey."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python prints
+        text = "a number beyond all bounds"
+    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def _first(raw: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:

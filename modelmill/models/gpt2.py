@@ -12,7 +12,7 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.models._raw import number, require, switch, whole
+from modelmill.models._raw import depth, number, require, switch, whole
 from modelmill.nn.attention import Attention, AttentionSpec, Rope
 from modelmill.nn.embedding import Embedding, Head
 from modelmill.nn.kv import KVShape
@@ -60,7 +60,7 @@ def configure(raw: Mapping[str, Any]) -> Config:
     return Config(
         hidden=hidden,
         inner=whole(raw, "n_inner", default=4 * hidden),
-        layers=whole(raw, "n_layer", "num_hidden_layers"),
+        layers=depth(raw, "n_layer", "num_hidden_layers"),
         heads=heads,
         vocab=whole(raw, "vocab_size"),
         eps=number(raw, "layer_norm_epsilon", default=1e-5),

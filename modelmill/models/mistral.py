@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.models import _llama_names
 from modelmill.models._llama_names import PREFIXES, drops, rules
-from modelmill.models._raw import whole
+from modelmill.models._raw import depth
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 __all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
@@ -15,7 +15,7 @@ __all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
 
 def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json."""
-    layers = whole(raw, "num_hidden_layers")
+    layers = depth(raw, "num_hidden_layers")
     # Mistral's config has no layer list: a window, where set, holds in every layer
     return _llama_names.configure(raw, windows=_llama_names.windows({**raw, "max_window_layers": 0}, layers))
 

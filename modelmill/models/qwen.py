@@ -12,7 +12,7 @@ from typing import Any
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.models._raw import number, switch, whole
+from modelmill.models._raw import depth, number, positive, switch, whole
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
@@ -32,15 +32,14 @@ def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     seq_length = whole(raw, "seq_length", default=2048)
     positions = whole(raw, "max_position_embeddings", "n_positions", default=seq_length)
     ntk = switch(raw, "use_dynamic_ntk", False)
-    rotated = int(dim * number(raw, "rotary_pct", default=1.0))
-    if rotated != dim:
+    if number(raw, "rotary_pct", default=1.0) != 1.0:
         raise CheckpointError("config.json: rotary_pct other than 1.0 is not supported")
-    base = number(raw, "rotary_emb_base", "rope_theta", default=10000.0)
+    base = positive(raw, "rotary_emb_base", "rope_theta", default=10000.0)
     spec = RopeSpec(dim, base, seq_length, ntk_length=seq_length if ntk else None)
     config = DecoderConfig(
         hidden=hidden,
         inner=inner // 2,
-        layers=whole(raw, "num_hidden_layers", "n_layer"),
+        layers=depth(raw, "num_hidden_layers", "n_layer"),
         heads=heads,
         kv_heads=heads,
         head_dim=dim,

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.models import _llama_names
 from modelmill.models._llama_names import PREFIXES, drops, rules
-from modelmill.models._raw import switch, whole
+from modelmill.models._raw import depth, switch
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 __all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
@@ -15,7 +15,7 @@ __all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
 
 def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; attention biases by ``attention_bias``."""
-    layers = whole(raw, "num_hidden_layers")
+    layers = depth(raw, "num_hidden_layers")
     bias = switch(raw, "attention_bias", False)
     raw = {"head_dim": 128, **raw, "use_sliding_window": switch(raw, "use_sliding_window", False)}
     raw.setdefault("max_window_layers", 28)
