@@ -23,7 +23,7 @@ lint: $(VENV)/.test
 
 # every test that needs a CUDA device; on the device's own Python and torch
 test-gpu:
-	$(PYTHON) -m pytest -m gpu -q -p no:cacheprovider
+	$(PYTHON) -m pytest -m gpu -q -p no:cacheprovider $$(grep -rlE 'mark\.gpu' tests --include='test_*.py')
 
 # everything the engine promises that needs no GPU, on the real model; resumable; writes docs/verification.md
 verify: $(VENV)/.test
