@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -40,8 +41,12 @@ class AsyncLLM:
         id = dialogue.request.id
 
         def tell(item: Delta | BaseException | None) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, item)
+            # the asker's event loop may be gone; that must not take the engine's thread with it
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(news.put_nowait, item)
 
+        if not self._thread.is_alive():
+            raise ModelmillError("the engine was closed")
         self._commands.put(lambda: self._add(dialogue, tell))
         try:
             while (item := await news.get()) is not None:
@@ -66,7 +71,7 @@ class AsyncLLM:
         self._commands.put(lambda: self._drop(request_id))
 
     def close(self) -> None:
-        """Abort everything and stop the thread."""
+        """Abort everything and stop the thread; closing twice is closing once."""
         self._commands.put(None)
         self._thread.join()
 

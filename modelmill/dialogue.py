@@ -38,7 +38,7 @@ class Dialogue:
         text, stopped = "", False
         for id in ids:
             output.token_ids.append(id)
-            piece, stopped = voice.push(id)
+            piece, stopped = voice.push(id, watched=len(output.token_ids) > self.request.params.min_tokens)
             text += piece
             if stopped:
                 break
@@ -75,10 +75,12 @@ class _Voice:
         self._stops = StopMatcher(stops) if stops else None
         self.matched: str | None = None
 
-    def push(self, id: int) -> tuple[str, bool]:
+    def push(self, id: int, watched: bool) -> tuple[str, bool]:
+        """(text to give out, whether a stop string ended it). watched: whether stop strings count yet (min_tokens)."""
         if self._tokens is None:
             return "", False
-        return self._match(self._tokens.push(id))
+        text = self._tokens.push(id)
+        return self._match(text) if watched else (text, False)
 
     def flush(self) -> str:
         if self._tokens is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import resources
@@ -16,7 +17,7 @@ from modelmill.artifact.store import is_engine
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import RequestError, TokenizerError, UsageError
-from modelmill.core.types import Request, SamplingParams
+from modelmill.core.types import DEFAULTED, Request, SamplingParams
 from modelmill.dialogue import Dialogue
 from modelmill.runtime.loop import Loop
 from modelmill.text.chat import ChatFormat, load_chat
@@ -24,6 +25,7 @@ from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 class LLM:
@@ -64,6 +66,8 @@ class LLM:
         self.eos_ids = eos_ids(artifact.manifest, self.tokenizer)
         self._base_stops = _base_stops(artifact.manifest)
         self._count = itertools.count()
+        self._running: dict[str, Dialogue] = {}
+        self._news: dict[str, deque[Delta]] = {}
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -76,6 +80,7 @@ class LLM:
     ) -> list[Answer]:
         """Answer raw prompts: texts, {"prompt": text}, {"prompt_token_ids": ids} or lists of ids, all in one batch.
 
+        An object may add a "cache_salt": requests of different salts share no cached prefix.
         Returns one Answer a prompt, in order. progress: a bar on stderr; default: on a terminal, for more than one.
         """
         listed = _listed(prompts)
@@ -104,31 +109,35 @@ class LLM:
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
     ) -> Iterator[Delta]:
         """Deltas of one answer as they come. Closing the iterator aborts the request."""
-        return self._stream(self.request(prompt, params, **template))
+        return self._pump([self.request(prompt, params, **template)])
 
     def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> Dialogue:
         """A prompt in any form, or a conversation, as a request that has not been added yet."""
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
             return self.chat_request(prompt, params, **template)
-        return self._request(self._ids(prompt), text_of(prompt), params, self.eos_ids, self._base_stops)
+        if template:
+            raise UsageError(f"{', '.join(template)} belong(s) to a chat template, but this is no conversation")
+        request = self._request(self._ids(prompt), params, self.eos_ids, self._base_stops, _salt(prompt))
+        return Dialogue(request, text_of(prompt), self.tokenizer)
 
     def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> Dialogue:
         """One conversation as a request. Raises UsageError where the engine has no chat template."""
         if self.chat_format is None:
             raise UsageError(f"{self.path} has no chat template; use generate, or give one with --chat-template")
-        ids = self.chat_format.encode([dict(m) for m in messages], add_generation_prompt=True, **template)
+        ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
-        return self._request(ids, None, params, eos, tuple(self.chat_format.stop_strings))
+        request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings))
+        return Dialogue(request, None, self.tokenizer)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _ids(self, prompt: Any) -> list[int]:
         """Token ids of a prompt in any of its forms."""
         if isinstance(prompt, Mapping):
+            if ("prompt" in prompt) + ("prompt_token_ids" in prompt) != 1 or set(prompt) - PROMPT_KEYS:
+                raise RequestError('a prompt object has "prompt" or "prompt_token_ids", and may have "cache_salt"')
             if "prompt_token_ids" in prompt:
                 return _checked(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
-                raise RequestError('a prompt object needs "prompt" or "prompt_token_ids"')
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -139,11 +148,11 @@ class LLM:
     def _request(
         self,
         ids: list[int],
-        text: str | None,
         params: SamplingParams | None,
         eos: tuple[int, ...],
         stops: tuple[str, ...],
-    ) -> Dialogue:
+        salt: str = "",
+    ) -> Request:
         resolved = (params or SamplingParams()).resolved(self.defaults)
         if stops:
             resolved = replace(resolved, stop=tuple(dict.fromkeys((*resolved.stop, *stops))))
@@ -151,36 +160,38 @@ class LLM:
             raise TokenizerError(
                 f"{self.path} is an ids-only engine (no tokenizer); use stop_token_ids instead of stop"
             )
-        request = Request(id=f"r{next(self._count)}", prompt=tuple(ids), params=resolved, eos_ids=eos)
-        return Dialogue(request, text, self.tokenizer)
+        return Request(id=f"r{next(self._count)}", prompt=tuple(ids), params=resolved, eos_ids=eos, cache_salt=salt)
 
     def _answer(self, dialogues: Sequence[Dialogue], progress: bool | None) -> list[Answer]:
-        running = {d.request.id: d for d in dialogues}
-        try:
-            for dialogue in dialogues:
-                self.loop.add(dialogue.request)
-            with _bar(progress, len(dialogues)) as advance:
-                for delta in self._pump(running):
-                    if delta.answer.finished:
-                        advance()
-        finally:
-            for id in running:
-                self.loop.abort(id)
+        with _bar(progress, len(dialogues)) as advance:
+            for delta in self._pump(dialogues):
+                if delta.answer.finished:
+                    advance()
         return [d.answer for d in dialogues]
 
-    def _stream(self, dialogue: Dialogue) -> Iterator[Delta]:
-        running = {dialogue.request.id: dialogue}
-        self.loop.add(dialogue.request)
-        try:
-            yield from self._pump(running)
-        finally:
-            for id in running:
-                self.loop.abort(id)
+    def _pump(self, dialogues: Sequence[Dialogue]) -> Iterator[Delta]:
+        """Add the requests and step the loop until all have ended; aborts what is left when it is closed.
 
-    def _pump(self, running: dict[str, Dialogue]) -> Iterator[Delta]:
-        """Step the loop until all of ``running`` have ended."""
-        while running:
-            yield from self.advance(running)
+        Several may be open at once (a stream that is read while another is begun): each step serves all of them, and
+        what it says of others waits for them.
+        """
+        news: deque[Delta] = deque()
+        own = {d.request.id: d for d in dialogues}
+        try:
+            for id, dialogue in own.items():
+                self.loop.add(dialogue.request)
+                self._running[id], self._news[id] = dialogue, news
+            while news or any(id in self._running for id in own):
+                while news:
+                    yield news.popleft()
+                if any(id in self._running for id in own):
+                    for delta in self.advance(self._running):
+                        self._news[delta.answer.id].append(delta)
+        finally:
+            for id in own:
+                self._news.pop(id, None)
+                if self._running.pop(id, None) is not None:
+                    self.loop.abort(id)
 
     def advance(self, running: dict[str, Dialogue]) -> list[Delta]:
         """One step of the loop: what it adds to the ``running`` dialogues; ended ones are taken out of the dict."""
@@ -238,8 +249,7 @@ def cached_engine(
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """SamplingParams fields from a generation_config; do_sample false means greedy, as in transformers."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    out = {name: generation[name] for name in names if isinstance(generation.get(name), (int, float))}
+    out = {name: generation[name] for name in DEFAULTED if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         out["temperature"] = 0.0
     limit = generation.get("max_new_tokens")
@@ -293,9 +303,18 @@ def _listed(prompts: Any) -> list[Prompt]:
 def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams | None) for one in params):
+        raise RequestError("sampling takes SamplingParams, one for all prompts or a list with one a prompt")
     if len(params) != count:
         raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one a prompt")
     return list(params)
+
+
+def _salt(prompt: Any) -> str:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or len(salt) > 1024):
+        raise RequestError("cache_salt must be a text of up to 1024 characters")
+    return salt or ""
 
 
 def _checked(ids: Any) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from modelmill import LLM, AsyncLLM, SamplingParams
 from modelmill.core.config import BuildConfig
-from modelmill.core.errors import RequestError, TokenizerError, UsageError
+from modelmill.core.errors import ModelmillError, RequestError, TokenizerError, UsageError
 from modelmill.core.types import Finish
 from modelmill.llm import build_engine, sampling_defaults
 
@@ -195,6 +195,74 @@ def test_generation_config_gives_the_defaults() -> None:
     told = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "odd": 3}
     assert sampling_defaults(told) == {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
     assert sampling_defaults({"max_new_tokens": 512}) == {"max_tokens": 512}
+
+
+def test_streams_read_in_turns_do_not_starve_each_other(llm: LLM) -> None:
+    """A step serves everything that is open: what it says of one stream must not be lost while another is read."""
+    alone = [text(llm, p) for p in ("Once upon a time", "The dog", "Lily said")]
+    first, second = llm.stream("Once upon a time", GREEDY), llm.stream("The dog", GREEDY)
+    got = [next(first).text, next(second).text]
+    got[0] += next(first).text
+    third = text(llm, "Lily said")
+    got[1] += "".join(d.text for d in second)
+    got[0] += "".join(d.text for d in first)
+    assert [*got, third] == alone
+    assert not llm.loop.has_work
+
+
+def test_an_unread_stream_is_aborted_when_it_is_closed(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=400))
+    next(stream)
+    assert text(llm, "The dog") == text(llm, "The dog")
+    stream.close()  # type: ignore[attr-defined]
+    while llm.loop.has_work:
+        llm.loop.step()
+    assert llm.loop.stats().free_pages == llm.loop.num_pages
+
+
+def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
+    whole = text(llm, "Once upon a time", max_tokens=60)
+    stop = whole[4]
+    answer = llm.generate(
+        "Once upon a time", SamplingParams(temperature=0, max_tokens=60, min_tokens=20, stop=(stop,))
+    )[0].outputs[0]
+    assert len(answer.token_ids) > 20
+    assert whole.startswith(answer.text)
+    assert len(answer.text) > len(text(llm, "Once upon a time", max_tokens=60, stop=(stop,)))
+
+
+def test_a_salt_keeps_prefixes_apart(llm: LLM) -> None:
+    ids = [1, *range(10, 80)]
+
+    def cached(**more: Any) -> int:
+        return llm.generate({"prompt_token_ids": ids, **more}, GREEDY)[0].cached_tokens
+
+    cached(cache_salt="a")
+    assert cached(cache_salt="a") > 0
+    assert cached(cache_salt="b") == 0
+
+
+def test_what_is_no_prompt_is_one_line(llm: LLM) -> None:
+    bad = [[[]], [None], [1.5], [True], [{"prompt": 3}], [{"prompt": "a", "prompt_token_ids": [1]}], [{}],
+           [{"prompt": "a", "temperature": 0}], [{"prompt": "a", "cache_salt": 7}], [["1"]], [[1.0]], [[10**30]],
+           [[-1]], [{"prompt_token_ids": "12"}]]  # fmt: skip
+    for prompts in bad:
+        with pytest.raises(RequestError):
+            llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    for params in ({"temperature": 0}, [GREEDY, GREEDY], ["greedy"], 0):
+        with pytest.raises(RequestError):
+            llm.generate("Once", params)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no conversation"):
+        llm.stream("Once", GREEDY, tools=[])
+    assert not llm.loop.has_work
+    assert text(llm, "Once upon a time").startswith(",")
+
+
+def test_a_closed_engine_says_so(engine: Path) -> None:
+    closed = AsyncLLM(engine, device="cpu")
+    closed.close()
+    with pytest.raises(ModelmillError, match="closed"):
+        asyncio.run(closed.generate("Once upon a time", GREEDY))
 
 
 def test_asyncio_streams_abort_and_errors(engine: Path, llm: LLM) -> None:

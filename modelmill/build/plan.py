@@ -18,8 +18,9 @@ from modelmill.checkpoint.container import listed
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Resolved, plan_renames, result_info
 from modelmill.core.config import BuildConfig, to_dict
-from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture, UsageError
+from modelmill.core.errors import CheckpointError, RequestError, TensorMismatch, UnknownArchitecture, UsageError
 from modelmill.core.find import find, names, nearest
+from modelmill.core.types import DEFAULTED, SamplingParams
 from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.weights.held import PackedInfo, packed_info
@@ -164,6 +165,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
     """Decide everything, reading no weights. Raises CheckpointError (UnknownArchitecture, …) or UsageError."""
     family = find_family(checkpoint)
     sizes = family.configure(checkpoint.config)
+    _check_generation(checkpoint)
     config, reasons = _resolve(checkpoint, config)
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
     limit = getattr(sizes, "limit", None) or sizes.max_len
@@ -198,6 +200,15 @@ def find_family(checkpoint: Checkpoint) -> ModuleType:
         f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not known{guess}; "
         f"known are {', '.join(known)}"
     )
+
+
+def _check_generation(checkpoint: Checkpoint) -> None:
+    """Defaults that no request could be answered with are the checkpoint's fault, and are named here."""
+    for name in DEFAULTED:
+        try:
+            SamplingParams(**{name: checkpoint.generation_config.get(name)})
+        except RequestError as error:
+            raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
 
 
 def gib(count: int) -> str:

@@ -16,6 +16,8 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 MAX_BIAS = 1024
 MAX_BEAMS = 32
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields whose defaults a checkpoint's generation_config may give."""
 
 
 class Finish(StrEnum):
@@ -60,30 +62,24 @@ class SamplingParams:
     include_stop: bool = False
 
     def __post_init__(self) -> None:
-        stop = self.stop
-        if isinstance(stop, str):
-            stop = (stop,)
-        object.__setattr__(self, "stop", tuple(stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _listed("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise RequestError(f"logit_bias must map token ids to numbers, not be {_shown(self.logit_bias)}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check()
 
     def _check(self) -> None:
-        _int("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _int("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        _int("seed", self.seed, -(2**63), 2**64 - 1)
-        _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _int("num_beams", self.num_beams, 1, MAX_BEAMS)
-        _number("length_penalty", self.length_penalty, -100.0, 100.0)
+        for name, (low, high) in _WHOLE.items():
+            if getattr(self, name) is not None or name in _NEEDED:
+                _int(name, getattr(self, name), low, high)
+        for name, (least, most) in _REAL.items():
+            if getattr(self, name) is not None or name in _NEEDED:
+                _number(name, getattr(self, name), least, most, open_low=name in _ABOVE)
+        for name in ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}")
         if self.num_beams > 1 and self.n > self.num_beams:
             raise RequestError(f"n={self.n} asks for more than num_beams={self.num_beams} beams; lower n")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -122,6 +118,9 @@ class SamplingParams:
         for name, value in {**neutral, **{k: v for k, v in defaults.items() if k in known}}.items():
             if getattr(self, name) is None and value is not None:
                 filled[name] = value
+        if filled.get("max_tokens", self.min_tokens) < self.min_tokens:
+            # the default is a suggestion, the minimum was asked for
+            filled["max_tokens"] = self.min_tokens
         return replace(self, **filled)
 
     @property
@@ -185,20 +184,60 @@ class Token:
     score: float | None = None
 
 
-def _int(name: str, value: Any, low: int, high: int) -> None:
+_WHOLE: dict[str, tuple[int, int]] = {
+    "n": (1, MAX_N),
+    "top_k": (-1, 2**31 - 1),
+    "max_tokens": (0, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "num_beams": (1, MAX_BEAMS),
+}
+_REAL: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 100.0),
+    "length_penalty": (-100.0, 100.0),
+}
+# these have no default of their own to fall back to, so None is no value for them
+_NEEDED = {"n", "min_tokens", "num_beams", "length_penalty"}
+# at zero these would leave no token, or divide by it
+_ABOVE = {"top_p", "repetition_penalty"}
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
-        return
+        return ()
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise RequestError(f"{name} must be a list, not {_shown(value)}")
+    return tuple(value)
+
+
+def _int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number, not {value!r}")
+        raise RequestError(f"{name} must be a whole number, not {_shown(value)}")
     if not low <= value <= high:
-        raise RequestError(f"{name}={value} is outside {low}…{high}")
+        raise RequestError(f"{name}={_shown(value)} is outside {low}…{high}")
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}")
+    # a whole number may be too large for a float, so it is compared before it is converted
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole and not (isinstance(value, float) and math.isfinite(value)):
+        raise RequestError(f"{name} must be a finite number, not {_shown(value)}")
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise RequestError(f"{name}={value} is outside {bracket}{low:g}, {high:g}]")
+        raise RequestError(f"{name}={_shown(value)} is outside {bracket}{low:g}, {high:g}]")
+
+
+def _shown(value: Any) -> str:
+    """A value from a request for an error line: short, whatever it holds."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python prints
+        text = "a number beyond all bounds"
+    return text if len(text) <= 60 else text[:57] + "…"

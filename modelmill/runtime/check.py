@@ -38,9 +38,10 @@ def check(request: Request, bounds: Bounds) -> None:
             f"num_beams={params.num_beams} exceeds the {bounds.seqs} sequences of a step (max_num_seqs, "
             "max_num_batched_tokens); lower it"
         )
-    outside = [t for t in params.logit_bias if t >= bounds.vocab]
-    if outside:
-        raise RequestError(f"logit_bias names a token id outside 0…{bounds.vocab - 1}: {outside[0]}")
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        outside = [t for t in ids if t >= bounds.vocab]
+        if outside:
+            raise RequestError(f"{name} names a token id outside 0…{bounds.vocab - 1}: {outside[0]}")
     for insert in request.inserts:
         if insert.position < 0 or insert.length < 1 or insert.position + insert.length > len(prompt):
             raise RequestError("an insert reaches outside the prompt")

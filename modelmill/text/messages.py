@@ -11,6 +11,7 @@ from modelmill.core.errors import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 MAX_DEPTH = 64
+MAX_BITS = 1024  # Python refuses to print much longer ones
 
 
 def checked(messages: object) -> list[dict[str, Any]]:
@@ -38,6 +39,8 @@ def check_data(value: object, where: str, depth: int = 0) -> None:
             check_data(item, where, depth + 1)
     elif not isinstance(value, str | int | float | None):
         raise RequestError(f"{where} holds a {type(value).__name__}, which JSON cannot express")
+    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise RequestError(f"{where} holds a whole number of more than {MAX_BITS} bits")
 
 
 def _message(message: object, where: str) -> dict[str, Any]:
