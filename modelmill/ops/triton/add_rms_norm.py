@@ -8,6 +8,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import row_launch, rows_of
+from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.rms_norm import WIDEST
 
 
@@ -26,7 +27,7 @@ def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: floa
     share, block, warps = row_launch(flat)
     _kernel[(triton.cdiv(rows, share),)](
         flat, held, weight, out, total, rows, width, flat.stride(0), held.stride(0), eps,
-        ROWS=share, BLOCK=block, num_warps=warps,
+        ROWS=share, BLOCK=block, num_warps=warps, **launch(x.device, rows),
     )  # fmt: skip
     return out.view(x.shape), total
 
@@ -34,14 +35,15 @@ def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: floa
 @triton.jit
 def _kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, rows, width, x_stride, residual_stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
+    enter(EARLY)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     held = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     # Rounded to the stream's dtype before the statistics, as the unfused pair of ops would.
     total = (x.to(tl.float32) + held.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + row[:, None] * width + column[None, :], total, mask=inside)

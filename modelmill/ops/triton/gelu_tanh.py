@@ -8,6 +8,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import multiprocessors
+from modelmill.ops.triton.early import enter, launch
 
 
 def supports(x: torch.Tensor) -> bool:
@@ -20,14 +21,17 @@ def run(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     count = x.numel()
     block = 256 if count < 4096 * multiprocessors(x.device) else 2048
-    _kernel[(triton.cdiv(count, block),)](x, out, count, BLOCK=block, num_warps=max(1, block // 256))
+    _kernel[(triton.cdiv(count, block),)](
+        x, out, count, BLOCK=block, num_warps=max(1, block // 256), **launch(x.device, count // x.shape[-1])
+    )
     return out
 
 
 @triton.jit
-def _kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def _kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
+    enter(EARLY)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     # (1 + tanh u) / 2 = sigmoid(2u): nothing cancels for small or very negative u.

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import row_launch, rows_of
+from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.rms_norm import WIDEST
 
 
@@ -23,19 +24,24 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     share, block, warps = row_launch(flat)
     _kernel[(triton.cdiv(rows, share),)](
-        flat, weight, bias, out, rows, width, flat.stride(0), eps, ROWS=share, BLOCK=block, num_warps=warps
-    )
+        flat, weight, bias, out, rows, width, flat.stride(0), eps,
+        ROWS=share, BLOCK=block, num_warps=warps, **launch(x.device, rows),
+    )  # fmt: skip
     return out.view(x.shape)
 
 
 @triton.jit
-def _kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, width, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, width, stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    enter(EARLY)
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     wide = x.to(tl.float32)
     mean = tl.sum(wide, axis=1) / width
     away = tl.where(inside, wide - mean[:, None], 0.0)

@@ -4,6 +4,8 @@ One row of x is a product with a vector (``_vector``: each program holds a few w
 reduces once). Up to MOST rows go through the tensor cores with the weight as the left operand (``_tile``): its 16 to
 64 rows fill an instruction that the few rows of x would leave empty, and a weight that must be converted first
 (int8) reaches it from registers. More rows are cuBLAS's work, through the reference.
+
+Weights do not depend on the kernel in front: while that computes, ``_vector`` already has its first block on the way.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import INTERPRETED, multiprocessors, power_of_two
 from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.early import enter, launch
 
 MOST = 16
 
@@ -43,19 +46,21 @@ def vector(
     rows, block, warps = _strip(n, k, weight)
     _vector[(triton.cdiv(n, rows),)](
         x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k, weight.stride(0),
-        SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED, BLOCK_N=rows, BLOCK_K=block,
-        num_warps=warps,
+        SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0, ONCE=k <= block,
+        BLOCK_N=rows, BLOCK_K=block, num_warps=warps, **launch(x.device, x.shape[0]),
     )  # fmt: skip
 
 
 def _strip(n: int, k: int, weight: torch.Tensor) -> tuple[int, int, int]:
-    """(rows a program, depth, warps): measured on an H200."""
-    whole = power_of_two(k)
+    """(rows a program, depth, warps): measured on an H200, in a whole step."""
+    whole = max(8, power_of_two(k))
     if n < 4 * multiprocessors(weight.device):  # too few rows to share programs
         return 1, min(1024, whole), max(1, min(4, whole // 256))
     if weight.element_size() == 1:
         return (4, min(512, whole), 2) if n > 16384 else (2, min(1024, whole), 2)
-    return (2, min(512, whole), 2) if n <= 8192 else (2, min(1024, whole), 4)
+    if n <= 4096 or weight.element_size() == 4:
+        return 4, min(1024, whole), 4
+    return (1, min(4096, whole), 4) if n <= 16384 else (2, min(4096, whole), 8)
 
 
 def tile(
@@ -70,6 +75,7 @@ def tile(
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0),
         SCALE=scale is not None, BIAS=bias is not None, EVEN=k % block_k == 0,
         BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, num_stages=stages, num_warps=warps,
+        **launch(x.device, tokens),
     )  # fmt: skip
 
 
@@ -90,29 +96,54 @@ def _tiling(tokens: int, n: int, x: torch.Tensor, weight: torch.Tensor) -> tuple
 @triton.jit
 def _vector(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n, k, stride,
-    SCALE: tl.constexpr, BIAS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE: tl.constexpr, BIAS: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
-    kept = row < n
-    source = weight_ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
-    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(0, k, BLOCK_K):
-        inside = column < k - start
-        # The weight is used once in a step: it should not push the activations out of the cache.
-        w = tl.load(source + start, mask=kept[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
-        if SCALE and ASSEMBLY:
-            wide = _widened(w)
-        else:
-            wide = w.to(tl.float32)
-        total += wide * x.to(tl.float32)[None, :]
+    # Rows past the end repeat the last one: a load without a mask is cheaper, and their results are not stored.
+    held = tl.minimum(row, n - 1)
+    source = weight_ptr + held.to(tl.int64)[:, None] * stride + column[None, :]
+    # The weight is used once in a step: it should not push the activations out of the cache. Its first block is on
+    # its way before x may be read.
+    if EVEN:
+        w = tl.load(source, eviction_policy="evict_first")
+    else:
+        w = tl.load(source, mask=(column < k)[None, :], other=0.0, eviction_policy="evict_first")
+    enter(EARLY)
+    if ONCE:
+        total = _products(w, x_ptr + column, column < k, SCALE and ASSEMBLY, EVEN)
+    else:
+        total = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+        for start in range(0, k, BLOCK_K):
+            left = k - start
+            ahead = tl.load(
+                source + (start + BLOCK_K), mask=(column < left - BLOCK_K)[None, :], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            total += _products(w, x_ptr + start + column, column < left, SCALE and ASSEMBLY, EVEN)
+            w = ahead
     out = tl.sum(total, axis=1)
     if SCALE:
-        out *= tl.load(scale_ptr + row, mask=kept, other=0.0)
+        out *= tl.load(scale_ptr + held)
     if BIAS:
-        out += tl.load(bias_ptr + row, mask=kept, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=kept)
+        out += tl.load(bias_ptr + held).to(tl.float32)
+    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=row < n)
+
+
+@triton.jit
+def _products(w, x_ptr, inside, WIDEN: tl.constexpr, EVEN: tl.constexpr):
+    """w [N, K] times x [K], the products of eight neighbours, which one thread holds, added: [N, K / 8]."""
+    if EVEN:
+        x = tl.load(x_ptr)
+    else:
+        x = tl.load(x_ptr, mask=inside, other=0.0)
+    if WIDEN:
+        wide = _widened(w)
+    else:
+        wide = w.to(tl.float32)
+    product = wide * x.to(tl.float32)[None, :]
+    return tl.sum(tl.reshape(product, [w.shape[0], w.shape[1] // 8, 8]), axis=2)
 
 
 @triton.jit
@@ -145,7 +176,7 @@ def _widened(w):
 @triton.jit
 def _tile(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride, out_stride,
-    SCALE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    SCALE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -153,6 +184,7 @@ def _tile(
     column = tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last one: a load without a mask is cheaper, and their results are not stored.
     held = tl.minimum(row, n - 1).to(tl.int64)
+    enter(EARLY)
     weight_at = weight_ptr + held[:, None] * stride + column[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import early_launch, multiprocessors, power_of_two
+from modelmill.ops.triton.device import multiprocessors, power_of_two
+from modelmill.ops.triton.early import enter, launch
 
 LOG2E = 1.4426950408889634
 LEAST_KEYS = 64  # keys a split must have before it is worth a program
+LEAST_ALONE = 16  # the same where each head is a program of its own
 MOST_SPLITS = 64
 
 
@@ -55,18 +56,19 @@ def run(
     tokens, heads, dim = q.shape
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     tensors = (q, k_cache, v_cache, block_tables, query_start, context_lens, out)
-    if max_query == 1:
+    # Single queries among longer stretches would each fill one row of a prefill tile: they are decoded.
+    mixed = max_query > 1 and block_tables.shape[0] > 1
+    if max_query > 1:
+        _prefill(tensors, (max_query, max_context), scale * LOG2E, window, mixed)
+    if max_query == 1 or mixed:
         _decode(tensors, max_context, scale * LOG2E, window)
-    else:
-        _prefill(tensors, (max_query, max_context), scale * LOG2E, window)
     return out
 
 
-def _splits(pairs: int, each: int, max_context: int, window: int | None, device: torch.device) -> int:
+def _splits(pairs: int, each: int, keys: int, least: int, device: torch.device) -> int:
     """Programs that share one context: enough for ``each`` on every multiprocessor, none without keys."""
-    keys = max_context if window is None else min(max_context, window)
     wanted = triton.cdiv(each * multiprocessors(device), pairs)
-    return max(1, min(wanted, triton.cdiv(keys, LEAST_KEYS), MOST_SPLITS))
+    return max(1, min(wanted, triton.cdiv(keys, least), MOST_SPLITS))
 
 
 def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, window: int | None) -> None:
@@ -76,14 +78,16 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     # One query head a KV head leaves a tensor-core tile 1/16 full, and float32 must not be rounded to tf32:
     # both are multiplied and summed as vectors, a head each.
     shared = heads != kv_heads and q.dtype != torch.float32
-    pairs, each = (batch * kv_heads, 4) if shared else (batch * heads, 8)
-    splits = _splits(pairs, each, max_context, window, q.device)
+    pairs, each, least = (batch * kv_heads, 4, LEAST_KEYS) if shared else (batch * heads, 8, LEAST_ALONE)
+    keys = max_context if window is None else min(max_context, window)
+    splits = _splits(pairs, each, keys, least, q.device)
     parts = sums = out
     if splits > 1:
         parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((batch, heads, splits, 2), dtype=torch.float32, device=q.device)
-    common = {"HEADS": heads, "DIM": dim, "WINDOW": window or 0, "SPLITS": splits, "LEAST": LEAST_KEYS}
-    common |= {"EARLY": splits > 1 and early_launch(q.device)}
+    common = {"HEADS": heads, "DIM": dim, "WINDOW": window or 0, "SPLITS": splits, "LEAST": least}
+    # The merge may take its place while the parts are being made; it waits there.
+    first, last = launch(q.device, 1 if splits > 1 else batch), launch(q.device, batch)
     layout = {"GROUP": heads // kv_heads, "PAGE": page_size, "WIDE": _wide(k)}
     block_d = power_of_two(dim)
     strides = (tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3])
@@ -92,17 +96,17 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
         group = max(16, power_of_two(heads // kv_heads))
         _decode_groups[(kv_heads, batch, splits)](
             *pointers, *strides, BLOCK_G=group, BLOCK_N=LEAST_KEYS, BLOCK_D=max(16, block_d),
-            num_warps=4, num_stages=3 if block_d <= 128 and splits <= 2 else 2, **common, **layout,
+            num_warps=4, num_stages=3 if block_d <= 128 and splits <= 2 else 2, **common, **layout, **first,
         )  # fmt: skip
     else:
         block_n = (32 if splits == 1 else 16) * 128 // max(128, block_d * q.element_size() // 2)
         _decode_heads[(heads, batch, splits)](
-            *pointers, *strides, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=2, **common, **layout
+            *pointers, *strides, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=2, **common, **layout, **first
         )
     if splits > 1:
         _merge[(heads, batch)](
             parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d, num_warps=4,
-            launch_pdl=common["EARLY"], **common,
+            **common, **last,
         )  # fmt: skip
 
 
@@ -111,7 +115,9 @@ def _wide(cache: torch.Tensor) -> bool:
     return cache.stride(0) * cache.shape[0] >= 1 << 31
 
 
-def _prefill(tensors: tuple[torch.Tensor, ...], bounds: tuple[int, int], scale: float, window: int | None) -> None:
+def _prefill(
+    tensors: tuple[torch.Tensor, ...], bounds: tuple[int, int], scale: float, window: int | None, mixed: bool
+) -> None:
     q, k, v, tables, starts, lengths, out = tensors
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
@@ -120,7 +126,7 @@ def _prefill(tensors: tuple[torch.Tensor, ...], bounds: tuple[int, int], scale: 
     _prefill_tiles[(heads, triton.cdiv(bounds[0], block_m), batch)](
         q, k, v, tables, starts, lengths, out, scale,
         tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WIDE=_wide(k), WINDOW=window or 0,
+        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WIDE=_wide(k), WINDOW=window or 0, MIXED=mixed,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
 
@@ -176,29 +182,29 @@ def _decode_heads(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr, scale,
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    PAGE: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:  # the merge may take its place on the multiprocessors; it waits there for these results
-        gdc_launch_dependents()
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     after = tl.load(starts_ptr + sequence + 1)
     begin, end = _span(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, LEAST)
-    if after == row:
+    tables_ptr += sequence * table_stride
+    kv = (head // GROUP).to(tl.int64) * head_stride
+    enter(EARLY)
+    if after - row != 1:
         return
     if SPLITS > 1 and begin >= end:  # the merge counts the splits that have keys
         return
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     real = d < DIM
     q = tl.load(q_ptr + row * q_stride + head * q_head + d, mask=real, other=0.0).to(tl.float32) * scale
-    k_at = k_ptr + (head // GROUP).to(tl.int64) * head_stride + d[None, :]
-    v_at = v_ptr + (head // GROUP).to(tl.int64) * head_stride + d[None, :]
+    k_at = k_ptr + kv + d[None, :]
+    v_at = v_ptr + kv + d[None, :]
     # Each of the BLOCK_N lanes keeps its own softmax: inside the loop nothing is reduced across keys.
     top = tl.full([BLOCK_N], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_N], tl.float32)
     mixed = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    tables_ptr += sequence * table_stride
     place = _places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
     for start in range(begin, end, BLOCK_N):
         key = start + n
@@ -233,16 +239,17 @@ def _decode_groups(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr, scale,
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    PAGE: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:  # the merge may take its place on the multiprocessors; it waits there for these results
-        gdc_launch_dependents()
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     after = tl.load(starts_ptr + sequence + 1)
     begin, end = _span(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, LEAST)
-    if after == row:
+    tables_ptr += sequence * table_stride
+    kv = kv_head.to(tl.int64) * head_stride
+    enter(EARLY)
+    if after - row != 1:
         return
     if SPLITS > 1 and begin >= end:
         return
@@ -251,12 +258,11 @@ def _decode_groups(
     head = kv_head * GROUP + g
     mask = (g < GROUP)[:, None] & real[None, :]
     q = tl.load(q_ptr + row * q_stride + head[:, None] * q_head + d[None, :], mask=mask, other=0.0)
-    k_at = k_ptr + kv_head.to(tl.int64) * head_stride + d[None, :]
-    v_at = v_ptr + kv_head.to(tl.int64) * head_stride + d[None, :]
+    k_at = k_ptr + kv + d[None, :]
+    v_at = v_ptr + kv + d[None, :]
     top = tl.full([BLOCK_G], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    tables_ptr += sequence * table_stride
     place = _places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
     for start in range(begin, end, BLOCK_N):
         key = start + n
@@ -294,20 +300,19 @@ def _merge(
     after = tl.load(starts_ptr + sequence + 1)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     begin, end = _span(tl.load(lengths_ptr + sequence), s, WINDOW, SPLITS, LEAST)
-    if EARLY:
-        gdc_wait()
+    enter(EARLY)
     part = (sequence * HEADS + head).to(tl.int64) * SPLITS + s
     # Read whether used or not, so that nothing waits for the length; what no split wrote is dropped below.
     top = tl.load(sums_ptr + part * 2, mask=s < SPLITS, other=0.0)
     mass = tl.load(sums_ptr + part * 2 + 1, mask=s < SPLITS, other=0.0)
     inside = (s < SPLITS)[:, None] & (d < DIM)[None, :]
     mixed = tl.load(parts_ptr + part[:, None] * DIM + d[None, :], mask=inside, other=0.0)
-    used = (s < SPLITS) & (begin < end)
+    used = (s < SPLITS) & (begin < end) & (after - row == 1)
     top = tl.where(used, top, -1.0e30)
     share = tl.exp2(top - tl.max(top, axis=0))
     total = tl.sum(tl.where(used, mass * share, 0.0), axis=0)
     out = tl.sum(tl.where(used[:, None], mixed * share[:, None], 0.0), axis=0) / tl.where(total > 0.0, total, 1.0)
-    if after != row:
+    if after - row == 1:
         tl.store(out_ptr + (row * HEADS + head) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
@@ -316,13 +321,13 @@ def _prefill_tiles(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, MIXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # The last queries have the most keys: started first for all heads, they do not end last.
     head, block, sequence = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - row
-    if block * BLOCK_M >= count:
+    if block * BLOCK_M >= count or (MIXED and count == 1):
         return
     m, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     history = tl.load(lengths_ptr + sequence) - count  # negative for padding: no key is visited then

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import row_launch, rows_of
+from modelmill.ops.triton.early import enter, launch
 
 WIDEST = 32768
 
@@ -24,17 +25,24 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     share, block, warps = row_launch(flat)
     grid = (triton.cdiv(rows, share),)
-    _kernel[grid](flat, weight, out, rows, width, flat.stride(0), eps, ROWS=share, BLOCK=block, num_warps=warps)
+    _kernel[grid](
+        flat, weight, out, rows, width, flat.stride(0), eps,
+        ROWS=share, BLOCK=block, num_warps=warps, **launch(x.device, rows),
+    )  # fmt: skip
     return out.view(x.shape)
 
 
 @triton.jit
-def _kernel(x_ptr, weight_ptr, out_ptr, rows, width, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(
+    x_ptr, weight_ptr, out_ptr, rows, width, stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
+    enter(EARLY)
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
     normal = (wide * scale[:, None]).to(x.dtype).to(tl.float32)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import power_of_two, rows_of
+from modelmill.ops.triton.early import enter, launch
 
 
 def supports(
@@ -58,7 +59,8 @@ def run(
         q_norm if norm else flat, k_norm if norm else flat,
         flat.stride(0), *k_cache.stride()[:3], eps,
         HEADS=heads, KV_HEADS=kv_heads, PAGE=page_size, DIM=dim, SHARE=share, HALF=half,
-        ROTATE=rotate, NORM=norm, SCALE=q_scale is not None, num_warps=max(1, min(4, share * half // 128)),
+        ROTATE=rotate, NORM=norm, SCALE=q_scale is not None,
+        num_warps=max(1, min(4, share * half // 128)), **launch(qkv.device, tokens),
     )  # fmt: skip
     return q
 
@@ -69,6 +71,7 @@ def _kernel(
     stride, page_stride, head_stride, token_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr,
     HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * SHARE + tl.arange(0, SHARE))[:, None]
@@ -77,11 +80,12 @@ def _kernel(
     is_q = head < HEADS
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = head >= HEADS + KV_HEADS
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    enter(EARLY)
     source = qkv_ptr + token * stride + head * DIM + d
     a = tl.load(source, mask=inside, other=0.0)
     b = tl.load(source + DIM // 2, mask=inside, other=0.0)
     dtype = a.dtype
-    slot = tl.load(slots_ptr + token).to(tl.int64)
     if NORM:
         a, b = _normed(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM)
     first, second = a.to(tl.float32), b.to(tl.float32)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import multiprocessors, power_of_two, rows_of
+from modelmill.ops.triton.early import enter, launch
 
 
 def supports(gate_up: torch.Tensor) -> bool:
@@ -25,16 +26,18 @@ def run(gate_up: torch.Tensor) -> torch.Tensor:
     block = min(256 if few else 2048, power_of_two(inner))
     across = triton.cdiv(inner, block)
     _kernel[(rows * across,)](
-        flat, out, inner, flat.stride(0), across, BLOCK=block, num_warps=max(1, min(8, block // 256))
-    )
+        flat, out, inner, flat.stride(0), across,
+        BLOCK=block, num_warps=max(1, min(8, block // 256)), **launch(flat.device, rows),
+    )  # fmt: skip
     return out.view(*gate_up.shape[:-1], inner)
 
 
 @triton.jit
-def _kernel(x_ptr, out_ptr, inner, stride, across, BLOCK: tl.constexpr):
+def _kernel(x_ptr, out_ptr, inner, stride, across, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
+    enter(EARLY)
     gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * stride + inner + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
