@@ -109,21 +109,31 @@ class Bench:
         self._run(before, None)
 
     def norms(self) -> None:
-        """Every norm on inputs of the size of √eps."""
-        width, eps = self.reference.hidden_size, self.reference.eps
-        generator = torch.Generator().manual_seed(17)
-        tiny = torch.randn(len(self.ids), width, generator=generator) * eps**0.5
-        tiny = tiny.to(getattr(torch, self.dtype)).float()
+        """Every norm on inputs of the size of √eps; a norm per head, inside the rotation, too."""
+        eps, dtype = self.reference.eps, getattr(torch, self.dtype)
         canonical = {"attn_norm": "input_norm", "mlp_norm": "mlp_norm", "norm": "final_norm"}
 
-        def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            return _stream_args(tiny[: len(args[0])], args) if _split(name)[1] in canonical else None
+        def tiny(width: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(17)
+            return (torch.randn(len(self.ids), width, generator=generator) * eps**0.5).to(dtype).float()
 
-        def after(name: str, _: tuple[Any, ...], output: Any) -> None:
+        def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            part = _split(name)[1]
+            if part == "attn.rotate":
+                return _like(tiny(args[0].shape[1]), args[0]), *args[1:]
+            return _stream_args(tiny(args[0].shape[1])[: len(args[0])], args) if part in canonical else None
+
+        def after(name: str, args: tuple[Any, ...], output: Any) -> None:
             layer, part = _split(name)
             if part in canonical:
-                expected = self.reference.run_norm(layer, canonical[part], tiny[: len(output[0])])
+                x = tiny(args[0].shape[1])[: len(output[0])]
+                expected = self.reference.run_norm(layer, canonical[part], x)
                 self._note(f"{name}.eps", layer, f"{part}.eps", canonical[part], output[0], expected)
+            elif part == "attn.rotate" and layer is not None:
+                q = output.reshape(len(output), -1)
+                heads = self.reference.normed_heads(layer, tiny(args[0].shape[1])[:, : q.shape[1]])
+                if heads is not None:
+                    self._note(f"{name}.eps", layer, f"{part}.eps", "q_rot", q, heads)
 
         self._run(before, after)
 

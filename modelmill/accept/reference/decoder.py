@@ -136,6 +136,14 @@ class DecoderReference(Reference):
         """[count]: what turned queries are multiplied with, position by position."""
         return torch.ones(count, dtype=self.dtype)
 
+    @torch.no_grad()
+    def normed_heads(self, index: int, flat: Tensor) -> Tensor | None:
+        """q [T, heads·dim], any values, after its head norm and rotation; None where heads are not normed."""
+        if self.model_type != "qwen3":
+            return None
+        weights = {"q_norm": self.norm_weights(index, "q_norm")}
+        return self._heads(flat.to(self.dtype), weights, "q", flat.shape[0]).reshape(flat.shape[0], -1)
+
     def _heads(self, flat: Tensor, weights: LayerWeights, name: str, prompt_length: int) -> Tensor:
         """Projection [T, heads·dim] → head norm (where there is one) → turned [T, heads, dim]."""
         x = flat.reshape(flat.shape[0], -1, self.head_dim)

@@ -106,6 +106,10 @@ class Reference:
         """The reference norm on any input [..., width]; tiny inputs (rms ≈ √eps) bring the epsilon to light."""
         return self.apply_norm(x.to(self.dtype), self.norm_weights(index, name), self.norm_eps(index, name))
 
+    def normed_heads(self, index: int, flat: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Queries [T, heads·dim] after a norm per head and the rotation; None where the family norms no heads."""
+        return None
+
     @torch.no_grad()
     def layer(self, index: int, x: Tensor, *, prompt_length: int) -> LayerTrace:
         """Layer ``index`` on its input x [T, hidden]: every module's inputs and output, in order."""
