@@ -68,9 +68,8 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of one file by name, out of {"model": …} or {"state_dict": …} where it is wrapped."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing")
-    archive = zipfile.is_zipfile(path)
-    if archive:
-        _check_archive(path)
+    stored = _check_archive(path)
+    archive = stored is not None
     try:
         # mmap reads nothing but the description; the old format (before torch 1.6) cannot be mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True if archive else None)
@@ -82,19 +81,40 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
                 f"{path}: holds more than tensors, refusing to run its code; ask for a safetensors version"
             ) from None
         raise CorruptCheckpoint(f"{path}: is damaged or no PyTorch file ({type(error).__name__})") from None
-    return _tensors(path, content)
+    tensors = _tensors(path, content)
+    if stored is not None:
+        _check_storages(path, tensors, stored)
+    return tensors
 
 
-def _check_archive(path: Path) -> None:
-    """A PyTorch archive stores its entries uncompressed: one that inflates is a bomb, not a checkpoint."""
+def _check_archive(path: Path) -> int | None:
+    """The bytes that an archive stores for tensors; None for the format before torch 1.6, which is no archive.
+
+    A PyTorch archive stores its entries uncompressed: one that inflates is a bomb, not a checkpoint.
+    """
     try:
+        if not zipfile.is_zipfile(path):
+            return None
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path}: is damaged ({error})") from None
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CorruptCheckpoint(f"{path}: is damaged ({quoted(str(error))})") from None
     size = path.stat().st_size
     if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
         raise CorruptCheckpoint(f"{path}: has compressed entries, which PyTorch never writes; refusing it")
+    return sum(entry.file_size for entry in entries if "/data/" in entry.filename)
+
+
+def _check_storages(path: Path, tensors: Mapping[str, torch.Tensor], stored: int) -> None:
+    """A mapped storage is as long as the file's description claims: not longer than its entry, and of its own."""
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors.values()) if s.nbytes()}
+    end = 0
+    for start, nbytes in sorted(storages.items()):
+        if start < end:
+            raise CorruptCheckpoint(f"{path}: is damaged: two of its tensors overlap")
+        end = start + nbytes
+    if sum(storages.values()) > stored:
+        raise CorruptCheckpoint(f"{path}: is damaged: its tensors claim more bytes than the {stored} it stores")
 
 
 def _tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
