@@ -2,8 +2,8 @@
 
 One shared object holds all of them. Its name in the cache is a digest of everything that decides its code: the sources,
 the flags, the compiler's version and this CPU's instruction sets, so that a cache carried to another machine is never
-run there. Threads come from the OpenMP runtime that torch has loaded, whose entry points are handed over as pointers:
-nothing is linked, and no second pool of threads spins against torch's.
+run there. Threads are a small team of the library's own (team.cpp); how many there may be is what torch has been told,
+read through a pointer into the OpenMP runtime that torch has loaded, so that nothing is linked.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ def compiled(flags: tuple[str, ...]) -> Path:
 
 
 def open_library(path: Path) -> Library:
-    """Load a shared object, give it torch's threads and let it check itself. Raises _Unavailable."""
+    """Load a shared object, tell it how many threads it may use, and let it check itself. Raises _Unavailable."""
     try:
         library = Library(path, ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), 0)
     except OSError as problem:
         raise _Unavailable(f"{path} cannot be loaded: {problem}; delete it to build it again") from None
     hand_over = library.quick.modelmill_threads
-    hand_over.argtypes = [ctypes.c_void_p] * 3
+    hand_over.argtypes = [ctypes.c_void_p]
     hand_over.restype = None
-    hand_over(*_openmp())
+    hand_over(_thread_count())
     failed = library.quick.modelmill_self_check()
     if failed:
         raise _Unavailable(f"{path} computes wrongly (check {failed}): the compiler or the machine is not what it says")
@@ -165,7 +165,7 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(_execute, commands))
             made = Path(folder) / "kernels.so"
-            _execute([compiler, "-shared", *map(str, objects), "-o", str(made)])
+            _execute([compiler, "-shared", *map(str, objects), "-pthread", "-o", str(made)])
             made.replace(target)
     except OSError as problem:
         raise _Unavailable(f"the compiled kernels cannot be written to {target.parent}: {problem.strerror}") from None
@@ -181,12 +181,12 @@ def _execute(command: list[str]) -> None:
         raise _Unavailable(f"{command[0]} fails: {lines[0].strip()}")
 
 
-def _openmp() -> tuple[int | None, ...]:
-    """Addresses of what threads.h needs in the OpenMP runtime that torch itself calls; None where it has none."""
+def _thread_count() -> int | None:
+    """Address of omp_get_max_threads in the OpenMP runtime that torch itself calls; None where it has none."""
     library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
     try:
         torch_cpu = ctypes.CDLL(str(library))  # already loaded: a lookup searches it and what it depends on
-        found = [torch_cpu.GOMP_parallel, torch_cpu.omp_get_max_threads, torch_cpu.omp_get_thread_num]
+        found = torch_cpu.omp_get_max_threads
     except (OSError, AttributeError):
-        return None, None, None
-    return tuple(ctypes.cast(entry, ctypes.c_void_p).value for entry in found)
+        return None
+    return ctypes.cast(found, ctypes.c_void_p).value

@@ -1,17 +1,6 @@
-// What every kernel of this library shares: the thread pool's entry points and a check that runs once after loading.
+// A check that runs once after loading, and the plain read that streaming kernels are held against.
 #include "simd.h"
 #include "threads.h"
-
-namespace mill {
-Pool pool{nullptr, nullptr, nullptr};
-}
-
-// Hands over GOMP_parallel, omp_get_max_threads and omp_get_thread_num of the OpenMP runtime in use; null for none.
-extern "C" void modelmill_threads(void* parallel, void* max_threads, void* thread) {
-    mill::pool.parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
-    mill::pool.max_threads = reinterpret_cast<int (*)()>(max_threads);
-    mill::pool.thread = reinterpret_cast<int (*)()>(thread);
-}
 
 extern "C" int modelmill_vector_width() { return mill::W; }
 

@@ -1,7 +1,9 @@
-// Work shared over the threads of the OpenMP runtime that torch has loaded.
+// Work shared over a small team of threads of our own.
 //
-// The runtime is reached through function pointers (see runtime.cpp), not by linking: one pool of threads in the
-// process, whichever compiler built this file, and a serial fallback where there is none.
+// An OpenMP team ends each parallel region at a barrier that waits for every member: where another process holds one
+// core, each call then lasts as long as the system's slice of time. Here the caller never waits for a thread that has
+// not come: it walks its own share, helps with the others', and waits only for pieces that somebody is inside of.
+// See runtime.cpp for the team itself.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -9,20 +11,19 @@
 
 namespace mill {
 
-struct Pool {
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
-    int (*max_threads)();                                          // omp_get_max_threads
-    int (*thread)();                                               // omp_get_thread_num
-};
-extern Pool pool;
+constexpr int kMostThreads = 64;
 
-inline int threads() { return pool.parallel ? pool.max_threads() : 1; }
+// How many threads a call may use, the caller among them: what torch has been told (torch.set_num_threads).
+int threads();
+
+// run(self, member) on the caller as member 0 and on up to `team` - 1 workers that come while the caller is busy;
+// returns when all that came have left. False, and nothing done, where the team serves another caller.
+bool summon(void (*run)(void*, int), void* self, int team);
 
 // f(begin, end) over [0, items) in pieces of `step`. Each thread walks its own share from the start, so that what it
 // prefetches is what it reads next, and then helps the others: a thread that the system has put aside delays nobody by
-// more than a piece. Serial where `work` (bytes touched or operations) is too small to pay for waking the team.
-constexpr int64_t kWorthTeam = 256 << 10;
-constexpr int kMostShares = 64;
+// more than a piece. Serial where `work` (bytes touched or operations) is too small to pay for calling the team.
+constexpr int64_t kWorthTeam = 64 << 10;
 
 template <class F> struct Shared {
     struct alignas(64) Share {
@@ -32,10 +33,9 @@ template <class F> struct Shared {
     const F* f;
     int64_t step;
     int count;
-    Share shares[kMostShares];
-    static void run(void* self) {
+    Share shares[kMostThreads];
+    static void run(void* self, int own) {
         auto& s = *static_cast<Shared*>(self);
-        const int own = pool.thread();
         for (int i = 0; i < s.count; i++) {
             Share& share = s.shares[(own + i) % s.count];
             while (share.next.load(std::memory_order_relaxed) < share.end) {
@@ -49,23 +49,21 @@ template <class F> struct Shared {
 template <class F> inline void share(int64_t items, int64_t step, int64_t work, const F& f) {
     if (step < 1) step = 1;
     const int team = work < kWorthTeam || items <= step ? 1 : threads();
-    if (team <= 1) {
-        if (items > 0) f(int64_t{0}, items);
-        return;
+    if (team > 1) {
+        Shared<F> shared;
+        shared.f = &f;
+        shared.step = step;
+        shared.count = team;
+        const int64_t pieces = (items + step - 1) / step;
+        for (int i = 0; i < team; i++) {
+            shared.shares[i].next.store(pieces * i / team * step, std::memory_order_relaxed);
+            const int64_t end = pieces * (i + 1) / team * step;
+            shared.shares[i].end = end < items ? end : items;
+        }
+        if (summon(&Shared<F>::run, &shared, team)) return;
     }
-    Shared<F> shared;
-    shared.f = &f;
-    shared.step = step;
-    shared.count = team < kMostShares ? team : kMostShares;
-    const int64_t pieces = (items + step - 1) / step;
-    for (int i = 0; i < shared.count; i++) {
-        shared.shares[i].next.store(pieces * i / shared.count * step, std::memory_order_relaxed);
-        const int64_t end = pieces * (i + 1) / shared.count * step;
-        shared.shares[i].end = end < items ? end : items;
-    }
-    pool.parallel(&Shared<F>::run, &shared, static_cast<unsigned>(team), 0);
+    if (items > 0) f(int64_t{0}, items);
 }
-
 // Rows of a row-wise op: pieces of about 16 KiB.
 template <class F> inline void share_rows(int64_t rows, int64_t row_bytes, const F& f) {
     const int64_t step = row_bytes > 0 ? (16 << 10) / row_bytes + 1 : 1;

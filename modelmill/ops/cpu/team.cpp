@@ -1,0 +1,156 @@
+// The team of worker threads behind threads.h.
+//
+// One word, the gate, holds the number of the job, whether it is open, and how many workers are inside. A worker enters
+// only an open job that it has not seen; the caller closes the gate when no piece is left and waits for those inside.
+// Between jobs workers spin for a moment, since the next job of a decode step comes within microseconds, and then sleep.
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <climits>
+
+namespace mill {
+namespace {
+
+constexpr uint64_t kOpen = 1u << 31, kInside = kOpen - 1;
+constexpr int64_t kSpin = 60000;  // nanoseconds that a worker looks for the next job before it sleeps
+
+struct Team {
+    alignas(64) std::atomic<uint64_t> gate;    // job number << 32 | open | workers inside
+    alignas(64) std::atomic<uint32_t> signal;  // what sleeping workers wait on
+    std::atomic<bool> sleeping;                // somebody does, or did and has not been woken since
+    alignas(64) std::atomic<bool> taken;       // by a caller
+    void (*run)(void*, int);
+    void* self;
+    int limit;    // members of the open job
+    int workers;  // started so far
+};
+Team team;
+int (*torch_threads)() = nullptr;
+
+void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#else
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+int64_t now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+#if defined(__linux__)
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+#else  // no futex: look again ten thousand times a second
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    const timespec moment{0, 100000};
+    while (word.load() == value) nanosleep(&moment, nullptr);
+}
+void wake(std::atomic<uint32_t>&) {}
+#endif
+
+// Whether a job is open that the worker has not been in.
+bool fresh(uint64_t gate, uint32_t seen) { return (gate & kOpen) && static_cast<uint32_t>(gate >> 32) != seen; }
+
+void wait(uint32_t seen) {
+    const int64_t until = now() + kSpin;
+    do {
+        for (int i = 0; i < 64; i++) {
+            if (fresh(team.gate.load(std::memory_order_relaxed), seen)) return;
+            pause();
+        }
+    } while (now() < until);
+    const uint32_t signal = team.signal.load();
+    team.sleeping.store(true);
+    if (!fresh(team.gate.load(), seen)) sleep_while(team.signal, signal);
+}
+
+void* work(void* argument) {
+    const int member = static_cast<int>(reinterpret_cast<intptr_t>(argument));
+    uint32_t seen = 0;
+    for (;;) {
+        wait(seen);
+        uint64_t gate = team.gate.load();
+        while (fresh(gate, seen) && !team.gate.compare_exchange_weak(gate, gate + 1)) {}
+        if (!fresh(gate, seen)) continue;
+        seen = static_cast<uint32_t>(gate >> 32);
+        if (member < team.limit) team.run(team.self, member);
+        team.gate.fetch_sub(1, std::memory_order_release);
+    }
+    return nullptr;
+}
+
+// In a forked child there are no workers; they are started again when they are needed.
+void forget() {
+    team.gate = 0;
+    team.signal = 0;
+    team.sleeping = false;
+    team.taken = false;
+    team.workers = 0;
+}
+
+// Workers up to `wanted` members; fewer where the system gives no more. The caller holds the team.
+void hire(int wanted) {
+    pthread_attr_t detached;
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    for (; team.workers + 1 < wanted; team.workers++) {
+        pthread_t thread;
+        const intptr_t member = team.workers + 1;
+        if (pthread_create(&thread, &detached, work, reinterpret_cast<void*>(member))) break;
+    }
+    pthread_attr_destroy(&detached);
+}
+
+}  // namespace
+
+int threads() {
+    const int count = torch_threads ? torch_threads() : 1;
+    return count < kMostThreads ? count : kMostThreads;
+}
+
+bool summon(void (*run)(void*, int), void* self, int members) {
+    if (team.taken.exchange(true, std::memory_order_acquire)) return false;
+    if (team.workers + 1 < members) hire(members);
+    team.run = run;
+    team.self = self;
+    team.limit = members;
+    const uint64_t job = ((team.gate.load(std::memory_order_relaxed) >> 32) + 1) & 0xffffffffu;
+    team.gate.store((job ? job : 1) << 32 | kOpen);
+    if (team.sleeping.load() && team.sleeping.exchange(false)) {
+        team.signal.fetch_add(1);
+        wake(team.signal);
+    }
+    run(self, 0);
+    team.gate.fetch_and(~kOpen, std::memory_order_relaxed);
+    for (int turns = 0; team.gate.load(std::memory_order_acquire) & kInside; turns++) {
+        pause();
+        if (turns > 1000) sched_yield();  // whoever is inside may need this very core
+    }
+    team.taken.store(false, std::memory_order_release);
+    return true;
+}
+
+}  // namespace mill
+
+// Hands over omp_get_max_threads of the OpenMP runtime in use: torch.set_num_threads decides for us too; null for one.
+extern "C" void modelmill_threads(void* max_threads) {
+    mill::torch_threads = reinterpret_cast<int (*)()>(max_threads);
+    static const int registered = pthread_atfork(nullptr, nullptr, mill::forget);
+    (void)registered;
+}

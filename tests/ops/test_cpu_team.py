@@ -1,0 +1,73 @@
+"""The kernels' own threads: every piece once, several callers, a forked child, a changed number of threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from modelmill.ops.cpu import build, int8_linear
+from modelmill.ops.int8_linear import quantize
+
+pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+
+
+def _product(rows: int = 3) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    weight, scale = quantize(torch.randn(3000, 500, generator=generator))
+    args = (torch.randn(rows, 500, generator=generator), weight, scale)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return args, int8_linear.run(*args)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7, 70])
+def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
+    args, expected = _product()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            assert torch.equal(int8_linear.run(*args), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_several_callers_at_once() -> None:
+    args, expected = _product(rows=17)  # more rows than keep Python's lock: the calls really overlap
+    wrong = []
+
+    def call() -> None:
+        torch.set_num_threads(2)
+        for _ in range(20):
+            if not torch.equal(int8_linear.run(*args), expected):
+                wrong.append(threading.get_ident())
+
+    running = [threading.Thread(target=call) for _ in range(4)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_computes_too() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    args, expected = _product()
+    int8_linear.run(*args)
+    child = os.fork()
+    if child == 0:
+        # torch's own parallel loops are not for forked children: compare the bytes
+        same = int8_linear.run(*args).numpy().tobytes() == expected.numpy().tobytes()
+        os._exit(0 if same else 1)
+    _, status = os.waitpid(child, 0)
+    torch.set_num_threads(before)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert torch.equal(int8_linear.run(*args), expected)
