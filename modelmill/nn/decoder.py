@@ -10,6 +10,7 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, AttentionSpec, Rope
 from modelmill.nn.embedding import Embedding, Head
+from modelmill.nn.fused import MOST_TOKENS, Gathered, decode
 from modelmill.nn.kv import KVShape
 from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.norm import RMSNorm
@@ -90,6 +91,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
         self.head = Head(config.hidden, config.vocab)
+        self._gathered = Gathered(self.layers, self.norm, self.head)
 
     @property
     def rope_rule(self) -> str:
@@ -104,6 +106,10 @@ class Decoder(nn.Module):
         """Logits [R, V] float32 of the rows that the step asks for."""
         rope = self.rope(step)
         x: torch.Tensor = self.embed(step.ids, step)
+        if step.whole and step.ops.decode is not None and len(x) <= MOST_TOKENS:
+            stack = self._gathered.stack()
+            if stack is not None:
+                return decode(step.ops.decode, stack, x, rope, step)
         residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, rope, step)

@@ -35,13 +35,16 @@ OPS = (
     "linear",
     "int8_linear",
 )
+# Ops that compute what others do one after another: ``decode``. Used only where a variant of it exists and everything
+# that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed.
+SPANS = ("decode",)
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The chosen callables, one per op; ``chosen`` names each variant for printing."""
+    """The chosen callables, one per op; ``chosen`` names each variant for printing. decode: None if there is none."""
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -53,6 +56,7 @@ class Ops:
     linear: Callable[..., torch.Tensor]
     int8_linear: Callable[..., torch.Tensor]
     chosen: Mapping[str, str]
+    decode: Callable[..., torch.Tensor] | None = None
 
 
 def reference(op: str) -> Callable[..., Any]:
@@ -92,6 +96,10 @@ def resolve(device: str, overrides: Mapping[str, str] | None = None) -> Ops:
     for op in OPS:
         wanted = (overrides[op],) if op in overrides else PREFERENCE[kind]
         picked[op], chosen[op] = _pick(op, wanted, kind, forced=op in overrides)
+    for op in SPANS:
+        offered = variants(op).get(chosen["linear"])
+        if len({chosen[o] for o in OPS}) == 1 and offered is not None and offered.available(kind) is None:
+            picked[op] = _guarded(op, offered)
     return Ops(**picked, chosen=chosen)
 
 

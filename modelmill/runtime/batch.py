@@ -103,8 +103,8 @@ class Batch:
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None
 
-    def step(self, kv: KVCache, ops: Ops, ids: torch.Tensor) -> Step:
-        """The Step of this batch."""
+    def step(self, kv: KVCache, ops: Ops, ids: torch.Tensor, whole: bool = False) -> Step:
+        """The Step of this batch. whole: nobody watches single modules."""
         v = self.views
         return Step(
             ids=ids,
@@ -119,6 +119,7 @@ class Batch:
             max_context=self.max_context,
             kv=kv,
             ops=ops,
+            whole=whole,
             embeds=self.embeds,
             embed_mask=self.embed_mask,
         )

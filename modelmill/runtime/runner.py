@@ -94,7 +94,7 @@ class Runner:
         ids = views.ids
         if batch.fed:
             ids = torch.where(views.feed >= 0, self.last[views.feed], ids)
-        return self.model(batch.step(self.kv, self.ops, ids))
+        return self.model(batch.step(self.kv, self.ops, ids, whole=not self.tapped))
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Flight:
@@ -154,7 +154,7 @@ class Runner:
 
     @contextlib.contextmanager
     def tap(self, before: Before | None = None, after: After | None = None) -> Iterator[None]:
-        """See every module at work, by its name in the model; graphs are off meanwhile.
+        """See every module at work, by its name in the model; graphs and fused layers are off meanwhile.
 
         before: (name, args) → other arguments, or None to keep them. after: (name, args, output).
         """

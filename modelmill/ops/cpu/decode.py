@@ -1,0 +1,119 @@
+"""All layers on a few tokens in one call of C++ (decode.cpp), with the same bits as this folder's other ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from modelmill.ops.cpu import build
+from modelmill.ops.decode import Layer, Matrix, Stack, Tokens, decode
+
+available = build.available
+_DTYPES = build.DTYPES
+
+
+def run(x: torch.Tensor, stack: Stack, tokens: Tokens) -> torch.Tensor:
+    """As the reference, which also serves many tokens and tensors with gaps or of other dtypes."""
+    packed = stack.packed.get("cpu")
+    if packed is None or packed.k is not tokens.k or packed.v is not tokens.v:
+        packed = stack.packed["cpu"] = _Packed(stack, tokens.k, tokens.v)
+    t = tokens
+    if not packed.fits or x.dtype is not packed.dtype or x.shape[0] > build.FEW_ROWS or not _plain_tokens(t):
+        return decode(x, stack, tokens)
+    rows = x.shape[0] if t.logit_rows is None else t.logit_rows.shape[0]
+    logits = torch.empty(rows, stack.head.weight.shape[0])
+    given = np.array(
+        (
+            x.shape[0],
+            t.block_tables.shape[0],
+            t.block_tables.shape[1],
+            rows,
+            t.slots.data_ptr(),
+            _address(t.logit_rows),
+            t.block_tables.data_ptr(),
+            t.query_start.data_ptr(),
+            t.context_lens.data_ptr(),
+            _address(t.cos),
+            _address(t.sin),
+            _address(t.q_scale),
+        ),
+        dtype=np.int64,
+    )
+    residual = x.clone(memory_format=torch.contiguous_format)
+    _kernel()(
+        logits.data_ptr(),
+        residual.data_ptr(),
+        packed.stack.ctypes.data,
+        packed.layers.ctypes.data,
+        given.ctypes.data,
+        stack.eps,
+        _DTYPES[x.dtype],
+    )
+    return logits
+
+
+class _Packed:
+    """The addresses of a stack's tensors as decode.cpp reads them. fits: whether it can."""
+
+    def __init__(self, stack: Stack, k: tuple[torch.Tensor, ...], v: tuple[torch.Tensor, ...]) -> None:
+        self.k, self.v = k, v
+        self.dtype = dtype = stack.norm.dtype
+        _, kv_heads, page_size, dim = k[0].shape
+        tensors = [*k, *v, stack.norm, *(t for layer in stack.layers for t in _plain(layer))]
+        matrices = [m for layer in stack.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        self.fits = (
+            dtype in _DTYPES
+            and all(t.dtype is dtype and t.is_contiguous() for t in tensors)
+            and all(_readable(m, dtype) for m in (*matrices, stack.head))
+            and all((layer.q_norm is None) is (layer.k_norm is None) for layer in stack.layers)
+        )
+        words = [len(stack.layers), len(stack.norm), stack.heads, kv_heads, dim, page_size, stack.norm.data_ptr()]
+        self.stack = np.array([*words, *_matrix(stack.head)], dtype=np.int64)
+        self.layers = np.array([_layer(*each) for each in zip(stack.layers, k, v, strict=True)], dtype=np.int64)
+
+
+def _plain(layer: Layer) -> list[torch.Tensor]:
+    return [t for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
+
+
+def _readable(m: Matrix, dtype: torch.dtype) -> bool:
+    held = m.weight.dtype is (dtype if m.scale is None else torch.int8)
+    plain = m.weight.is_contiguous() and (m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous()))
+    return held and plain and (m.scale is None or (m.scale.dtype is torch.float32 and m.scale.is_contiguous()))
+
+
+def _layer(layer: Layer, k: torch.Tensor, v: torch.Tensor) -> list[int]:
+    norms = [_address(t) for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)]
+    words = [*norms, k.data_ptr(), v.data_ptr(), layer.window or 0]
+    for m in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        words += _matrix(m)
+    return words
+
+
+def _matrix(m: Matrix) -> list[int]:
+    return [m.weight.data_ptr(), _address(m.scale), _address(m.bias), *m.weight.shape]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _plain_tokens(t: Tokens) -> bool:
+    """Whether the index and rotation tensors are as decode.cpp reads them."""
+    narrow = (t.block_tables, t.query_start, t.context_lens)
+    wide, real = (t.slots, t.logit_rows), (t.cos, t.sin, t.q_scale)
+    return (
+        (t.cos is None) is (t.sin is None)
+        and all(n.dtype is torch.int32 and n.is_contiguous() for n in narrow)
+        and all(w is None or (w.dtype is torch.int64 and w.is_contiguous()) for w in wide)
+        and all(r is None or (r.dtype is torch.float32 and r.is_contiguous()) for r in real)
+    )
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    return build.function("decode", "pppppdi")

@@ -1,0 +1,172 @@
+"""All layers of a decoder on a few tokens in one call: what the other ops compute one after another.
+
+It spans the other ops and adds nothing to what they compute; a variant saves the host's work between them, which for a
+small model takes as long as the arithmetic. See ``shelf.SPANS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from modelmill.ops.add_rms_norm import add_rms_norm
+from modelmill.ops.case import Case, randn
+from modelmill.ops.int8_linear import int8_linear, quantize
+from modelmill.ops.linear import linear
+from modelmill.ops.paged_attention import paged_attention
+from modelmill.ops.rms_norm import rms_norm
+from modelmill.ops.rope_cache import rope_cache
+from modelmill.ops.silu_mul import silu_mul
+
+# The products' bounds, for a few layers one after another.
+TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-2, torch.bfloat16: 2.5e-1}
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """weight: [N, K] of the activations' dtype, or int8 with scale [N] float32. bias: [N] or None."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, K] → [T, N]."""
+        if self.scale is None:
+            return linear(x, self.weight, self.bias)
+        return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer's weights: norms [H] (q_norm, k_norm: [D] or None), matrices, and the attention window or None."""
+
+    attn_norm: torch.Tensor
+    qkv: Matrix
+    o: Matrix
+    mlp_norm: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Layers, the final norm [H] and the head. packed: where a variant keeps what it made of the weights."""
+
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: Matrix
+    heads: int
+    eps: float
+    packed: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Where the tokens stand, as in ``paged_attention`` and ``rope_cache``; k, v: each layer's pages.
+
+    logit_rows: [R] int64, whose logits are wanted; None: all.
+    """
+
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    max_query: int
+    max_context: int
+    logit_rows: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+
+
+def decode(x: torch.Tensor, stack: Stack, tokens: Tokens) -> torch.Tensor:
+    """x: [T, H], the tokens' embeddings. Writes k and v; returns logits [R, V] float32, rounded to x's dtype before."""
+    t, residual = tokens, None
+    for layer, k, v in zip(stack.layers, t.k, t.v, strict=True):
+        if residual is None:
+            residual, x = x, rms_norm(x, layer.attn_norm, stack.eps)
+        else:
+            x, residual = add_rms_norm(x, residual, layer.attn_norm, stack.eps)
+        turn, norms = (t.cos, t.sin, t.q_scale), (layer.q_norm, layer.k_norm)
+        q = rope_cache(layer.qkv.times(x), k, v, t.slots, stack.heads, *turn, *norms, stack.eps)
+        scale, around = k.shape[3] ** -0.5, (t.block_tables, t.query_start, t.context_lens, t.max_query, t.max_context)
+        x = layer.o.times(paged_attention(q, k, v, *around, scale, layer.window))
+        x, residual = add_rms_norm(x, residual, layer.mlp_norm, stack.eps)
+        x = layer.down.times(silu_mul(layer.gate_up.times(x)))
+    assert residual is not None, "a decoder has layers"
+    if t.logit_rows is not None:
+        x, residual = x[t.logit_rows], residual[t.logit_rows]
+    return stack.head.times(add_rms_norm(x, residual, stack.norm, stack.eps)[0]).float()
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """One token, a few sequences, a chunk with history, windows, biases, head norms, int8; odd sizes."""
+    shapes: list[tuple[str, list[tuple[int, int]], int, int, bool, bool]] = [
+        ("one", [(1, 40)], 4, 2, False, False),
+        ("int8", [(1, 300)], 4, 1, True, False),
+        ("batch", [(1, 7), (1, 90), (1, 33)], 3, 3, True, True),
+        ("chunk", [(5, 21), (1, 3)], 6, 2, False, True),
+    ]
+    for seed, (name, lengths, heads, kv_heads, held, extras) in enumerate(shapes):
+        if device == "cpu":
+            yield Case(name, _case(lengths, heads, kv_heads, held, extras, dtype, seed))
+
+
+def _case(
+    lengths: list[tuple[int, int]], heads: int, kv_heads: int, held: bool, extras: bool, dtype: torch.dtype, seed: int
+) -> dict[str, Any]:
+    dim, hidden, inner, vocab, depth, size = 24, 72, 100, 131, 2, 16
+    count = sum(n for n, _ in lengths)
+
+    def drawn(*shape: int, kind: torch.dtype = dtype, scale: float = 1.0) -> torch.Tensor:
+        return randn(*shape, device="cpu", dtype=kind, seed=seed + sum(shape), scale=scale)
+
+    def matrix(n: int, k: int) -> Matrix:
+        bias = drawn(n) if extras else None
+        wide = drawn(n, k, kind=torch.float32, scale=k**-0.5)
+        return Matrix(*quantize(wide), bias) if held else Matrix(wide.to(dtype), None, bias)
+
+    def layer(index: int) -> Layer:
+        q_norm, k_norm = (drawn(dim) + 1, drawn(dim) + 1) if extras else (None, None)
+        qkv, o = matrix((heads + 2 * kv_heads) * dim, hidden), matrix(hidden, heads * dim)
+        window = 20 if extras and index else None
+        gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
+        return Layer(drawn(hidden) + 1, qkv, o, drawn(hidden) + 1, gate_up, down, q_norm, k_norm, window)
+
+    pages = [-(-context // size) for _, context in lengths]
+    tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    for b, n in enumerate(pages):
+        tables[b, :n] = torch.arange(n) * len(lengths) + b
+    places = [torch.arange(context - n, context) for n, context in lengths]
+    slots = torch.cat([tables[b].long()[p // size] * size + p % size for b, p in enumerate(places)])
+    angle = randn(count, dim // 2, device="cpu", dtype=torch.float32, seed=seed, scale=3.0)
+
+    def caches() -> tuple[torch.Tensor, ...]:
+        return tuple(drawn(max(pages) * len(lengths), kv_heads, size, dim) for _ in range(depth))
+
+    tokens = Tokens(
+        caches(),
+        caches(),
+        slots,
+        tables,
+        torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0).to(torch.int32),
+        torch.tensor([context for _, context in lengths], dtype=torch.int32),
+        max(n for n, _ in lengths),
+        max(context for _, context in lengths),
+        torch.tensor([count - 1, 0]) if extras else None,
+        angle.cos(),
+        angle.sin(),
+        torch.linspace(1.0, 1.5, count) if extras else None,
+    )
+    layers = tuple(layer(i) for i in range(depth))
+    stack = Stack(layers, drawn(hidden) + 1, matrix(vocab, hidden), heads, 1e-5)
+    return {"x": drawn(count, hidden), "stack": stack, "tokens": tokens}

@@ -1,0 +1,114 @@
+"""The op that runs all layers at once: the reference is the composition, the C++ gives the bits of the single ops."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops import decode as op
+from modelmill.ops import shelf
+from modelmill.ops.case import Case
+from modelmill.ops.cpu import build
+from modelmill.ops.decode import Matrix, Stack, Tokens
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNELS = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+
+
+def _copied(value: Any, change: Any) -> Any:
+    """``change`` of every tensor inside tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_copied(v, change) for v in value)
+    if is_dataclass(value):
+        made = {f.name: _copied(getattr(value, f.name), change) for f in fields(value) if f.name != "packed"}
+        return type(value)(**made)
+    return value
+
+
+def _wide(args: dict[str, Any]) -> dict[str, Any]:
+    return {n: _copied(v, lambda t: t.double() if t.is_floating_point() else t.clone()) for n, v in args.items()}
+
+
+def _fresh(args: dict[str, Any]) -> dict[str, Any]:
+    return {n: _copied(v, torch.Tensor.clone) for n, v in args.items()}
+
+
+def _cases() -> list[Any]:
+    return [pytest.param(c, d, id=f"{c.name}-{d}") for d in DTYPES for c in op.cases("cpu", d)]
+
+
+def _near(mine: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (mine.double() - truth.double()).abs() / truth.double().abs().clamp(min=1.0)
+    assert mine.shape == truth.shape
+    assert float(error.max()) <= op.TOLERANCE[dtype]
+
+
+@KERNELS
+@pytest.mark.parametrize(("case", "dtype"), _cases())
+def test_cpu_variant_computes_the_reference_and_writes_the_pages(case: Case, dtype: torch.dtype) -> None:
+    wide, args = _wide(case.args), _fresh(case.args)
+    expected = op.decode(**wide)
+    given = args["x"].clone()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
+    try:
+        got = shelf.variants("decode")["cpu"].run(**args)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert got.dtype is torch.float32
+    assert torch.equal(args["x"], given)
+    assert args["stack"].packed["cpu"].fits
+    _near(got, expected, dtype)
+    for mine, truth in zip(args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True):
+        _near(mine, truth, dtype)
+
+
+@KERNELS
+@pytest.mark.parametrize(("case", "dtype"), _cases())
+def test_cpu_variant_gives_the_bits_of_the_single_kernels(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, single = _fresh(case.args), _fresh(case.args)
+    got = shelf.variants("decode")["cpu"].run(**whole)
+    for name in ("linear", "int8_linear", "rms_norm", "add_rms_norm", "silu_mul", "rope_cache", "paged_attention"):
+        monkeypatch.setattr(op, name, shelf.variants(name)["cpu"].run)
+    assert torch.equal(got, op.decode(**single))
+    for mine, other in zip(whole["tokens"].k + whole["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True):
+        assert torch.equal(mine, other)
+
+
+@KERNELS
+def test_what_the_kernel_cannot_read_goes_to_the_reference() -> None:
+    case = next(iter(op.cases("cpu", torch.float32)))
+    expected = op.decode(**_fresh(case.args))
+    run = shelf.variants("decode")["cpu"].run
+    args = _fresh(case.args)
+    gaps = Matrix(torch.stack((args["stack"].head.weight,) * 2, -1)[..., 0])
+    loose = replace(args["stack"], head=gaps, packed={})
+    _near(run(args["x"], loose, args["tokens"]), expected, torch.float32)
+    args = _fresh(case.args)
+    tokens: Tokens = replace(args["tokens"], context_lens=args["tokens"].context_lens.long())
+    assert torch.equal(run(args["x"], args["stack"], tokens), expected)
+
+
+@KERNELS
+def test_other_pages_are_packed_anew() -> None:
+    case = next(iter(op.cases("cpu", torch.float32)))
+    run = shelf.variants("decode")["cpu"].run
+    args = _fresh(case.args)
+    stack: Stack = args["stack"]
+    first = run(**args)
+    tokens = _fresh(case.args)["tokens"]
+    assert torch.equal(run(args["x"], stack, tokens), first)
+    assert stack.packed["cpu"].k is tokens.k
+
+
+@KERNELS
+def test_a_kernel_switched_by_hand_is_never_bypassed() -> None:
+    assert shelf.resolve("cpu").decode is not None
+    assert shelf.resolve("cpu", {"rms_norm": "torch"}).decode is None
+    assert shelf.resolve("cpu", dict.fromkeys(shelf.OPS, "torch")).decode is None
