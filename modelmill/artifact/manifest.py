@@ -17,6 +17,7 @@ from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 SCHEMA = 1
 PACKINGS = ("rows/1",)
 NAME = "manifest.json"
+MAX_LENGTH = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +55,54 @@ class Manifest:
         """Parse and check. Raises CorruptArtifact for damage, IncompatibleArtifact for another schema or packing."""
         try:
             raw = json.loads(text)
-        except ValueError as error:
-            raise CorruptArtifact(f"{where}/{NAME} is not JSON ({error}); rebuild the engine") from None
+        except (ValueError, RecursionError):
+            raise CorruptArtifact(f"{where}/{NAME} is not JSON; rebuild the engine") from None
         if not isinstance(raw, Mapping) or "schema" not in raw:
             raise CorruptArtifact(f"{where}/{NAME} is not an engine's manifest; rebuild the engine")
         if raw["schema"] != SCHEMA:
             raise IncompatibleArtifact(
-                f"{where} has schema {raw['schema']}, this modelmill reads {SCHEMA}; rebuild it: "
+                f"{where} has schema {str(raw['schema'])[:20]!r}, this modelmill reads {SCHEMA}; rebuild it: "
                 f"modelmill build CHECKPOINT -o {where}"
             )
         names = {f.name for f in fields(Manifest)}
         if set(raw) != names | {"digest"}:
-            odd = ", ".join(sorted(set(raw) ^ (names | {"digest"})))
+            odd = ", ".join(repr(name[:40]) for name in sorted(set(raw) ^ (names | {"digest"}))[:5])
             raise CorruptArtifact(f"{where}/{NAME} has unknown or missing keys: {odd}; rebuild the engine")
         manifest = Manifest(**{k: v for k, v in raw.items() if k != "digest"})
         if manifest.digest() != raw["digest"]:
             raise CorruptArtifact(
                 f"{where}/{NAME} was changed after the build (its sha256 differs); rebuild the engine"
             )
+        _check(manifest, where)
         if manifest.packing not in PACKINGS:
             raise IncompatibleArtifact(
-                f"{where} is packed as {manifest.packing!r}, this modelmill reads {', '.join(PACKINGS)}; rebuild it: "
-                f"modelmill build CHECKPOINT -o {where}"
+                f"{where} is packed as {manifest.packing[:40]!r}, this modelmill reads {', '.join(PACKINGS)}; "
+                f"rebuild it: modelmill build CHECKPOINT -o {where}"
             )
         return manifest
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    """Whoever writes a manifest can write its digest too, so every value must be of the kind its readers rely on."""
+    tables = (manifest.config, manifest.build, manifest.generation, manifest.source)
+    texts = (manifest.weights, manifest.aliases, manifest.versions)
+    kernels = manifest.build.get("kernels") if isinstance(manifest.build, dict) else None
+    fine = (
+        all(isinstance(text, str) for text in (manifest.kind, manifest.model_type, manifest.packing))
+        and all(isinstance(table, dict) for table in (*tables, *texts, manifest.files, kernels))
+        and all(isinstance(value, str) for table in (*texts, kernels) for value in table.values())  # type: ignore[union-attr]
+        and type(manifest.max_model_len) is int
+        and 0 < manifest.max_model_len <= MAX_LENGTH
+    )
+    if not fine:
+        raise CorruptArtifact(f"{where}/{NAME} holds values of the wrong kind; rebuild the engine")
+    for name, entry in manifest.files.items():
+        parts = name.split("/")
+        if not all(parts) or {".", ".."} & set(parts) or not name.isprintable():
+            raise CorruptArtifact(f"{where}/{NAME} names a file outside the engine: {name[:200]!r}")
+        known = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
+        if not known or type(entry.get("bytes")) is not int:
+            raise CorruptArtifact(f"{where}/{NAME} gives {name[:200]!r} no sha256 and size; rebuild the engine")
 
 
 def _canonical(value: Any) -> str:

@@ -108,7 +108,9 @@ class ShardReader:
                 raise CorruptArtifact(f"{path} is damaged (its header does not fit the file); rebuild the engine")
             try:
                 header = json.loads(file.read(length))
-            except ValueError:
+            except (ValueError, RecursionError):
+                header = None
+            if not isinstance(header, dict):
                 raise CorruptArtifact(f"{path} is damaged (its header is not JSON); rebuild the engine") from None
         self._start = 8 + length
         self._size = size
@@ -126,7 +128,8 @@ class ShardReader:
             dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
             begin, end = (self._start + int(o) for o in entry["data_offsets"])
             whole = self._start <= begin and end <= self._size and end - begin == shape.numel() * dtype.itemsize
-        except (KeyError, TypeError, ValueError):
+            whole = whole and all(size >= 0 for size in shape)
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):
             whole = False
         if not whole or begin % dtype.itemsize:
             raise CorruptArtifact(f"{self.path}: the entry of {name} is damaged; rebuild the engine")

@@ -35,7 +35,14 @@ class Artifact:
         self.path = path
         self.manifest = manifest
         self._shards = [ShardReader(path / name) for name in manifest.files if name.endswith(".safetensors")]
-        self._where = {name: shard for shard in self._shards for name in shard.names()}
+        self._where: dict[str, ShardReader] = {}
+        for shard in self._shards:
+            for name in shard.names():
+                if name in self._where:
+                    raise CorruptArtifact(
+                        f"{shard.path} holds {name}, which another file holds too; rebuild the engine"
+                    )
+                self._where[name] = shard
 
     def names(self) -> list[str]:
         """Names of all stored tensors."""
@@ -57,7 +64,15 @@ class Artifact:
     def acceptance(self) -> dict[str, Any]:
         """The acceptance report; empty where the engine was built without one."""
         path = self.path / ACCEPTANCE
-        return json.loads(path.read_text()) if path.exists() else {}
+        if not path.is_file():
+            return {}
+        try:
+            report = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            report = None
+        if not isinstance(report, dict):
+            raise CorruptArtifact(f"{path} is damaged; rebuild the engine")
+        return report
 
     def nbytes(self) -> int:
         """Bytes of all hashed files."""
@@ -82,8 +97,6 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
     manifest = Manifest.from_json((path / NAME).read_text(errors="replace"), str(path))
     for name, entry in manifest.files.items():
         file = path / name
-        if ".." in Path(name).parts or Path(name).is_absolute():
-            raise CorruptArtifact(f"{path}/{NAME} names a file outside the engine: {name}")
         if not file.is_file():
             raise CorruptArtifact(f"{file} is missing; rebuild the engine")
         if file.stat().st_size != entry["bytes"]:
@@ -109,13 +122,10 @@ class Staging:
         Raises UsageError where the target is something else than an engine, ArtifactError where another build runs
         or the disk does not let us.
         """
-        if (
-            self.target.exists()
-            and not is_engine(self.target)
-            and (self.target.is_file() or any(self.target.iterdir()))
-        ):
-            raise UsageError(f"{self.target} exists and is not an engine; choose another -o or remove it")
         try:
+            foreign = not is_engine(self.target) and (self.target.is_file() or any(_entries(self.target)))
+            if foreign:
+                raise UsageError(f"{self.target} exists and is not an engine; choose another -o or remove it")
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = (self.target.parent / f".{self.target.name}.lock").open("w")
         except OSError as error:
@@ -135,7 +145,7 @@ class Staging:
 
     def _resume(self) -> None:
         journal = self.path / _JOURNAL
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
             raw = json.loads(journal.read_text())
             if raw.get("key") == self._key:
                 self.done = {n: e for n, e in raw["files"].items() if _same(self.path / n, e)}
@@ -194,6 +204,11 @@ class Staging:
 
     def _note(self) -> None:
         _write(self.path / _JOURNAL, json.dumps({"key": self._key, "files": self.done}).encode())
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """What lies in a folder; nothing where there is none."""
+    return folder.iterdir() if folder.exists() else iter(())
 
 
 def _same(path: Path, entry: Mapping[str, Any]) -> bool:

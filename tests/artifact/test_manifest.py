@@ -20,7 +20,7 @@ def manifest(**more: Any) -> Manifest:
         "packing": "rows/1",
         "max_model_len": 8,
         "config": {"hidden_size": 4},
-        "build": {"dtype": "float32"},
+        "build": {"dtype": "float32", "kernels": {}},
         "weights": {"head": "dense"},
         "aliases": {},
         "generation": {},
