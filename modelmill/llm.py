@@ -185,6 +185,7 @@ class LLM:
                 while news:
                     yield news.popleft()
                 if any(id in self._running for id in own):
+                    assert self.loop.has_work, "the loop forgot a request"
                     for delta in self.advance(self._running):
                         self._news[delta.answer.id].append(delta)
         finally:

@@ -82,6 +82,8 @@ class SamplingParams:
                 raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}")
         if self.num_beams > 1 and self.n > self.num_beams:
             raise RequestError(f"n={self.n} asks for more than num_beams={self.num_beams} beams; lower n")
+        if self.num_beams > 1 and (self.logprobs is not None or self.prompt_logprobs is not None):
+            raise RequestError("logprobs are not told for beams; use num_beams=1, or the score of each beam")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
         if len(self.stop) > MAX_STOPS or any(not isinstance(s, str) or not s for s in self.stop):

@@ -143,14 +143,15 @@ class Loop:
         seed = request.params.seed
         if seed is None:
             seed = chance.derive(self.config.seed, arrival)
-        count = 1 if request.params.num_beams > 1 else request.params.n
+        searches = request.params.num_beams > 1 and limit > prompt
+        count = 1 if searches else request.params.n
         seqs = [
             Sequence(request, i, arrival, self._rope, limit=limit, seed=_stream(seed, i), digest=self._digest)
             for i in range(count)
         ]
         leader = seqs[0]
         leader.siblings = seqs[1:]
-        if request.params.num_beams > 1 and limit > prompt:
+        if searches:
             leader.beam = BeamSearch(leader)
             leader.siblings = leader.beam.seqs
         self.ledger.add(seqs)

@@ -101,3 +101,17 @@ def test_among_others_and_preempted(pair) -> None:
     small = tiny.loop(ours, pages=14)
     assert tiny.run(small, todo) == expected
     assert small.stats().preemptions > 0
+
+
+def test_every_answer_hears_of_its_end() -> None:
+    """Zero tokens asked, or a pool that ends before the search has as many beams as answers were asked for."""
+    nothing = tiny.loop()
+    for request in tiny.requests(tiny.prompts(1), tiny.params(num_beams=3, n=2, max_tokens=0)):
+        nothing.add(request)
+    assert {e.index: e.finish for e in tiny.drain(nothing)} == {0: Finish.LENGTH, 1: Finish.LENGTH}
+    for length in (7, 8, 15, 20, 23):
+        small = tiny.loop(pages=3)
+        how = tiny.params(num_beams=8, n=8, max_tokens=40)
+        small.add(tiny.requests(tiny.prompts(1, length, length), how, eos=())[0])
+        assert sorted(e.index for e in tiny.drain(small)) == list(range(8))
+        tiny.idle(small)
