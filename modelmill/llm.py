@@ -254,7 +254,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     if generation.get("do_sample") is False:
         out["temperature"] = 0.0
     limit = generation.get("max_new_tokens")
-    if isinstance(limit, int) and limit > 0:
+    if type(limit) is int and 0 < limit < 2**31:
         out["max_tokens"] = limit
     return out
 
@@ -263,7 +263,7 @@ def eos_ids(manifest: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Ids that end an answer: generation_config's, else the config's, else the tokenizer's."""
     for raw in (manifest.generation.get("eos_token_id"), manifest.config.get("eos_token_id")):
         found = raw if isinstance(raw, list) else [raw]
-        ids = tuple(id for id in found if isinstance(id, int) and id >= 0)
+        ids = tuple(id for id in found if type(id) is int and id >= 0)
         if ids:
             return ids
     return tuple(tokenizer.eos_ids) if tokenizer is not None else ()

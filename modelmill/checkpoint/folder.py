@@ -28,9 +28,18 @@ TOKENIZER_FILES = (
 """What a tokenizer or a chat format may be made of; anything else in the folder is not looked at."""
 
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "pieces.json")
+"""Files of which a tokenizer has one; the others, which any save_pretrained may write, only describe it."""
+
+
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The tokenizer's files that a folder holds, by name: the known names and any *.tiktoken."""
+    """The tokenizer's files that a folder holds, by name: the known names and any *.tiktoken.
+
+    Empty where no vocabulary is among them: such a checkpoint has no tokenizer.
+    """
     tiktoken = sorted(file.name for file in folder.glob("*.tiktoken"))
+    if not tiktoken and not any((folder / name).is_file() for name in VOCABULARIES):
+        return {}
     return {name: read_small(folder / name) for name in (*TOKENIZER_FILES, *tiktoken) if (folder / name).is_file()}
 
 

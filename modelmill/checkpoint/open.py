@@ -189,6 +189,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     if str(raw.metadata.get("split.count", 0)) not in ("0", "1"):
         raise CheckpointError(f"{path}: is one part of a split GGUF; join the parts with llama-gguf-split --merge")
     view = GgufAsHf(raw)
+    has_vocabulary = raw.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
     return Checkpoint(
         path=path,
         container="gguf",
@@ -196,5 +197,5 @@ def _open_gguf(path: Path) -> Checkpoint:
         generation_config=view.generation_config,
         raw=raw,
         view=view,
-        side_files={"gguf_vocab.json": view.vocabulary()},
+        side_files={"gguf_vocab.json": view.vocabulary()} if has_vocabulary else {},
     )

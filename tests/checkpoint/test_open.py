@@ -188,3 +188,23 @@ def test_a_links_target_may_lie_elsewhere(tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "blobs/1")
     (folder / "model.safetensors").symlink_to(tmp_path / "blobs/1")
     assert_whole(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"]
+)
+def test_files_that_only_describe_a_tokenizer_are_none(tmp_path, name):
+    """save_pretrained writes generation_config.json for every model, with or without a tokenizer."""
+    folder = write_folder(tmp_path / "m", llama_state())
+    (folder / name).write_text("{}")
+    assert open_checkpoint(folder).tokenizer_files() == {}
+    (folder / "tokenizer.json").write_text("{}")
+    assert set(open_checkpoint(folder).tokenizer_files()) == {name, "tokenizer.json"}
+
+
+@pytest.mark.parametrize("change", [(b"tokenizer.ggml.model", b"tokenizer.ggml.other"), (b"gpt2", b"none")])
+def test_a_gguf_without_a_vocabulary_has_no_tokenizer(tmp_path, change):
+    path = write_llama_gguf(tmp_path / "m.gguf", llama_state())
+    assert open_checkpoint(path).tokenizer_files()
+    path.write_bytes(path.read_bytes().replace(*change))
+    assert open_checkpoint(path).tokenizer_files() == {}
