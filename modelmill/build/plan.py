@@ -205,8 +205,9 @@ def find_family(checkpoint: Checkpoint) -> ModuleType:
 def _check_generation(checkpoint: Checkpoint) -> None:
     """Defaults that no request could be answered with are the checkpoint's fault, and are named here."""
     for name in DEFAULTED:
+        given: dict[str, Any] = {name: checkpoint.generation_config.get(name)}
         try:
-            SamplingParams(**{name: checkpoint.generation_config.get(name)})
+            SamplingParams(**given)
         except RequestError as error:
             raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
 

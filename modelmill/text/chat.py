@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.chatml import END, START, QwenChat
+from modelmill.text.chatml import END, START, WINDOW, QwenChat
 from modelmill.text.files import read_json
 from modelmill.text.guard import Guard, free_mark, texts_of, unmark
 from modelmill.text.messages import check_data, checked
@@ -59,16 +59,19 @@ def load_chat(files: Mapping[str, bytes], tokenizer: Tokenizer, *, limits: Limit
     """The chat format of a model; None for one without (a base model).
 
     Templates come from chat_template.jinja, tokenizer_config.json, chat_template.json or GGUF metadata; a Qwen v1
-    vocabulary without a template has its built-in format, unless generation_config.json says "raw".
+    vocabulary without a template has its built-in format, unless generation_config.json says "raw"; how much history
+    it keeps is that file's max_window_size.
     Raises TemplateError when a template is not a text.
     """
     templates = read_templates(files)
     if templates:
         return TemplateChat(templates, tokenizer, limits=limits)
     if tokenizer.kind == "tiktoken" and START in tokenizer.special and END in tokenizer.special:
-        if read_json(files, "generation_config.json").get("chat_format") == "raw":
+        settings = read_json(files, "generation_config.json")
+        if settings.get("chat_format") == "raw":
             return None
-        return QwenChat(tokenizer)
+        window = settings.get("max_window_size")
+        return QwenChat(tokenizer, window=window if type(window) is int and window > 0 else WINDOW)
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from modelmill.core.errors import RequestError
@@ -107,3 +109,19 @@ def test_tools_and_options_are_refused(tokenizer):
 def test_a_base_model_has_no_chat(tokenizer, shared):
     files = files_of(shared, "qwen.tiktoken") | {"generation_config.json": b'{"chat_format": "raw"}'}
     assert load_chat(files, tokenizer) is None
+
+
+def test_the_window_is_the_checkpoints_own(tokenizer, shared):
+    """As the original's make_context takes it from its generation config."""
+    talk = [{"role": role, "content": "word " * 20} for role in ("user", "assistant") * 5] + [
+        {"role": "user", "content": "now"}
+    ]
+    files = files_of(shared, "qwen.tiktoken")
+    whole = load_chat(files, tokenizer).encode(talk)
+    for window, kept in ((200, 3), (0, None), ("x", None), (10**6, None)):
+        settings = {"generation_config.json": json.dumps({"max_window_size": window}).encode()}
+        ids = load_chat({**files, **settings}, tokenizer).encode(talk)
+        assert (ids == whole) == (kept is None)
+        if kept is not None:
+            assert ids[: ids.index(END)] == whole[: whole.index(END)]
+            assert len(ids) < len(whole)
