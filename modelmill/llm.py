@@ -52,7 +52,10 @@ class LLM:
         if not is_engine(engine):
             engine = cached_engine(engine, BuildConfig(**build), progress)
         elif build:
-            raise UsageError(f"{', '.join(build)} belong(s) to a build, but {engine} is an engine already")
+            raise UsageError(
+                f"{', '.join(build)}: decided when an engine is built, and {engine} is one already; "
+                "leave it out, or give the checkpoint"
+            )
         self.path = engine
         self.loop = Loop.open(engine, RunConfig(**run))
         artifact = self.loop.artifact
@@ -123,7 +126,7 @@ class LLM:
     def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> Dialogue:
         """One conversation as a request. Raises UsageError where the engine has no chat template."""
         if self.chat_format is None:
-            raise UsageError(f"{self.path} has no chat template; use generate, or give one with --chat-template")
+            raise UsageError(f"{self.path} has no chat template; give one (chatml, vicuna, a file), or a plain prompt")
         ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings))
@@ -141,7 +144,9 @@ class LLM:
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise TokenizerError(f"{self.path} is an ids-only engine (no tokenizer); give prompt_token_ids")
+                raise TokenizerError(
+                    f"{self.path} is an ids-only engine (no tokenizer); give prompt_token_ids (run: in --file)"
+                )
             return self.tokenizer.encode(prompt)
         return _checked(prompt)
 

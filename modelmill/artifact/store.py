@@ -91,7 +91,8 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
     """
     if not is_engine(path):
         hint = "it does not exist" if not path.exists() else f"it has no {NAME}"
-        raise ArtifactError(f"{path} is not an engine ({hint}); make one with: modelmill build CHECKPOINT -o {path}")
+        target = "ENGINE" if path.exists() else path
+        raise ArtifactError(f"{path} is not an engine ({hint}); make one with: modelmill build CHECKPOINT -o {target}")
     if path.name.endswith(".staging") and not staged:
         raise ArtifactError(f"{path} is an unfinished build; run the build again to finish it")
     manifest = Manifest.from_json((path / NAME).read_text(errors="replace"), str(path))

@@ -17,7 +17,7 @@ from modelmill.build.plan import PACKING, Piece, Plan, gib
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan
 from modelmill.core.config import to_dict
-from modelmill.core.errors import AcceptanceError, ArtifactError, CorruptCheckpoint
+from modelmill.core.errors import AcceptanceError, ArtifactError, CheckpointError, CorruptCheckpoint
 from modelmill.text.tokenizer import load_tokenizer
 from modelmill.weights.held import pack
 
@@ -45,7 +45,7 @@ def build(plan: Plan, out: Path, accept: Accept | None, progress: Progress | Non
         report = _judge(plan, staging, accept)
         staging.write_loose(ACCEPTANCE, _json(report))
         staging.publish()
-    except AcceptanceError:
+    except (AcceptanceError, CheckpointError):
         staging.discard()
         raise
     except OSError as error:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ from modelmill.weights.held import PackedInfo, packed_info
 
 PACKING = "rows/1"
 KEPT = ("head",)
+RECIPES = ("none", "int8")
 
 
 @dataclass(frozen=True)
@@ -249,9 +251,14 @@ def _resolve(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, 
         raise CheckpointError(
             f"{checkpoint.path} is already quantized ({method}); this is not supported yet: take the original"
         )
-    if config.calibration is not None and config.quantization in ("none", "int8"):
-        reasons["calibration"] = f"not used: {config.quantization} needs no statistics"
-    return replace(config, target=target, dtype=dtype), reasons
+    if config.quantization not in RECIPES:
+        raise UsageError(f"--quantization {config.quantization!r} is not one of {', '.join(RECIPES)}")
+    if config.calibration is not None:
+        if not Path(config.calibration).is_file():
+            raise UsageError(f"--calibration {config.calibration}: there is no such file")
+        # No recipe here needs it, so its path must not make two engines of one checkpoint differ.
+        reasons["calibration"] = f"not used: the recipe {config.quantization} needs no statistics"
+    return replace(config, target=target, dtype=dtype, calibration=None), reasons
 
 
 def _quantized(model: nn.Module, config: BuildConfig) -> set[str]:

@@ -80,14 +80,11 @@ def run(args: Args) -> int:
         from modelmill.eval.report import save
 
         save(args.save, rows)
+    emit_json({"command": command, **measured, "rows": rows}) if args.json else show(measured)
     if args.plot is not None:
         from modelmill.eval.report import plot
 
         plot(args.plot, lambda axes: draw(axes, measured), f"{args.what}: {args.engine.name} on {measured['device']}")
-    if args.json:
-        emit_json({"command": command, **measured, "rows": rows})
-    else:
-        show(measured)
     return 0
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, facts, progress, size, table
+from modelmill.cli.output import emit_json, facts, note, progress, size, table
 from modelmill.core.config import BuildConfig, option
 from modelmill.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from modelmill.checkpoint.open import Checkpoint
 
 HELP = "Build an engine from a checkpoint, and check that it computes what the checkpoint computes."
 MORE = """Examples:
@@ -42,12 +45,16 @@ class Args(Common):
 
 def run(args: Args) -> int:
     """Print the plan, build, print the acceptance summary. A refused engine raises AcceptanceError."""
+    from modelmill.artifact.store import is_engine
     from modelmill.build.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
 
     if args.output is None and not args.dry_run:
         raise UsageError("-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan alone)")
-    plan = make_plan(open_checkpoint(args.checkpoint, delta=args.delta), args.build).describe()
+    if is_engine(args.checkpoint):
+        raise UsageError(f"{args.checkpoint} is an engine already; give the checkpoint that it was built from")
+    checkpoint = open_checkpoint(args.checkpoint, delta=args.delta)
+    plan = make_plan(checkpoint, args.build).describe()
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
         return 0
@@ -56,11 +63,16 @@ def run(args: Args) -> int:
     from modelmill.llm import build_engine
 
     began = time.perf_counter()
-    with progress("building") as told:
-        report = build_engine(
-            args.checkpoint, args.output, args.build, delta=args.delta, progress=told, check=args.check
-        )
+    try:
+        with progress("building") as told:
+            report = build_engine(
+                args.checkpoint, args.output, args.build, delta=args.delta, progress=told, check=args.check
+            )
+    except KeyboardInterrupt:
+        note("stopped; the same command goes on from here")
+        raise
     seconds = time.perf_counter() - began
+    _warn_of_template(checkpoint)
     if args.json:
         emit_json({"engine": str(args.output), "seconds": seconds, "plan": plan, "acceptance": report})
         return 0
@@ -69,11 +81,22 @@ def run(args: Args) -> int:
     return 0
 
 
+def _warn_of_template(checkpoint: Checkpoint) -> None:
+    """A broken chat template leaves an engine that answers raw prompts: that is said now, not at the first chat."""
+    from modelmill.cli.inspect import text_facts
+
+    told = text_facts(checkpoint.tokenizer_files())["chat_template"]
+    if told is not None and "error" in told:
+        note(f"{told['error']}; run it with --raw, or give another with --chat-template")
+
+
 def show_plan(plan: dict[str, Any]) -> None:
     """The plan for people: what, why, and the memory it takes."""
     build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
     options = [
-        (name, _with_reason(value, reasons.get(name))) for name, value in build.items() if value not in (None, {})
+        (name, _with_reason(value, reasons.get(name)))
+        for name, value in build.items()
+        if value not in (None, {}) or name in reasons
     ]
     kinds = ", ".join(f"{name} {size(count)}" for name, count in plan["bytes_by_kind"].items())
     facts(
@@ -103,7 +126,7 @@ def show_plan(plan: dict[str, Any]) -> None:
 def _with_reason(value: Any, reason: str | None) -> str:
     if reason is None:
         return str(value)
-    return reason if reason.startswith(str(value)) else f"{value} ({reason})"
+    return reason if value is None or reason.startswith(str(value)) else f"{value} ({reason})"
 
 
 def show_acceptance(report: dict[str, Any]) -> None:

@@ -49,11 +49,11 @@ def run(args: Args) -> int:
     with progress("comparing") as told:
         ids = sample_ids(artifact)
         result = align(llm, checkpoint, lambda: compare_engine(llm.loop, checkpoint, ids, progress=told))
+    emit_json(result) if args.json else _show(result, args.all)
     if args.plot is not None:
         from modelmill.eval.report import plot
 
         plot(args.plot, lambda axes: draw(axes, result["layers"]), f"{args.engine.name}: {result['verdict']}")
-    emit_json(result) if args.json else _show(result, args.all)
     return 0 if result["passed"] else 1
 
 

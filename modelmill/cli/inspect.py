@@ -73,7 +73,7 @@ def _engine(args: Args) -> dict[str, Any]:
         "weights": dict(Counter(manifest.weights.values())),
         "packing": manifest.packing,
         **_content(tensors, args.tensors),
-        **_text(artifact.tokenizer_files()),
+        **text_facts(artifact.tokenizer_files()),
         "generation": manifest.generation,
         "source": manifest.source,
         "versions": manifest.versions,
@@ -96,7 +96,7 @@ def _checkpoint(args: Args) -> dict[str, Any]:
         "architectures": checkpoint.config.get("architectures"),
         "sizes": _sizes(checkpoint.config),
         **_content([_tensor(each.name, each.shape, each.dtype, each.nbytes) for each in infos], args.tensors),
-        **_text(checkpoint.tokenizer_files()),
+        **text_facts(checkpoint.tokenizer_files()),
         "generation": checkpoint.generation_config,
         "config": checkpoint.config,
     }
@@ -129,7 +129,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _text(files: dict[str, bytes]) -> dict[str, Any]:
+def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
     """Tokenizer and chat template; a broken one is told, not raised: inspect is how one finds out."""
     from modelmill.text.chat import load_chat
     from modelmill.text.tokenizer import load_tokenizer

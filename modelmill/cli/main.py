@@ -60,6 +60,8 @@ def execute(argv: list[str]) -> int:
         # typer carries click inside itself in its newer versions, so click's errors are known by their shape only.
         if not hasattr(error, "format_message"):
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return 2  # typer has printed the help page
         return _fail(_reworded(error, argv), 2)
 
 

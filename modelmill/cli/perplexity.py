@@ -48,6 +48,9 @@ def run(args: Args) -> int:
     from modelmill.eval.texts import read_text
 
     assert args.data is not None
+    for name, value, least in (("--max-length", args.max_length, 2), ("--limit-tokens", args.limit_tokens, 1)):
+        if value is not None and value < least:
+            raise UsageError(f"{name} must be at least {least}, not {value}")
     text = read_text(args.data)
     settings = args.run if args.reference is None else beside_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)

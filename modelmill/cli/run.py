@@ -99,6 +99,8 @@ def _jobs_of_file(path: Path) -> list[dict[str, Any]]:
 def _ask(job: dict[str, Any], args: Args, llm: LLM) -> Any:
     """What LLM takes for one job: messages for its chat template, or a raw prompt."""
     if "messages" in job:
+        if not isinstance(job["messages"], list):
+            raise UsageError('messages must be a list of {"role": …, "content": …}')
         return job["messages"]
     if "prompt_token_ids" in job:
         return {"prompt_token_ids": job["prompt_token_ids"]}

@@ -62,6 +62,10 @@ def run(args: Args) -> int:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
     if (args.num is not None and args.num < 1) or (args.batch_size is not None and args.batch_size < 1):
         raise UsageError("--num and --batch-size must be at least 1")
+    for name in ("max_new_tokens", "max_input_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     assert args.data is not None
     items, rouge = read_articles(args.data, args.num), Rouge()
     settings = args.run if args.reference is None else beside_reference(args.run)

@@ -86,7 +86,10 @@ class EngineSubject:
     def room(self, batch: int, length: int) -> str | None:
         """Whether the KV cache holds them all: a batch that must wait or be preempted is no batch of that size."""
         if length > self.loop.max_model_len:
-            return f"{length} tokens are more than the engine's {self.loop.max_model_len}"
+            return (
+                f"{length} tokens are more than the engine's {self.loop.max_model_len}; "
+                "lower --input-len or --output-len"
+            )
         if batch > self.loop.config.max_num_seqs:
             return f"{batch} sequences are more than --max-num-seqs {self.loop.config.max_num_seqs}"
         pages = batch * -(-length // self.loop.page_size)

@@ -119,7 +119,9 @@ def _fitted(llm: Any, encode: Callable[[str], list[int]], article: str, room: in
         if len(ids) <= room:
             return ids
         kept -= max(len(ids) - room, 1)
-    raise UsageError(f"no article fits {room} tokens of prompt; lower --max-new-tokens or raise --max-model-len")
+    raise UsageError(
+        f"no article fits the {max(room, 0)} tokens left for a prompt; lower --max-new-tokens or raise --max-model-len"
+    )
 
 
 def summarize(

@@ -102,8 +102,9 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".jsonl":
         yield from (value for _, value in read_jsonl(path))
         return
+    text = read_text(path)
     try:
-        values = json.loads(read_text(path))
+        values = json.loads(text)
     except ValueError as error:
         raise UsageError(f"{path}: is not JSON ({error})") from None
     if not isinstance(values, list):

@@ -214,6 +214,20 @@ def test_bad_configs_are_one_line(llama: Path, change: dict[str, Any]) -> None:
     assert "\n" not in str(told.value)
 
 
+def test_a_damaged_checkpoint_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, llama / "model.safetensors")
+    with pytest.raises(CorruptCheckpoint):
+        make(llama, tmp_path / "out" / "x.engine")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_unknown_recipe_is_named(llama: Path) -> None:
+    with pytest.raises(UsageError, match="'int3' is not one of none, int8"):
+        plan(llama, quantization="int3")
+
+
 def test_too_long_is_refused(llama: Path) -> None:
     with pytest.raises(UsageError, match="256"):
         plan(llama, max_model_len=257)

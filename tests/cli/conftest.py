@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("engines") / "stories.engine"
     assert execute(["build", str(checkpoint), "-o", str(out), "--dtype", "float32"]) == 0
     return out
+
+
+@pytest.fixture(autouse=True)
+def _no_flags_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have set MODELMILL_<FLAG>; the tests mean what they say."""
+    for name in list(os.environ):
+        if name.startswith("MODELMILL_") and name != "MODELMILL_CACHE":
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture

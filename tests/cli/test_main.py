@@ -150,3 +150,10 @@ def test_completion() -> None:
     words = {"_MODELMILL_COMPLETE": "complete_bash", "COMP_WORDS": "modelmill bench --input", "COMP_CWORD": "2"}
     done = modelmill(env={**os.environ, **words})
     assert "--input-len" in done.stdout
+
+
+def test_alone_it_shows_the_help_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.execute([]) == 2
+    out, err = capsys.readouterr()
+    assert "Commands" in out + err
+    assert "(flags:" not in err

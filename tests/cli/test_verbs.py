@@ -407,3 +407,87 @@ def test_pull(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (code, told) == (0, {"name": "demo", "path": str(tmp_path / "m/m.gguf"), "bytes": 5})
     code, text, _ = cli("pull", "demo", "-o", tmp_path / "m")
     assert text == f"{tmp_path / 'm/m.gguf'}\n"
+
+
+# -- what a new user got wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("perplexity", "--data", "README.md", "--max-length", "0"), "--max-length must be at least 2"),
+        (("perplexity", "--data", "README.md", "--limit-tokens", "-5"), "--limit-tokens must be at least 1"),
+        (("summarize", "--data", "README.md", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
+        (("bench-throughput", "--dataset", "nowhere.json"), "cannot read nowhere.json"),
+        (("run", "--prompt", "x", "--dtype", "float16"), "decided when an engine is built"),
+    ],
+)
+def test_wrong_values_are_named(cli: Cli, engine: Path, words: tuple[str, ...], told: str) -> None:
+    verb, rest = words[0].split("-"), words[1:]
+    code, _, err = cli(*verb, engine, *rest)
+    assert code == 2
+    assert told in err
+    assert err.count("\n") == 1
+    assert "is not JSON" not in err
+
+
+def test_messages_must_be_a_list(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "asks.jsonl"
+    file.write_text('{"messages": "abc"}\n')
+    code, _, err = cli("run", engine, "--file", file, "--chat-template", "chatml")
+    assert code == 2
+    assert "messages must be a list" in err
+
+
+def test_an_engine_is_no_checkpoint(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    code, _, err = cli("build", engine, "-o", tmp_path / "x.engine")
+    assert code == 2
+    assert "is an engine already" in err
+    code, _, err = cli("compare", checkpoint, engine)
+    assert code == 1
+    assert f"-o {checkpoint}" not in err, "nobody should write an engine into a checkpoint"
+
+
+def test_a_broken_chat_template_is_told_at_build(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    code, _, err = cli("build", folder, "-o", tmp_path / "x.engine", "--json")
+    assert code == 0
+    assert "the chat template failed" in err
+    assert "--chat-template" in err
+
+
+def test_figures_come_before_a_plot_that_fails(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    code, out, err = cli("compare", engine, checkpoint, "--plot", tmp_path / "errors.xyz")
+    assert code == 2
+    assert "numerical noise" in out
+    assert "cannot write the plot" in err
+
+
+def test_calibration_is_looked_for_and_its_path_kept_out(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    code, _, err = cli("build", checkpoint, "--dry-run", "--calibration", tmp_path / "none.jsonl")
+    assert code == 2
+    assert "there is no such file" in err
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": "a"}\n')
+    code, plan, _ = cli("build", checkpoint, "--dry-run", "--calibration", file, "--json")
+    assert code == 0
+    assert plan["build"]["calibration"] is None
+    assert "not used" in plan["reasons"]["calibration"]
+
+
+def test_a_stopped_build_says_how_to_go_on(
+    cli: Cli, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import modelmill.llm as llm
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "build_engine", interrupted)
+    code, _, err = cli("build", checkpoint, "-o", tmp_path / "x.engine")
+    assert code == 130
+    assert "the same command goes on" in err
