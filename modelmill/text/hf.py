@@ -13,7 +13,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.byte_level import alphabet
-from modelmill.text.files import Settings, is_id, read_json, read_settings, unique
+from modelmill.text.files import Settings, read_json, read_settings, unique
+from modelmill.text.hf_spec import check_spec, check_vocab
 from modelmill.text.tokens import Tokenizer, Traits
 
 # Qwen lists <|fim_prefix|> and its like as ordinary added tokens; they steer the model all the same.
@@ -26,15 +27,16 @@ ALPHABET = alphabet()
 def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer of tokenizer.json; raises TokenizerError when the file is broken or of another kind."""
     spec = read_json(files, "tokenizer.json")
-    _check(spec)
+    check_spec(spec)
     core = _built("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode()))
+    core.model.dropout = None  # of training: the same text must give the same ids
     return from_core(core, read_settings(files), kind="hf", file="tokenizer.json")
 
 
 def load_vocab_merges(files: Mapping[str, bytes]) -> Tokenizer:
     """GPT-2's older layout: vocab.json and merges.txt. Raises TokenizerError."""
     vocab = read_json(files, "vocab.json")
-    _check_vocab(vocab, "vocab.json")
+    check_vocab(vocab, "vocab.json")
     try:
         lines = files["merges.txt"].decode("utf-8").splitlines()
     except UnicodeDecodeError:
@@ -119,12 +121,12 @@ class HfTokenizer(Tokenizer):
 
     def _ordinary(self, text: str, at_start: bool) -> list[int]:
         core = self._core if at_start else self._inner
-        encoded = core.encode(text, add_special_tokens=False)
+        encoded = _encoded(core, text)
         ids: list[int] = encoded.ids
         if self._control.isdisjoint(ids):
             return ids
         # The usual case above costs nothing; only text that spells a control token comes here.
-        encoded = (self._guarded if at_start else self._guarded_inner).encode(text, add_special_tokens=False)
+        encoded = _encoded(self._guarded if at_start else self._guarded_inner, text)
         ids = encoded.ids
         for index, id in enumerate(ids):
             if id in self._control:
@@ -270,40 +272,27 @@ def _affixes(
     return prefix, suffix
 
 
-def _check(spec: Mapping[str, Any]) -> None:
-    model = spec.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
-        kind = model.get("type") if isinstance(model, dict) else None
-        raise TokenizerError(f"tokenizer.json: expected a BPE model, found {str(kind)[:40]}")
-    vocab = model.get("vocab")
-    _check_vocab(vocab, "tokenizer.json")
-    assert isinstance(vocab, dict)
-    by_id = {id: text for text, id in vocab.items()}
-    added = spec.get("added_tokens") or []
-    if not isinstance(added, list):
-        raise TokenizerError("tokenizer.json: added_tokens must be a list")
-    for token in added:
-        if not isinstance(token, dict) or not is_id(token.get("id")) or not token.get("content"):
-            raise TokenizerError("tokenizer.json: every added token needs an id and a content")
-        if by_id.setdefault(token["id"], token["content"]) != token["content"]:
-            raise TokenizerError(f"tokenizer.json: two tokens share the id {token['id']}")
-        if vocab.get(token["content"], token["id"]) != token["id"]:
-            raise TokenizerError(f"tokenizer.json: {token['content']!r} has two ids")
-
-
-def _check_vocab(vocab: object, file: str) -> None:
-    if not isinstance(vocab, dict) or not vocab:
-        raise TokenizerError(f"{file}: the vocabulary is missing or empty")
-    if not all(is_id(id) for id in vocab.values()):
-        raise TokenizerError(f"{file}: token ids must be integers from 0")
-    if len(set(vocab.values())) != len(vocab):
-        raise TokenizerError(f"{file}: two tokens share an id")
-
-
 def _built(file: str, build: Any) -> Any:
     """The result of `build`; the library's exceptions (plain Exception, TypeError, …) name the file instead."""
     try:
         return build()
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _panicked(error):
+            raise
         reason = " ".join(str(error).split())[:160]
         raise TokenizerError(f"{file} cannot be read as a tokenizer: {reason}") from None
+
+
+def _encoded(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """The library's encoding; TokenizerError where its regular expressions give up on the text."""
+    try:
+        return core.encode(text, add_special_tokens=False)
+    except BaseException as error:
+        if not _panicked(error):
+            raise
+        raise TokenizerError("the tokenizer's rules cannot split this text in reasonable time; shorten it") from None
+
+
+def _panicked(error: BaseException) -> bool:
+    """Whether the library crashed inside, which Python code would otherwise let pass as if it were an interrupt."""
+    return type(error).__name__ == "PanicException"

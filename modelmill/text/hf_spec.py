@@ -1,0 +1,61 @@
+"""What a tokenizer.json says, checked before the library believes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.errors import TokenizerError
+from modelmill.text.files import is_id
+
+MAX_GROWTH = 64
+"""Times longer that replacements may make a text. Real files replace one character by one; a chain of long ones
+would turn a short prompt into gigabytes."""
+
+
+def check_spec(spec: Mapping[str, Any]) -> None:
+    """Raises TokenizerError where the model, the vocabulary, the added tokens or the normalizer make no sense."""
+    model = spec.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise TokenizerError(f"tokenizer.json: expected a BPE model, found {str(kind)[:40]}")
+    vocab = model.get("vocab")
+    check_vocab(vocab, "tokenizer.json")
+    assert isinstance(vocab, dict)
+    by_id = {id: text for text, id in vocab.items()}
+    if _growth(spec.get("normalizer")) > MAX_GROWTH:
+        raise TokenizerError("tokenizer.json: its normalizer makes texts many times longer; no known tokenizer does")
+    added = spec.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise TokenizerError("tokenizer.json: added_tokens must be a list")
+    for token in added:
+        if not isinstance(token, dict) or not is_id(token.get("id")) or not token.get("content"):
+            raise TokenizerError("tokenizer.json: every added token needs an id and a content")
+        if by_id.setdefault(token["id"], token["content"]) != token["content"]:
+            raise TokenizerError(f"tokenizer.json: two tokens share the id {token['id']}")
+        if vocab.get(token["content"], token["id"]) != token["id"]:
+            raise TokenizerError(f"tokenizer.json: {token['content']!r} has two ids")
+
+
+def check_vocab(vocab: object, file: str) -> None:
+    """Raises TokenizerError unless it maps tokens to different ids from 0."""
+    if not isinstance(vocab, dict) or not vocab:
+        raise TokenizerError(f"{file}: the vocabulary is missing or empty")
+    if not all(is_id(id) for id in vocab.values()):
+        raise TokenizerError(f"{file}: token ids must be integers from 0")
+    if len(set(vocab.values())) != len(vocab):
+        raise TokenizerError(f"{file}: two tokens share an id")
+
+
+def _growth(step: object) -> int:
+    """How many times longer a normalizer's replacements can make a text, at most."""
+    if isinstance(step, list):
+        total = 1
+        for part in step:
+            total = min(total * _growth(part), MAX_GROWTH + 1)
+        return total
+    if not isinstance(step, dict):
+        return 1
+    content = step.get("content")
+    own = len(content) if step.get("type") == "Replace" and isinstance(content, str) else 1
+    return max(own, 1) * _growth(step.get("normalizers"))
