@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.build import worst_by_module
 from modelmill.cli.engine import changed
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, facts, progress, table
 from modelmill.core.config import RunConfig, option
+from modelmill.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from modelmill.artifact.manifest import Manifest
+    from modelmill.checkpoint.open import Checkpoint
 
 HELP = "Compare an engine with its checkpoint: template and tokens first, then layer by layer."
 MORE = """Exit code 0 only where everything is within its dtype's published tolerance. Nothing is rebuilt.
@@ -19,6 +24,7 @@ Examples:
 
   modelmill compare model.engine model.gguf --plot errors.png"""
 
+SIZES = {"layers": "layers", "hidden": "hidden size", "inner": "inner size", "vocab": "vocabulary"}
 COLUMNS = ("max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance")
 
 
@@ -44,6 +50,7 @@ def run(args: Args) -> int:
 
     artifact = open_artifact(args.engine)
     checkpoint = open_checkpoint(args.checkpoint, delta=args.delta)
+    check_sizes(artifact.manifest, checkpoint)
     settings = replace(args.run, enable_prefix_caching=False, cuda_graphs=False)
     llm = LLM(args.engine, **changed(settings))
     with progress("comparing") as told:
@@ -55,6 +62,24 @@ def run(args: Args) -> int:
 
         plot(args.plot, lambda axes: draw(axes, result["layers"]), f"{args.engine.name}: {result['verdict']}")
     return 0 if result["passed"] else 1
+
+
+def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
+    """Layers and widths must agree: nothing can be compared otherwise. Raises UsageError with both."""
+    from modelmill.build.plan import find_family
+    from modelmill.core.find import find
+
+    ours, theirs = find("modelmill.models", manifest.model_type), find_family(checkpoint)
+    if ours is None:
+        return
+    built, given = ours.configure(manifest.config), theirs.configure(checkpoint.config)
+    for name, words in SIZES.items():
+        have, want = getattr(built, name, None), getattr(given, name, None)
+        if have is not None and want is not None and have != want:
+            raise UsageError(
+                f"{words}: {have} in the engine, {want} in {checkpoint.path}; "
+                "give the checkpoint that the engine was built from"
+            )
 
 
 def _show(result: dict[str, Any], every: bool) -> None:

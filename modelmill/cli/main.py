@@ -7,6 +7,7 @@ makes no sense. 130: Ctrl-C.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ def verbs() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
+    _forgiving_streams()
     code = execute(list(sys.argv[1:] if argv is None else argv))
     try:
         sys.stdout.flush()
@@ -165,6 +167,17 @@ def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
     print(f"modelmill: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+def _forgiving_streams() -> None:
+    """Bytes that are no UTF-8, and characters that the terminal has not, become replacement marks, not tracebacks."""
+    for stream, settings in (
+        (sys.stdin, {"encoding": "utf-8", "errors": "replace"}),
+        (sys.stdout, {"errors": "replace"}),
+        (sys.stderr, {"errors": "replace"}),
+    ):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(**settings)  # type: ignore[arg-type]
 
 
 def _quiet_stdout() -> None:

@@ -80,7 +80,10 @@ def with_limit(params: SamplingParams, llm: LLM) -> SamplingParams:
 
 
 def _prompt(given: str) -> str:
-    return sys.stdin.read().rstrip("\n") if given == "-" else given
+    if given == "-":
+        return sys.stdin.read().rstrip("\n")
+    # bytes of the command line that are no UTF-8 come as lone surrogates, which no tokenizer reads
+    return given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _jobs_of_file(path: Path) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def read_text(path: Path) -> str:
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of each line that is not blank. Raises UsageError naming the line that is none."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -102,7 +102,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".jsonl":
         yield from (value for _, value in read_jsonl(path))
         return
-    text = read_text(path)
+    text = read_text(path).removeprefix("\ufeff")
     try:
         values = json.loads(text)
     except ValueError as error:

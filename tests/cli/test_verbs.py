@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -491,3 +493,37 @@ def test_a_stopped_build_says_how_to_go_on(
     code, _, err = cli("build", checkpoint, "-o", tmp_path / "x.engine")
     assert code == 130
     assert "the same command goes on" in err
+
+
+def test_compare_with_another_model_is_one_line(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "wider"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"hidden_size": 128}))
+    code, _, err = cli("compare", engine, folder)
+    assert code == 2
+    assert "hidden size: 64 in the engine, 128 in" in err
+    assert err.count("\n") == 1
+
+
+def test_a_byte_order_mark_is_no_json_error(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "asks.jsonl"
+    file.write_text('\ufeff{"prompt": "Once"}\n', "utf-8")
+    assert cli("run", engine, "--file", file, "--max-tokens", 1)[0] == 0
+
+
+def test_bytes_that_are_no_text_do_not_end_a_chat(engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    words = ["chat", str(engine), "--chat-template", "chatml", "--max-tokens", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "modelmill", *words],
+        input=b"caf\xe9\n/save " + os.fsencode(file) + b"\n",
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(file.read_text("utf-8"))[0]["content"] == "caf\ufffd"
