@@ -4,6 +4,7 @@
 // residual receives x + residual; out its norm.
 extern "C" void add_rms_norm(void* out, void* residual, const void* x, const void* weight, int64_t rows, int64_t width,
                              double eps, int dtype) {
+    const mill::BesideTorch team(mill::torch_multiplies(rows, dtype));
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         mill::share_rows(rows, width * 4 * sizeof(T), [&](int64_t from, int64_t to) {

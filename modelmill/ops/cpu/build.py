@@ -2,8 +2,8 @@
 
 One shared object holds all of them. Its name in the cache is a digest of everything that decides its code: the sources,
 the flags, the compiler's version and this CPU's instruction sets, so that a cache carried to another machine is never
-run there. Threads are a small team of the library's own (team.cpp); how many there may be is what torch has been told,
-read through a pointer into the OpenMP runtime that torch has loaded, so that nothing is linked.
+run there. Threads are a small team of the library's own (team.cpp), or torch's where torch has just computed a product; how
+many there may be is what torch has been told. Torch's OpenMP runtime is reached through pointers: nothing is linked.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def open_library(path: Path) -> Library:
     except OSError as problem:
         raise _Unavailable(f"{path} cannot be loaded: {problem}; delete it to build it again") from None
     hand_over = library.quick.modelmill_threads
-    hand_over.argtypes = [ctypes.c_void_p]
+    hand_over.argtypes = [ctypes.c_void_p] * 3
     hand_over.restype = None
-    hand_over(_thread_count())
+    hand_over(*_openmp())
     failed = library.quick.modelmill_self_check()
     if failed:
         raise _Unavailable(f"{path} computes wrongly (check {failed}): the compiler or the machine is not what it says")
@@ -181,12 +181,12 @@ def _execute(command: list[str]) -> None:
         raise _Unavailable(f"{command[0]} fails: {lines[0].strip()}")
 
 
-def _thread_count() -> int | None:
-    """Address of omp_get_max_threads in the OpenMP runtime that torch itself calls; None where it has none."""
+def _openmp() -> tuple[int | None, ...]:
+    """Addresses of what team.cpp calls in the OpenMP runtime that torch itself uses; None where it has none."""
     library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
     try:
         torch_cpu = ctypes.CDLL(str(library))  # already loaded: a lookup searches it and what it depends on
-        found = torch_cpu.omp_get_max_threads
+        found = [torch_cpu.omp_get_max_threads, torch_cpu.GOMP_parallel, torch_cpu.omp_get_thread_num]
     except (OSError, AttributeError):
-        return None
-    return ctypes.cast(found, ctypes.c_void_p).value
+        return None, None, None
+    return tuple(ctypes.cast(entry, ctypes.c_void_p).value for entry in found)

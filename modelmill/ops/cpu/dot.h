@@ -103,10 +103,12 @@ inline void dot_columns(const typename H::Input* x, const typename H::Weight* w,
         for (int n = 0; n < NB; n++) put_out(m0 + m, n0 + n, sums[m * NB + n]);
 }
 
-// Activation rows [m, last) for NB weight rows, four at a time.
+// Activation rows [m, last) for NB weight rows, six at a time where there are 32 registers, else four.
 template <class H, int NB, class Put>
 inline void dot_rows(const typename H::Input* x, int64_t m, int64_t last, const typename H::Weight* w, int64_t k,
                      int64_t n0, const Put& put_out) {
+    if constexpr (W == 16)
+        for (; m + 6 <= last; m += 6) dot_columns<H, 6, NB>(x, w, k, m, n0, put_out);
     for (; m + 4 <= last; m += 4) dot_columns<H, 4, NB>(x, w, k, m, n0, put_out);
     if (last - m == 3) dot_columns<H, 3, NB>(x, w, k, m, n0, put_out);
     else if (last - m == 2) dot_columns<H, 2, NB>(x, w, k, m, n0, put_out);
@@ -118,11 +120,11 @@ inline void dot_rows(const typename H::Input* x, int64_t m, int64_t last, const 
 template <class H, class Put>
 inline void dot_range(const typename H::Input* x, int64_t rows, const typename H::Weight* w, int64_t k, int64_t from,
                       int64_t to, const Put& put_out) {
-    constexpr int kMany = W == 16 ? 4 : 2;  // accumulators that fit the registers beside four activation rows
+    constexpr int kMany = W == 16 ? 4 : 2;  // accumulators that fit the registers beside the activation rows
     if (rows == 1) {
         for (; from + 8 <= to; from += 8) dot_columns<H, 1, 8>(x, w, k, 0, from, put_out);
     }
-    const int64_t block = (kInputBlock / (padded<H>(k + 1) * static_cast<int64_t>(sizeof(typename H::Input))) / 4 + 1) * 4;
+    const int64_t block = (kInputBlock / (padded<H>(k + 1) * static_cast<int64_t>(sizeof(typename H::Input))) / 12 + 1) * 12;
     for (int64_t m = 0; m < rows; m += block) {
         const int64_t last = m + block < rows ? m + block : rows;
         int64_t n = from;

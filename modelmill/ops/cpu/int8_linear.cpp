@@ -18,6 +18,7 @@ extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, cons
 
 // Exact floating-point copies of `count` integers, for products large enough that a library's blocked kernel wins.
 extern "C" void int8_widen(void* out, const int8_t* weight, int64_t count, int dtype) {
+    const mill::BesideTorch team(true);
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         mill::share(count, 16 << 10, count, [&](int64_t from, int64_t to) {
@@ -29,6 +30,7 @@ extern "C" void int8_widen(void* out, const int8_t* weight, int64_t count, int d
 
 // out[rows, n] = out · scale[n] + bias, in place: the end of a product with widened integers.
 extern "C" void int8_finish(void* out, const float* scale, const void* bias, int64_t rows, int64_t n, int dtype) {
+    const mill::BesideTorch team(true);
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         const T* added = static_cast<const T*>(bias);

@@ -138,6 +138,7 @@ extern "C" void paged_attention(void* out, const void* q, const void* k_cache, c
                                 const int32_t* tables, const int32_t* starts, const int32_t* contexts,
                                 int64_t sequences, int64_t heads, int64_t kv_heads, int64_t page_size, int64_t dim,
                                 int64_t table_stride, int64_t window, double scale, int dtype, int cache_dtype) {
+    const mill::BesideTorch team(mill::torch_multiplies(starts[sequences], dtype));
     const Call c{tables, starts, contexts, sequences, heads, kv_heads, dim, table_stride, window,
                  static_cast<float>(scale)};
     mill::by_dtype(dtype, [&](auto* type) {

@@ -3,6 +3,7 @@
 
 extern "C" void rms_norm(void* out, const void* x, const void* weight, int64_t rows, int64_t width, double eps,
                          int dtype) {
+    const mill::BesideTorch team(mill::torch_multiplies(rows, dtype));
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         mill::share_rows(rows, width * 2 * sizeof(T), [&](int64_t from, int64_t to) {

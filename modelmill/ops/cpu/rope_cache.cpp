@@ -44,6 +44,7 @@ extern "C" void rope_cache(void* q_out, const void* qkv, void* k_cache, void* v_
                            const float* cosine, const float* sine, const float* q_scale, const void* q_norm,
                            const void* k_norm, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
                            int64_t page_size, double eps, int dtype, int cache_dtype) {
+    const mill::BesideTorch team(mill::torch_multiplies(tokens, dtype));
     const Rope r{tokens, heads, kv_heads, dim, page_size, slots, cosine, sine, q_scale, static_cast<float>(eps)};
     mill::by_dtype(dtype, [&](auto* type) {
         mill::by_dtype(cache_dtype, [&](auto* cache_type) {

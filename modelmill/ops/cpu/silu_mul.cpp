@@ -3,6 +3,7 @@
 
 // gate_up: [rows, 2 · inner]; out: [rows, inner].
 extern "C" void silu_mul(void* out, const void* gate_up, int64_t rows, int64_t inner, int dtype) {
+    const mill::BesideTorch team(mill::torch_multiplies(rows, dtype));
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         // An exponential and a division cost about as much as streaming eight times the bytes.

@@ -33,7 +33,21 @@ struct Team {
     int workers;  // started so far
 };
 Team team;
-int (*torch_threads)() = nullptr;
+
+// The OpenMP runtime that torch has loaded, reached through pointers; null where there is none.
+int (*torch_threads)() = nullptr;                                             // omp_get_max_threads
+void (*torch_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;  // GOMP_parallel
+int (*torch_member)() = nullptr;                                              // omp_get_thread_num
+thread_local bool beside_torch = false;
+
+struct Errand {
+    void (*run)(void*, int);
+    void* self;
+};
+void run_errand(void* errand) {
+    const Errand& e = *static_cast<const Errand*>(errand);
+    e.run(e.self, torch_member());
+}
 
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -124,7 +138,15 @@ int threads() {
     return count < kMostThreads ? count : kMostThreads;
 }
 
+BesideTorch::BesideTorch(bool on) { beside_torch = on && torch_parallel && torch_member; }
+BesideTorch::~BesideTorch() { beside_torch = false; }
+
 bool summon(void (*run)(void*, int), void* self, int members) {
+    if (beside_torch) {
+        Errand errand{run, self};
+        torch_parallel(run_errand, &errand, static_cast<unsigned>(members), 0);
+        return true;
+    }
     if (team.taken.exchange(true, std::memory_order_acquire)) return false;
     if (team.workers + 1 < members) hire(members);
     team.run = run;
@@ -148,9 +170,12 @@ bool summon(void (*run)(void*, int), void* self, int members) {
 
 }  // namespace mill
 
-// Hands over omp_get_max_threads of the OpenMP runtime in use: torch.set_num_threads decides for us too; null for one.
-extern "C" void modelmill_threads(void* max_threads) {
+// Hands over omp_get_max_threads, GOMP_parallel and omp_get_thread_num of the OpenMP runtime in use, null for none:
+// torch.set_num_threads decides for us too.
+extern "C" void modelmill_threads(void* max_threads, void* parallel, void* member) {
     mill::torch_threads = reinterpret_cast<int (*)()>(max_threads);
+    mill::torch_parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
+    mill::torch_member = reinterpret_cast<int (*)()>(member);
     static const int registered = pthread_atfork(nullptr, nullptr, mill::forget);
     (void)registered;
 }

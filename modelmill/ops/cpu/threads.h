@@ -20,6 +20,16 @@ int threads();
 // returns when all that came have left. False, and nothing done, where the team serves another caller.
 bool summon(void (*run)(void*, int), void* self, int team);
 
+// While one stands, this thread's calls use torch's own threads. Between products that torch computes its threads spin
+// on the cores, and ours would only compete with them; the price is torch's barrier, which waits for everybody.
+class BesideTorch {
+  public:
+    explicit BesideTorch(bool on);
+    ~BesideTorch();
+};
+// Rows of bfloat16 from which torch computes the products (ops/cpu/linear.py).
+inline bool torch_multiplies(int64_t rows, int dtype) { return dtype == 1 && rows > 16; }
+
 // f(begin, end) over [0, items) in pieces of `step`. Each thread walks its own share from the start, so that what it
 // prefetches is what it reads next, and then helps the others: a thread that the system has put aside delays nobody by
 // more than a piece. Serial where `work` (bytes touched or operations) is too small to pay for calling the team.
