@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from modelmill.core.errors import TensorMismatch
+from modelmill.core.quote import quoted
 
 LISTED = 12
 """How many tensor names an error line spells out before it only counts the rest."""
@@ -71,12 +72,6 @@ def listed(names: Collection[str]) -> str:
     some = [name if name.isprintable() and len(name) <= NAME_SHOWN else quoted(name) for name in first]
     more = len(names) - len(some)
     return ", ".join(some) + (f" and {more} more" if more else "")
-
-
-def quoted(name: object) -> str:
-    """A foreign name or value for an error line: in quotes, without control characters, cut where it is long."""
-    text = repr(name)
-    return text if len(text) <= NAME_SHOWN else text[: NAME_SHOWN - 1] + "…"
 
 
 def no_such_tensor(where: Path, name: str) -> TensorMismatch:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelmill.checkpoint.container import quoted
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.quote import quoted
 
 LIMIT = 128 << 20
 """Bytes a side file may have: the largest real tokenizer.json and shard indexes have some 35 MB."""

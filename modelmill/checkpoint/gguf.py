@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, no_such_tensor, quoted
+from modelmill.checkpoint.container import TensorInfo, no_such_tensor
 from modelmill.checkpoint.ggml_types import CHUNK_VALUES, TYPES, GgmlType, expand_blocks
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.quote import quoted
 
 MAX_DIMENSIONS = 4
 MAX_NESTING = 4

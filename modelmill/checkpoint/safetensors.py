@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor, quoted
+from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor
 from modelmill.checkpoint.folder import read_index
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.quote import quoted
 
 INDEX = "model.safetensors.index.json"
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from modelmill.core.errors import RequestError
+from modelmill.core.quote import quoted
 
 MAX_N = 128
 MAX_LOGPROBS = 100
@@ -66,7 +67,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _listed("stop", stop))
         object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.logit_bias, Mapping | None):
-            raise RequestError(f"logit_bias must map token ids to numbers, not be {_shown(self.logit_bias)}")
+            raise RequestError(f"logit_bias must map token ids to numbers, not be {quoted(self.logit_bias, 60)}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check()
 
@@ -79,7 +80,7 @@ class SamplingParams:
                 _number(name, getattr(self, name), least, most, open_low=name in _ABOVE)
         for name in ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}")
+                raise RequestError(f"{name} must be true or false, not {quoted(getattr(self, name), 60)}")
         if self.num_beams > 1 and self.n > self.num_beams:
             raise RequestError(f"n={self.n} asks for more than num_beams={self.num_beams} beams; lower n")
         if self.num_beams > 1 and (self.logprobs is not None or self.prompt_logprobs is not None):
@@ -215,31 +216,22 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
-        raise RequestError(f"{name} must be a list, not {_shown(value)}")
+        raise RequestError(f"{name} must be a list, not {quoted(value, 60)}")
     return tuple(value)
 
 
 def _int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number, not {_shown(value)}")
+        raise RequestError(f"{name} must be a whole number, not {quoted(value, 60)}")
     if not low <= value <= high:
-        raise RequestError(f"{name}={_shown(value)} is outside {low}…{high}")
+        raise RequestError(f"{name}={quoted(value, 60)} is outside {low}…{high}")
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     # a whole number may be too large for a float, so it is compared before it is converted
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole and not (isinstance(value, float) and math.isfinite(value)):
-        raise RequestError(f"{name} must be a finite number, not {_shown(value)}")
+        raise RequestError(f"{name} must be a finite number, not {quoted(value, 60)}")
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise RequestError(f"{name}={_shown(value)} is outside {bracket}{low:g}, {high:g}]")
-
-
-def _shown(value: Any) -> str:
-    """A value from a request for an error line: short, whatever it holds."""
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number of more digits than Python prints
-        text = "a number beyond all bounds"
-    return text if len(text) <= 60 else text[:57] + "…"
+        raise RequestError(f"{name}={quoted(value, 60)} is outside {bracket}{low:g}, {high:g}]")

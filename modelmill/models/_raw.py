@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.core.errors import CheckpointError
+from modelmill.core.quote import quoted
 from modelmill.nn.rotary import RopeSpec
 
 MAX_SIZE = 1 << 24
@@ -20,7 +21,9 @@ def whole(raw: Mapping[str, Any], *keys: str, default: int | None = None, most: 
     """The first of ``keys`` that is set, as a whole number from 1 to ``most``."""
     value = _first(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-        raise CheckpointError(f"config.json: {keys[0]} must be a whole number from 1 to {most}, not {shown(value)}")
+        raise CheckpointError(
+            f"config.json: {keys[0]} must be a whole number from 1 to {most}, not {quoted(value, 60)}"
+        )
     return value
 
 
@@ -33,7 +36,7 @@ def number(raw: Mapping[str, Any], *keys: str, default: float | None = None) -> 
     """The first of ``keys`` that is set, as a number from 0 up."""
     value = _first(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LARGEST:
-        raise CheckpointError(f"config.json: {keys[0]} must be a number from 0 up, not {shown(value)}")
+        raise CheckpointError(f"config.json: {keys[0]} must be a number from 0 up, not {quoted(value, 60)}")
     return float(value)
 
 
@@ -50,7 +53,7 @@ def switch(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} must be true or false, not {shown(value)}")
+        raise CheckpointError(f"config.json: {key} must be true or false, not {quoted(value, 60)}")
     return value
 
 
@@ -59,7 +62,7 @@ def require(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default:
     value = raw.get(key, default)
     if value not in allowed:
         raise CheckpointError(
-            f"config.json: {key}={shown(value)} is not supported (supported: {', '.join(map(repr, allowed))})"
+            f"config.json: {key}={quoted(value, 60)} is not supported (supported: {', '.join(map(repr, allowed))})"
         )
 
 
@@ -89,7 +92,7 @@ def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
     for key in ("rope_parameters", "rope_scaling"):
         found = raw.get(key)
         if found is not None and not isinstance(found, Mapping):
-            raise CheckpointError(f"config.json: {key} must be an object, not {shown(found)}")
+            raise CheckpointError(f"config.json: {key} must be an object, not {quoted(found, 60)}")
         scaling.update(found or {})
     base = positive({**scaling, **{k: v for k, v in raw.items() if v is not None}}, "rope_theta", default=10000.0)
     if base == 1.0:
@@ -97,7 +100,7 @@ def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
-            f"config.json: rope scaling {shown(kind)} is not supported (known: linear, dynamic, llama3, yarn)"
+            f"config.json: rope scaling {quoted(kind, 60)} is not supported (known: linear, dynamic, llama3, yarn)"
         )
     needed, optional = SCALINGS[kind]
     for key in needed:
@@ -119,15 +122,6 @@ def longest(spec: RopeSpec, max_positions: int) -> int:
         trained = float(spec.scaling.get("original_max_position_embeddings") or 0)
         return max(max_positions, min(int(trained * factor), MAX_SIZE))
     return max_positions
-
-
-def shown(value: Any) -> str:
-    """A foreign value for an error line: short, and free of what a terminal would obey."""
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number of more digits than Python prints
-        text = "a number beyond all bounds"
-    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def _first(raw: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:

@@ -98,10 +98,12 @@ def write_llama_gguf(
     arch: str = "llama",
     extra: dict[str, tuple[str, Any]] | None = None,
     more: dict[str, np.ndarray] | None = None,
+    raw: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
 ) -> Path:
     """LLAMA_CONFIG's model the way llama.cpp's converter lays it out, by the gguf package.
 
     extra: more keys without the architecture's prefix, as (GGUFWriter method, value). more: more tensors.
+    raw: more tensors as stored blocks.
     """
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(2)
@@ -125,5 +127,7 @@ def write_llama_gguf(
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values))
     for name, values in (more or {}).items():
         writer.add_tensor(name, values)
+    for name, (blocks, kind) in (raw or {}).items():
+        writer.add_tensor(name, blocks, raw_dtype=kind)
     write_tensors(writer)
     return path
