@@ -124,7 +124,5 @@ class Decoder(nn.Module):
         cos, sin = self.rotary(step.positions, step.rope_keys)
         if self.config.logn is None:
             return Rope(cos, sin)
-        place = step.positions.float() + 1
-        factor = torch.log(place) / math.log(self.config.logn)
-        factor = torch.where(place > self.config.logn, factor, torch.ones_like(factor))
+        factor = (torch.log(step.positions + 1.0) / math.log(self.config.logn)).clamp(min=1.0)
         return Rope(cos, sin, factor.to(self.embed.weight.dtype).float())

@@ -46,6 +46,7 @@ class Rotary(nn.Module):
     """
 
     inv_freq: torch.Tensor
+    by_key: torch.Tensor | None
 
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
@@ -53,12 +54,14 @@ class Rotary(nn.Module):
         self.rule = {"qwen_ntk": "prompt", "dynamic": "running"}.get(spec.kind, "fixed")
         inv_freq, self.factor = _frequencies(spec)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
+        # one row a key, made once: in a graph, a row is one small kernel and its powers would be ten
+        table = _ntk_table(spec, inv_freq) if self.rule == "prompt" else None
+        self.register_buffer("by_key", table, persistent=False)
 
     def key(self, length: int) -> int:
         """The key of a token whose deciding length is ``length``."""
         if self.rule == "prompt":
-            alpha = ntk_alpha(length, self.spec.ntk_length or length)
-            return 0 if alpha == 1 else alpha
+            return ntk_doublings(length, self.spec.ntk_length or length)
         if self.rule == "running":
             return 0 if length <= self.spec.trained else length
         return 0
@@ -66,32 +69,42 @@ class Rotary(nn.Module):
     def forward(self, positions: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions, keys: [T] int64."""
         inv_freq = self.inv_freq if self.rule == "fixed" else self._by_key(keys)
-        angles = positions.float()[:, None] * inv_freq
+        angles = positions[:, None] * inv_freq
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
 
     def _by_key(self, keys: torch.Tensor) -> torch.Tensor:
         """Frequencies of each token, [T, D/2]; tokens with key 0 get the unscaled ones exactly."""
+        if self.by_key is not None:
+            return self.by_key[keys]
         spec = self.spec
-        if self.rule == "prompt":
-            stretch = keys.double()
-        else:
-            factor = float(spec.scaling.get("factor", 1.0))
-            stretch = factor * keys.double() / spec.trained - (factor - 1.0)
+        factor = float(spec.scaling.get("factor", 1.0))
+        stretch = factor * keys.double() / spec.trained - (factor - 1.0)
         stretch = torch.where(keys == 0, torch.ones_like(stretch), stretch)
-        base = spec.base * stretch ** (spec.dim / (spec.dim - 2))
-        exponent = torch.arange(0, spec.dim, 2, device=keys.device, dtype=torch.float64) / spec.dim
-        scaled = (base[:, None] ** -exponent).float()
-        return torch.where((keys == 0)[:, None], self.inv_freq, scaled)
+        return torch.where((keys == 0)[:, None], self.inv_freq, _stretched(spec, stretch))
 
 
-def ntk_alpha(length: int, trained: int) -> int:
-    """Qwen v1's α = max(2^⌈log2(length / trained) + 1⌉ − 1, 1), in exact integer arithmetic."""
+def ntk_doublings(length: int, trained: int) -> int:
+    """How often ``trained`` must double to hold ``length``: Qwen v1's α is 2^(doublings + 1) − 1, and 1 for none."""
     doublings = 0
     while trained << doublings < length:
         doublings += 1
-    # length ≤ trained/2 would give exponents below 1, where α stays 1
-    return 1 if length <= trained else 2 ** (doublings + 1) - 1
+    return doublings
+
+
+def _ntk_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Frequencies by number of doublings, [32, D/2]; the first row is the unscaled one exactly."""
+    alpha = 2.0 ** (torch.arange(32, dtype=torch.float64) + 1) - 1
+    table = _stretched(spec, alpha)
+    table[0] = inv_freq
+    return table
+
+
+def _stretched(spec: RopeSpec, stretch: torch.Tensor) -> torch.Tensor:
+    """Frequencies of a base raised by ``stretch`` [T] float64 (NTK): [T, D/2] float32."""
+    base = spec.base * stretch ** (spec.dim / (spec.dim - 2))
+    exponent = torch.arange(0, spec.dim, 2, device=stretch.device, dtype=torch.float64) / spec.dim
+    return (base[:, None] ** -exponent).float()
 
 
 def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:

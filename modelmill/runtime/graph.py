@@ -121,8 +121,8 @@ def sizes_upto(largest: int) -> list[int]:
 
 
 def bucket(context: int) -> int:
-    """A bound for the context: 2,048 times a power of four. Few, since kernels divide each sequence's own context."""
-    bound = 2048
+    """A bound for the context: 4,096 times a power of four. Few, since kernels divide each sequence's own context."""
+    bound = 4096
     while bound < context:
         bound *= 4
     return bound

@@ -18,7 +18,7 @@ def test_sizes_and_buckets() -> None:
     assert sizes_upto(20) == [1, 2, 4, 8, 16, 24]
     assert sizes_upto(256)[-1] == 256
     assert sizes_upto(300)[-2:] == [288, 320]
-    assert [bucket(n) for n in (1, 2048, 2049, 8192, 8193)] == [2048, 2048, 8192, 8192, 32768]
+    assert [bucket(n) for n in (1, 4096, 4097, 16384, 16385)] == [4096, 4096, 16384, 16384, 65536]
 
 
 def work() -> list[Request]:
