@@ -247,7 +247,8 @@ class Scheduler:
                 return
             cached = self._match(seq)
             need = -(-seq.length // size) - len(cached)
-            if need > self.pool.available:
+            # one page beside for each that runs: whoever joins should not be thrown out at the next full page
+            if need + len(self.running) > self.pool.available and self.running:
                 for page in reversed(cached):
                     self.pool.drop(page)
                 return

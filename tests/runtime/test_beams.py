@@ -98,7 +98,7 @@ def test_among_others_and_preempted(pair) -> None:
     expected = tiny.alone(tiny.loop(ours), todo)
     assert tiny.run(tiny.loop(ours), todo) == expected
     assert tiny.run(tiny.loop(ours, max_num_seqs=5), todo) == expected
-    small = tiny.loop(ours, pages=14)
+    small = tiny.loop(ours, pages=12)
     assert tiny.run(small, todo) == expected
     assert small.stats().preemptions > 0
 
