@@ -79,7 +79,7 @@ def make_step(model: nn.Module, batch: int, new: int, context: int, *, decode: b
         block_tables=tables.cuda(), query_start=starts.cuda(),
         context_lens=torch.full((batch,), context, dtype=torch.int32).cuda(),
         logit_rows=None if decode else (starts[1:] - 1).long().cuda(),
-        max_query=new, max_context=bound, kv=kv, ops=resolve("cuda"),
+        max_query=new, max_context=bound, kv=kv, ops=resolve("cuda"), whole=True,
     )  # fmt: skip
 
 

@@ -26,3 +26,7 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, K] → [T, N]."""
         return self.held.matmul(x, self.bias, step.ops)
+
+    def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """silu(first half) · second half of the output in one op, [T, N / 2]; None where there is no such op."""
+        return self.held.gated(x, self.bias, step.ops)

@@ -36,7 +36,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
-        return self.down_proj(self.act(self.gate_up_proj(x, step), step), step)
+        inner = self.gate_up_proj.gated(x, step) if step.whole else None
+        if inner is None:
+            inner = self.act(self.gate_up_proj(x, step), step)
+        return self.down_proj(inner, step)
 
 
 class PlainMLP(nn.Module):

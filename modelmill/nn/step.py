@@ -19,7 +19,7 @@ class Step:
     block_tables: [B, P] int32. query_start: [B + 1] int32. context_lens: [B] int32, keys including the new ones.
     logit_rows: [R] int64, the rows whose logits are wanted; None: all T.
     max_query, max_context: host bounds of the rows, for launch sizes.
-    whole: whether all layers may run as one op (``ops.decode``): nobody is watching single modules.
+    whole: whether modules may run as one op (``ops.decode``): nobody is watching single ones.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images); else None.
     """
 

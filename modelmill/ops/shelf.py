@@ -35,16 +35,19 @@ OPS = (
     "linear",
     "int8_linear",
 )
-# Ops that compute what others do one after another: ``decode``. Used only where a variant of it exists and everything
+# Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed.
-SPANS = ("decode",)
+SPANS = {"decode": OPS, "gated_linear": ("linear", "silu_mul")}
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The chosen callables, one per op; ``chosen`` names each variant for printing. decode: None if there is none."""
+    """The chosen callables, one per op; ``chosen`` names each variant for printing.
+
+    decode, gated_linear: None where no variant spans their ops.
+    """
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -57,6 +60,7 @@ class Ops:
     int8_linear: Callable[..., torch.Tensor]
     chosen: Mapping[str, str]
     decode: Callable[..., torch.Tensor] | None = None
+    gated_linear: Callable[..., torch.Tensor] | None = None
 
 
 def reference(op: str) -> Callable[..., Any]:
@@ -96,9 +100,9 @@ def resolve(device: str, overrides: Mapping[str, str] | None = None) -> Ops:
     for op in OPS:
         wanted = (overrides[op],) if op in overrides else PREFERENCE[kind]
         picked[op], chosen[op] = _pick(op, wanted, kind, forced=op in overrides)
-    for op in SPANS:
+    for op, spanned in SPANS.items():
         offered = variants(op).get(chosen["linear"])
-        if len({chosen[o] for o in OPS}) == 1 and offered is not None and offered.available(kind) is None:
+        if len({chosen[o] for o in spanned}) == 1 and offered is not None and offered.available(kind) is None:
             picked[op] = _guarded(op, offered)
     return Ops(**picked, chosen=chosen)
 

@@ -40,6 +40,9 @@ class Held:
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         return ops.linear(x, self.weight, bias)
 
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
+        return None if ops.gated_linear is None else ops.gated_linear(x, self.weight, bias)
+
     def dense(self) -> torch.Tensor:
         return self.weight.float()
 

@@ -23,7 +23,8 @@ class HeldWeight(Protocol):
     """A matrix [N, K] in some form.
 
     kind: the file's name. pack: from a dense float matrix. tensors: what is stored, by suffix. from_tensors: the
-    inverse. matmul: [T, K] → [T, N]. dense: the matrix that is really multiplied with, float32. rows: output rows
+    inverse. matmul: [T, K] → [T, N]. gated: the same and SwiGLU's gate, where one op does both. dense: the matrix that
+    is really multiplied with, float32. rows: output rows
     start:stop, for tensor parallelism.
     """
 
@@ -31,6 +32,8 @@ class HeldWeight(Protocol):
     shape: tuple[int, int]
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor: ...
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None: ...
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
 

@@ -32,7 +32,7 @@ def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: floa
     return out.view(x.shape), total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, rows, width, x_stride, residual_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

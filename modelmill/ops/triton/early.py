@@ -17,25 +17,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelmill.ops.triton.device import early_launch
 
-WAIT = 1  # placed early itself, the next kernel only at its end
-INVITE = 2  # the next kernel is placed as soon as all programs of this one have started
-
-# With one row a step is thousands of small programs, which fill whatever is free. With more rows they are fewer and
-# larger, and placed early they would crowd on the multiprocessors that happen to be free first.
-_INVITING_ROWS = 1
+INVITE = 1  # the next kernel is placed as soon as all programs of this one have started
+FOLLOW = 2  # the same, but not before those in front of this one have ended
 
 
 def launch(device: torch.device, rows: int) -> dict[str, Any]:
-    """Launch options and the kernel's EARLY, for ``rows`` tokens."""
+    """Launch options and the kernel's EARLY, for ``rows`` tokens.
+
+    With one row a step is thousands of small programs, which may fill whatever is free. With more rows they are fewer
+    and larger: placed while two kernels in front are still running, they would crowd where the first of those ends.
+    """
     if not early_launch(device):
         return {"EARLY": 0, "launch_pdl": False}
-    return {"EARLY": INVITE if rows <= _INVITING_ROWS else WAIT, "launch_pdl": True}
+    return {"EARLY": INVITE if rows == 1 else FOLLOW, "launch_pdl": True}
 
 
 @triton.jit
 def enter(EARLY: tl.constexpr):
     """Let the next kernel be placed where EARLY says so, and wait for the results of those in front."""
-    if EARLY == 2:
+    if EARLY == 1:
         gdc_launch_dependents()
     if EARLY:
         gdc_wait()
+    if EARLY == 2:
+        gdc_launch_dependents()

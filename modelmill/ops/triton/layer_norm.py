@@ -30,7 +30,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -
     return out.view(x.shape)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, rows, width, stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

@@ -5,7 +5,7 @@ reduces once). Up to MOST rows go through the tensor cores with the weight as th
 64 rows fill an instruction that the few rows of x would leave empty, and a weight that must be converted first
 (int8) reaches it from registers. More rows are cuBLAS's work, through the reference.
 
-Weights do not depend on the kernel in front: while that computes, ``_vector`` already has its first block on the way.
+Weights do not depend on the kernel in front: while that computes, the first block is already on its way.
 """
 
 from __future__ import annotations
@@ -41,13 +41,19 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None)
 def vector(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """out[0] = x[0] · weightᵀ (· scale) (+ bias): x [1, K], weight [N, K], scale and bias [N]."""
+    """out[0] = x[0] · weightᵀ (· scale) (+ bias): x [1, K], weight [N, K], scale and bias [N].
+
+    Where out is half as wide as that, it is silu(first half) · second half.
+    """
     n, k = weight.shape
+    gated = out.shape[1] != n
     rows, block, warps = _strip(n, k, weight)
+    rows = max(rows, 2) if gated else rows
     _vector[(triton.cdiv(n, rows),)](
         x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k, weight.stride(0),
-        SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0, ONCE=k <= block,
-        BLOCK_N=rows, BLOCK_K=block, num_warps=warps, **launch(x.device, x.shape[0]),
+        GATED=gated, SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED,
+        EVEN=k % block == 0, ONCE=k <= block, BLOCK_N=rows, BLOCK_K=block, num_warps=warps,
+        **launch(x.device, x.shape[0]),
     )  # fmt: skip
 
 
@@ -66,16 +72,16 @@ def _strip(n: int, k: int, weight: torch.Tensor) -> tuple[int, int, int]:
 def tile(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """out = x · weightᵀ (· scale) (+ bias) for several rows: x [T, K], weight [N, K], scale and bias [N]."""
+    """As ``vector`` for several rows: x [T, K], weight [N, K], scale and bias [N]."""
     tokens, k = x.shape
     n = weight.shape[0]
     block_t, block_n, block_k, stages, warps = _tiling(tokens, n, x, weight)
     _tile[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
         x, weight, x if scale is None else scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0),
-        SCALE=scale is not None, BIAS=bias is not None, EVEN=k % block_k == 0,
-        BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, num_stages=stages, num_warps=warps,
-        **launch(x.device, tokens),
+        GATED=out.shape[1] != n, SCALE=scale is not None, BIAS=bias is not None,
+        EVEN=k % block_k == 0, AHEAD=tokens <= MOST, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_stages=stages, num_warps=warps, **launch(x.device, tokens),
     )  # fmt: skip
 
 
@@ -87,7 +93,9 @@ def _tiling(tokens: int, n: int, x: torch.Tensor, weight: torch.Tensor) -> tuple
     if tokens <= 16:
         if held == 1:
             return 16, 32, 256, 4, 4
-        return (16, 32, 256, 5, 4) if n < 64 * multiprocessors(x.device) else (16, 64, 128, 4, 4)
+        if n < 64 * multiprocessors(x.device):
+            return 16, 32, 256, 5, 4
+        return (8, 64, 128, 3, 4) if tokens <= 8 and n > 16384 else (16, 64, 128, 4, 4)
     if tokens <= 64:
         return (32, 32, 256, 3, 4) if tokens <= 32 else (64, 64, 128, 4, 4)
     return (128, 128, 64, 4, 8) if tokens <= 128 else (256, 128, 64, 3, 8)
@@ -96,13 +104,11 @@ def _tiling(tokens: int, n: int, x: torch.Tensor, weight: torch.Tensor) -> tuple
 @triton.jit
 def _vector(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n, k, stride,
-    SCALE: tl.constexpr, BIAS: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    EVEN: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, held = _rows(tl.program_id(0), n, GATED, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
-    # Rows past the end repeat the last one: a load without a mask is cheaper, and their results are not stored.
-    held = tl.minimum(row, n - 1)
     source = weight_ptr + held.to(tl.int64)[:, None] * stride + column[None, :]
     # The weight is used once in a step: it should not push the activations out of the cache. Its first block is on
     # its way before x may be read.
@@ -128,7 +134,36 @@ def _vector(
         out *= tl.load(scale_ptr + held)
     if BIAS:
         out += tl.load(bias_ptr + held).to(tl.float32)
-    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=row < n)
+    out = out.to(out_ptr.dtype.element_ty)
+    if GATED:
+        tl.store(out_ptr + row, _gate(out[:, None]).reshape(row.shape), mask=row < n // 2)
+    else:
+        tl.store(out_ptr + row, out, mask=row < n)
+
+
+@triton.jit
+def _rows(program, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(rows of the output, rows of the weight) of a program: where GATED the latter are of the gate, then of up.
+
+    Rows past the end repeat the last one: a load without a mask is cheaper, and their results are not stored.
+    """
+    i = tl.arange(0, BLOCK_N)
+    if GATED:
+        half: tl.constexpr = BLOCK_N // 2
+        row = program * half + tl.arange(0, half)
+        return row, tl.minimum(program * half + i % half, n // 2 - 1) + tl.where(i < half, 0, n // 2)
+    else:  # noqa: RET505  the compiler wants both branches
+        row = program * BLOCK_N + i
+        return row, tl.minimum(row, n - 1)
+
+
+@triton.jit
+def _gate(total):
+    """[2·N, T], gate above up, rounded → silu(gate) · up [N, T]."""
+    pair = tl.permute(tl.reshape(total, [2, total.shape[0] // 2, total.shape[1]]), (1, 2, 0))
+    gate, up = tl.split(pair)
+    wide = gate.to(tl.float32)
+    return (wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)).to(total.dtype)
 
 
 @triton.jit
@@ -173,22 +208,26 @@ def _widened(w):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _tile(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride, out_stride,
-    SCALE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, held = _rows(tl.program_id(0), n, GATED, BLOCK_N)
+    held = held.to(tl.int64)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_K)
-    # Rows past the end repeat the last one: a load without a mask is cheaper, and their results are not stored.
-    held = tl.minimum(row, n - 1).to(tl.int64)
-    enter(EARLY)
     weight_at = weight_ptr + held[:, None] * stride + column[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
+    # The first block is on its way before x may be read, and multiplied last: the loop need not wait for it.
+    if AHEAD:
+        first_w = tl.load(weight_at, mask=(column < k)[None, :], other=0.0)
+    enter(EARLY)
+    if AHEAD:
+        first_x = tl.load(x_at, mask=(token < tokens)[None, :] & (column < k)[:, None], other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for start in range(0, k, BLOCK_K):
+    for start in range(BLOCK_K if AHEAD else 0, k, BLOCK_K):
         if EVEN:
             w = tl.load(weight_at + start)
             x = tl.load(x_at + start, mask=(token < tokens)[None, :], other=0.0)
@@ -197,9 +236,15 @@ def _tile(
             w = tl.load(weight_at + start, mask=inside[None, :], other=0.0)
             x = tl.load(x_at + start, mask=(token < tokens)[None, :] & inside[:, None], other=0.0)
         total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+    if AHEAD:
+        total = tl.dot(first_w.to(first_x.dtype), first_x, total, input_precision="ieee")
     if SCALE:
         total *= tl.load(scale_ptr + held)[:, None]
     if BIAS:
         total += tl.load(bias_ptr + held).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < tokens)[None, :])
+    total = total.to(out_ptr.dtype.element_ty)
+    if GATED:
+        tl.store(target, _gate(total), mask=(row < n // 2)[:, None] & (token < tokens)[None, :])
+    else:
+        tl.store(target, total, mask=(row < n)[:, None] & (token < tokens)[None, :])

@@ -123,10 +123,13 @@ def _prefill(
     heads, batch = q.shape[1], tables.shape[0]
     block_d = max(16, power_of_two(dim))
     block_m, block_n, warps, stages, registers = _tiling(bounds, heads * batch, block_d, q)
-    _prefill_tiles[(heads, triton.cdiv(bounds[0], block_m), batch)](
+    # Sequence b's tiles begin at starts[b] // block_m + b: no more than these in all, whatever the lengths.
+    tiles = q.shape[0] // block_m + batch
+    _prefill_tiles[(heads, tiles)](
         q, k, v, tables, starts, lengths, out, scale,
-        tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WIDE=_wide(k), WINDOW=window or 0, MIXED=mixed,
+        batch, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
+        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WIDE=_wide(k), WINDOW=window or 0,
+        MIXED=mixed, BLOCK_B=16 if batch <= 16 else max(256, power_of_two(batch)),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
 
@@ -177,7 +180,7 @@ def _places(tables_ptr, key, columns, page_stride, token_stride, PAGE: tl.conste
     return page * page_stride + (key % PAGE) * token_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "table_stride"])
 def _decode_heads(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr, scale,
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
@@ -234,7 +237,7 @@ def _decode_heads(
         tl.store(sums_ptr + part * 2 + 1, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "table_stride"])
 def _decode_groups(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr, scale,
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
@@ -316,16 +319,21 @@ def _merge(
         tl.store(out_ptr + (row * HEADS + head) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
 def _prefill_tiles(
     q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
-    columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
+    batch, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
-    WINDOW: tl.constexpr, MIXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, MIXED: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # The last queries have the most keys: started first for all heads, they do not end last.
-    head, block, sequence = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b = tl.arange(0, BLOCK_B)
+    first = tl.load(starts_ptr + b, mask=b < batch, other=0) // BLOCK_M + b
+    sequence = tl.sum(((first <= tile) & (b < batch)).to(tl.int32), axis=0) - 1
     row = tl.load(starts_ptr + sequence)
+    block = tile - (row // BLOCK_M + sequence)
     count = tl.load(starts_ptr + sequence + 1) - row
     if block * BLOCK_M >= count or (MIXED and count == 1):
         return

@@ -32,7 +32,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out.view(x.shape)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _kernel(
     x_ptr, weight_ptr, out_ptr, rows, width, stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

@@ -1,0 +1,29 @@
+"""The gated pair for decoding: a program computes rows of the gate and the same rows of the other half."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.triton import silu_mul
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.linear import MOST, tile, vector
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """16 bit, or one row in float32; rows of x and weight contiguous."""
+    if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype != weight.dtype:
+        return False
+    return x.dtype != torch.float32 or x.shape[0] == 1
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the reference, sums in float32; more than a few rows are cuBLAS's work and a kernel for the gate."""
+    if x.shape[0] > MOST:
+        return silu_mul.run(F.linear(x, weight, bias))
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    if x.shape[0] == 1:
+        vector(x, weight, None, bias, out)
+    else:
+        tile(x, weight, None, bias, out)
+    return out
