@@ -164,7 +164,10 @@ def _work(args: Args, llm: LLM) -> list[Work]:
         tokenizer = llm.tokenizer
         if tokenizer is None:
             raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); leave --dataset out")
-        return read_dataset(args.dataset, count, tokenizer.encode, limit, args.output_len)
+        work = read_dataset(args.dataset, count, tokenizer.encode, limit, args.output_len)
+        if len(work) < count:
+            note(f"{args.dataset} holds only {len(work)} prompts that fit, not {count}")
+        return work
     return random_work([(args.input_len, args.output_len)] * count, vocab, seed)
 
 

@@ -527,3 +527,13 @@ def test_bytes_that_are_no_text_do_not_end_a_chat(engine: Path, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(file.read_text("utf-8"))[0]["content"] == "caf\ufffd"
+
+
+def test_a_small_dataset_is_told(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"prompt": "Once upon a time"}\n')
+    words = ("--num-prompts", 5, "--output-len", 2, "--runs", 1, "--warmup", 0)
+    code, told, err = cli("bench", "throughput", engine, "--dataset", file, *words, "--json")
+    assert code == 0
+    assert told["results"][0]["requests"] == 1
+    assert "only 1 prompts that fit, not 5" in err
