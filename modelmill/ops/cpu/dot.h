@@ -115,35 +115,41 @@ inline void dot_rows(const typename H::Input* x, int64_t m, int64_t last, const 
     else if (last - m == 1) dot_columns<H, 1, NB>(x, w, k, m, n0, put_out);
 }
 
-// Weight rows [from, to) for all activation rows; put_out(m, n, sum) receives each result. Activations are taken in
-// blocks that stay in the second-level cache while the weight rows pass.
-template <class H, class Put>
-inline void dot_range(const typename H::Input* x, int64_t rows, const typename H::Weight* w, int64_t k, int64_t from,
-                      int64_t to, const Put& put_out) {
-    constexpr int kMany = W == 16 ? 4 : 2;  // accumulators that fit the registers beside the activation rows
-    if (rows == 1) {
-        for (; from + 8 <= to; from += 8) dot_columns<H, 1, 8>(x, w, k, 0, from, put_out);
-    }
-    const int64_t block = (kInputBlock / (padded<H>(k + 1) * static_cast<int64_t>(sizeof(typename H::Input))) / 12 + 1) * 12;
-    for (int64_t m = 0; m < rows; m += block) {
-        const int64_t last = m + block < rows ? m + block : rows;
-        int64_t n = from;
-        for (; n + kMany <= to; n += kMany) dot_rows<H, kMany>(x, m, last, w, k, n, put_out);
-        for (; n < to; n++) dot_rows<H, 1>(x, m, last, w, k, n, put_out);
-    }
+// Activation rows that stay in the second-level cache while weight rows pass.
+template <class H> inline int64_t block_rows(int64_t k) {
+    return (kInputBlock / (padded<H>(k + 1) * static_cast<int64_t>(sizeof(typename H::Input))) / 12 + 1) * 12;
 }
 
-// The whole product over the threads. X: type of the activations given.
+// Weight rows [from, to) for activation rows [m, last), at most a block; put_out(m, n, sum) receives each result.
+template <class H, class Put>
+inline void dot_range(const typename H::Input* x, int64_t m, int64_t last, const typename H::Weight* w, int64_t k,
+                      int64_t from, int64_t to, const Put& put_out) {
+    constexpr int kMany = W == 16 ? 4 : 2;  // accumulators that fit the registers beside the activation rows
+    if (last - m == 1) {
+        for (; from + 8 <= to; from += 8) dot_columns<H, 1, 8>(x, w, k, m, from, put_out);
+    }
+    for (; from + kMany <= to; from += kMany) dot_rows<H, kMany>(x, m, last, w, k, from, put_out);
+    for (; from < to; from++) dot_rows<H, 1>(x, m, last, w, k, from, put_out);
+}
+
+// The whole product over the threads, in patches of some activation rows and some weight rows: neighbours share the
+// activations. X: type of the activations given.
 template <class H, class X, class Put>
 inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int64_t k, int64_t n, const Put& put_out) {
     thread_local Scratch scratch;
     const auto* input = prepare<H>(scratch, x, rows, k);
     const int64_t bytes = (k > 0 ? k : 1) * static_cast<int64_t>(sizeof(typename H::Weight));
-    int64_t piece = rows > 16 ? 256 << 10 : 64 << 10;  // many rows: fewer passes over the activations
-    if (piece > n * bytes / 16) piece = n * bytes / 16;  // but enough pieces to even the threads out
-    const int64_t step = (piece / bytes / 8 + 1) * 8;
-    share(n, step, n * bytes * (rows + 3) / 4, [&](int64_t from, int64_t to) {
-        dot_range<H>(input, rows, w, k, from, to, put_out);
+    const int64_t block = block_rows<H>(k), blocks = (rows + block - 1) / block;
+    int64_t piece = rows > 16 ? 256 << 10 : 64 << 10;
+    const int64_t even = n * bytes * blocks / 16;  // enough patches to even the threads out
+    if (piece > even) piece = even;
+    const int64_t step = (piece / bytes / 8 + 1) * 8, cuts = (n + step - 1) / step;
+    share(blocks * cuts, 1, n * bytes * (rows + 3) / 4, [&](int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; i++) {
+            const int64_t m = i / cuts * block, from = i % cuts * step;
+            dot_range<H>(input, m, m + block < rows ? m + block : rows, w, k, from, from + step < n ? from + step : n,
+                         put_out);
+        }
     });
 }
 
