@@ -1,6 +1,6 @@
 """Write a checkpoint of a known shape with seeded random weights, in Hugging Face layout, one tensor at a time.
 
-    python benchmarks/make_checkpoint.py qwen-7b /tmp/qwen7b
+    python benchmarks/make_checkpoint.py qwen-7b out/qwen7b
 
 Every tensor is filled with random values (zeros run faster than real data would). Matrices get a spread of
 1/sqrt(inputs), so that activations keep their size and the acceptance contract has something to see.

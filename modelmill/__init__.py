@@ -1,4 +1,4 @@
-"""modelmill turns a checkpoint into a verified engine, and runs, evaluates and serves it.
+"""modelmill turns a checkpoint into a verified engine, and runs, compares and evaluates it.
 
 ``from modelmill import LLM, SamplingParams``; the heavy parts are imported on first use.
 """

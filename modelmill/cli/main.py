@@ -87,7 +87,7 @@ def _app(verb: str | None) -> Any:
 
     app = typer.Typer(
         name="modelmill",
-        help="Turns a language-model checkpoint into a verified engine, and runs, evaluates and serves it.",
+        help="Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",

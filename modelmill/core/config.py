@@ -65,9 +65,12 @@ class RunConfig:
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_bytes", "threads"):
+            value = getattr(self, name)
+            if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least 1, not {value!r}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if self.page_size not in (8, 16, 32, 64):

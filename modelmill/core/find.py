@@ -24,5 +24,5 @@ def nearest(name: str, known: list[str]) -> str | None:
     """The known name most like ``name``, for error messages; None where nothing is alike."""
     import difflib
 
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
     return match[0] if match else None

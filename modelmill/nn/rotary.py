@@ -29,7 +29,6 @@ class RopeSpec:
     trained: int
     scaling: Mapping[str, Any] = field(default_factory=dict)
     ntk_length: int | None = None
-    factors: tuple[float, ...] | None = None
 
     @property
     def kind(self) -> str:
@@ -111,8 +110,6 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """(inv_freq [D/2] float32, factor on cos and sin) of a scaling that needs no length."""
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
     plain = 1.0 / spec.base**exponent
-    if spec.factors is not None:
-        plain = plain / torch.tensor(spec.factors, dtype=torch.float32)
     kind, scaling = spec.kind, spec.scaling
     if kind in ("default", "dynamic", "qwen_ntk"):
         return plain, 1.0

@@ -32,10 +32,10 @@ def page_count(
         longest = max(pages, 0) * config.page_size
         source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
         advice = f"--max-model-len {longest} would fit" if longest else "free memory or use a smaller model or dtype"
-        held = f" beside {weights / _GIB:.2f} GiB of weights" if weights else ""
+        held = f" beside {_size(weights)} of weights" if weights else ""
         raise CapacityError(
-            f"one sequence of {max_model_len} tokens needs {(per_seq + 1) * size / _GIB:.2f} GiB of KV cache, "
-            f"{source} {max(given, 0) / _GIB:.2f} GiB{held}; {advice}"
+            f"one sequence of {max_model_len} tokens needs {_size((per_seq + 1) * size)} of KV cache, "
+            f"{source} {_size(max(given, 0))}{held}; {advice}"
         )
     return pages
 
@@ -112,3 +112,8 @@ def weight_bytes(model: nn.Module) -> int:
         for t in tensors:
             seen[t.data_ptr()] = t.numel() * t.element_size()
     return sum(seen.values())
+
+
+def _size(count: int) -> str:
+    """Bytes for people, in the unit that shows them."""
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB // 8 else f"{count / (1 << 20):.2f} MiB"
