@@ -3,7 +3,7 @@
 One shared object holds all of them. Its name in the cache is a digest of everything that decides its code: the sources,
 the flags, the compiler's version and this CPU's instruction sets, so that a cache carried to another machine is never
 run there. Threads are a small team of the library's own (team.cpp), or torch's where torch has just computed a product;
-how many there may be is what torch has been told. Torch's OpenMP runtime is reached through pointers: nothing is linked.
+how many there may be is what torch has been told. Torch's OpenMP is reached through pointers: nothing is linked.
 """
 
 from __future__ import annotations
