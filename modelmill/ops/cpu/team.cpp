@@ -7,6 +7,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <time.h>
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -120,6 +121,9 @@ void forget() {
 
 // Workers up to `wanted` members; fewer where the system gives no more. The caller holds the team.
 void hire(int wanted) {
+    sigset_t every, before;  // signals are for the threads that Python knows
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
     pthread_attr_t detached;
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
@@ -129,6 +133,7 @@ void hire(int wanted) {
         if (pthread_create(&thread, &detached, work, reinterpret_cast<void*>(member))) break;
     }
     pthread_attr_destroy(&detached);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 }  // namespace
