@@ -37,9 +37,20 @@ struct AsPairs {
         return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
     }
 };
+// Bytes become bfloat16, which holds them exactly, in registers.
+struct AsPairsOfBytes : AsPairs {
+    using Weight = int8_t;
+    static Vector weight(const int8_t* p, int n) {
+        const vf low = n >= W ? load(p) : load_n(p, n);
+        const vf high = n == kStep ? load(p + W) : n > W ? load_n(p + W, n - W) : zero();
+        return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    }
+};
 template <class T> using How = std::conditional_t<std::is_same_v<T, bf16>, AsPairs, AsFloat<T>>;
+template <class T> using HowBytes = std::conditional_t<std::is_same_v<T, bf16>, AsPairsOfBytes, AsFloat<int8_t>>;
 #else
 template <class T> using How = AsFloat<T>;
+template <class T> using HowBytes = AsFloat<int8_t>;
 #endif
 
 // Activations as a kernel wants them: rows padded with zeros to whole vectors.

@@ -1,13 +1,14 @@
 #include "dot.h"
 
-// out[rows, n] = (x[rows, k] · weight[n, k]ᵀ) · scale[n] + bias: the integers become floats in registers.
+// out[rows, n] = (x[rows, k] · weight[n, k]ᵀ) · scale[n] + bias: the integers become floats, or bfloat16 where
+// the activations are, in registers.
 extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, const float* scale, const void* bias,
                             int64_t rows, int64_t k, int64_t n, int dtype) {
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         T* target = static_cast<T*>(out);
         const T* added = static_cast<const T*>(bias);
-        mill::multiply<mill::AsFloat<int8_t>>(static_cast<const T*>(x), weight, rows, k, n,
+        mill::multiply<mill::HowBytes<T>>(static_cast<const T*>(x), weight, rows, k, n,
                                             [=](int64_t m, int64_t j, float value) {
                                                 value *= scale[j];
                                                 if (added) value += mill::to_float(added[j]);
