@@ -90,7 +90,7 @@ def _kernels(torch: Any) -> list[dict[str, Any]]:
     rows = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         chosen = shelf.resolve(device).chosen
-        for op in shelf.OPS:
+        for op in (*shelf.OPS, *shelf.SPANS):
             reasons = {name: module.available(device) for name, module in shelf.variants(op).items()}
             available = ["torch", *(name for name, reason in reasons.items() if reason is None)]
             refused = {name: reason for name, reason in reasons.items() if reason is not None}

@@ -84,15 +84,16 @@ def variants(op: str) -> dict[str, ModuleType]:
 def resolve(device: str, overrides: Mapping[str, str] | None = None) -> Ops:
     """Pick a variant of every op for ``device`` ("cpu", "cuda", "cuda:1").
 
-    overrides: {op: variant}, variant one of torch, triton, cuda, cpu. Raises UsageError for an unknown op or a
-    variant that does not exist or cannot run on the device.
+    overrides: {op: variant}, variant one of torch, triton, cuda, cpu; for a spanning op torch switches it off. Raises
+    UsageError for an unknown op or a variant that does not exist or cannot run on the device.
     """
     overrides = dict(overrides or {})
+    known = (*OPS, *SPANS)
     for op in overrides:
-        if op not in OPS:
-            hint = nearest(op, list(OPS))
+        if op not in known:
+            hint = nearest(op, list(known))
             raise UsageError(
-                f"no op is called {op!r}" + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(OPS)}")
+                f"no op is called {op!r}" + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(known)}")
             )
     kind = torch.device(device).type
     picked: dict[str, Any] = {}
@@ -101,10 +102,27 @@ def resolve(device: str, overrides: Mapping[str, str] | None = None) -> Ops:
         wanted = (overrides[op],) if op in overrides else PREFERENCE[kind]
         picked[op], chosen[op] = _pick(op, wanted, kind, forced=op in overrides)
     for op, spanned in SPANS.items():
-        offered = variants(op).get(chosen["linear"])
-        if len({chosen[o] for o in spanned}) == 1 and offered is not None and offered.available(kind) is None:
-            picked[op] = _guarded(op, offered)
+        found = _pick_span(op, {chosen[o] for o in spanned}, kind, overrides.get(op))
+        chosen[op] = "torch" if found is None else chosen["linear"]
+        picked[op] = found
     return Ops(**picked, chosen=chosen)
+
+
+def _pick_span(op: str, shelves: set[str], kind: str, wanted: str | None) -> Callable[..., Any] | None:
+    """The variant of a spanning op where all that it spans comes from its shelf; None leaves the work to those ops.
+
+    wanted "torch" switches it off. Raises UsageError where another shelf is wanted and cannot serve.
+    """
+    if wanted == "torch":
+        return None
+    shelf = next(iter(shelves)) if len(shelves) == 1 else None
+    offered = variants(op).get(shelf or "")
+    reason = "no such variant" if offered is None else offered.available(kind)
+    if reason is None and offered is not None and wanted in (None, shelf):
+        return _guarded(op, offered)
+    if wanted is not None:
+        raise UsageError(f"--kernel {op}={wanted} cannot be used on {kind}: it needs what it spans from the same shelf")
+    return None
 
 
 def _pick(op: str, wanted: tuple[str, ...], kind: str, *, forced: bool) -> tuple[Callable[..., Any], str]:
