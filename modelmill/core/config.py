@@ -69,8 +69,10 @@ class RunConfig:
             value = getattr(self, name)
             if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least 1, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UsageError(f"--{name.replace('_', '-')} must be a whole number, not {value!r}")
+            if value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if self.page_size not in (8, 16, 32, 64):

@@ -1,0 +1,37 @@
+"""RunConfig refuses what makes no sense, in one line that names the flag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelmill.core.config import BuildConfig, RunConfig, from_dict
+from modelmill.core.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ({"threads": 0}, "--threads must be at least 1"),
+        ({"max_num_seqs": "a"}, "--max-num-seqs must be a whole number"),
+        ({"max_num_batched_tokens": None}, "--max-num-batched-tokens must be a whole number"),
+        ({"kv_cache_bytes": -3}, "--kv-cache-bytes must be at least 1"),
+        ({"max_model_len": True}, "--max-model-len must be a whole number"),
+        ({"page_size": 7}, "--page-size"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization"),
+    ],
+)
+def test_what_makes_no_sense(bad: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        RunConfig(**bad)
+
+
+def test_unset_counts_stay_unset() -> None:
+    assert RunConfig().threads is None
+    assert RunConfig(threads=2, kv_cache_bytes=1 << 20).threads == 2
+
+
+def test_unknown_keys_are_named() -> None:
+    with pytest.raises(UsageError, match="dtpye"):
+        from_dict(BuildConfig, {"dtpye": "float32"}, "manifest.json")
