@@ -87,9 +87,9 @@ def _stepped(model: Any, ids: list[int]) -> Any:
 def _qwen(folder: Path) -> list[Fact]:
     """Qwen v1 at shares of seq_length, each alone and all in one batch, decoding across the boundaries."""
     import torch
-    from accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
-    from models.test_families import QWEN
 
+    from tests.accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
+    from tests.models.test_families import QWEN
     from tests.models.tiny_models import save_raw
 
     tensors = seeded_qwen(QWEN, 1)
