@@ -24,7 +24,6 @@ from modelmill.core.errors import ArtifactError, CorruptArtifact, UsageError
 
 ACCEPTANCE = "acceptance.json"
 TOKENIZER = "tokenizer"
-TUNING = "tuning"
 _JOURNAL = "journal.json"
 
 

@@ -175,8 +175,8 @@ def _startup(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import is_engine, open_artifact
     from modelmill.eval.report import device_name
     from modelmill.eval.startup import measure
+    from modelmill.runtime.device import use_threads
     from modelmill.runtime.loop import pick_device
-    from modelmill.runtime.threads import use_threads
 
     # A checkpoint is built first: its build is no part of a start.
     engine = args.engine if is_engine(args.engine) else open_llm(args.engine, args.build, args.run).path

@@ -12,6 +12,7 @@ and logn (absent in gpt2); ``attn`` is what enters o_proj; ``output`` is the res
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -55,7 +56,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Reference:
+class Reference(ABC):
     """One checkpoint, computed plainly. Families fill in the weights and the layer."""
 
     num_layers: int
@@ -71,21 +72,21 @@ class Reference:
         self.config = config
 
     # -- what a family fills in ------------------------------------------------------------------------
+    @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
         """ids [T] → the residual stream [T, hidden] that enters layer 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layer_weights(self, index: int) -> LayerWeights:
         """Module name → its weights, read now; nothing is kept."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_layer(self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int) -> LayerTrace:
         """One layer on x [T, hidden] with weights read before."""
-        raise NotImplementedError
 
+    @abstractmethod
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """The weights of one norm: ``name`` within layer ``index``, or (None, "final_norm")."""
-        raise NotImplementedError
 
     def norm_eps(self, index: int | None, name: str) -> float:
         """The epsilon of that norm (today one for all norms of a checkpoint)."""
@@ -93,13 +94,13 @@ class Reference:
             raise KeyError(f"final_norm goes with no layer, the others with one: {index}, {name}")
         return self.eps
 
+    @abstractmethod
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
         """The family's norm over the last axis."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head_weight_name(self) -> str:
         """Source name of the matrix that makes logits: lm_head's, or the embedding where they are tied."""
-        raise NotImplementedError
 
     # -- what all families share -----------------------------------------------------------------------
     def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
