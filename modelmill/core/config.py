@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from modelmill.core.errors import UsageError
 
 DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "int8", "fp8")
 TARGETS = ("cpu", "cuda")
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class RunConfig:
     max_num_batched_tokens: int = option(8192, "most tokens computed in one step (longer prompts go in chunks)")
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that weights and KV cache may take")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from the memory that is free")
+    kv_cache_dtype: str = option("auto", "keys and values in 8 bits, or as the activations (auto)", choices=KV_DTYPES)
     page_size: int = option(16, "tokens in a page of the KV cache", choices=(8, 16, 32, 64))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings")
     cuda_graphs: bool = option(True, "replay decode steps as CUDA graphs")
@@ -73,6 +75,7 @@ class RunConfig:
                 raise UsageError(f"--{name.replace('_', '-')} must be a whole number, not {value!r}")
             if value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        _choice(self, "kv_cache_dtype", KV_DTYPES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if self.page_size not in (8, 16, 32, 64):

@@ -67,9 +67,9 @@ class RotateStore(nn.Module):
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
         k_cache, v_cache = step.kv.k[self.layer], step.kv.v[self.layer]
-        return step.ops.rope_cache(
-            qkv, k_cache, v_cache, step.slots, self.heads, rope.cos, rope.sin, rope.q_scale, q_norm, k_norm, self.eps
-        )
+        turn, norms = (rope.cos, rope.sin, rope.q_scale), (q_norm, k_norm)
+        scales = step.kv.scales(self.layer)
+        return step.ops.rope_cache(qkv, k_cache, v_cache, step.slots, self.heads, *turn, *norms, self.eps, *scales)
 
 
 class Mix(nn.Module):
@@ -92,4 +92,5 @@ class Mix(nn.Module):
             step.max_context,
             self.scale,
             self.window,
+            *step.kv.scales(self.layer),
         )

@@ -2,6 +2,10 @@
 
 A page holds ``page_size`` consecutive tokens of one sequence, for one layer as [kv_heads, page_size, head_dim] for keys
 and the same for values, so that the keys of one head in one page lie side by side. A slot is page · page_size + offset.
+
+Keys and values are kept in the activations' dtype, or in 8 bits (int8, or fp8 e4m3) with a float32 scale for each
+token and head beside the page, [kv_heads, page_size]: 4 bytes beside 64 or 128. A float16 scale would save two of them,
+but has neither the range for an outlier of 1e6 nor the digits for a row of 1e-4.
 """
 
 from __future__ import annotations
@@ -9,6 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_SCALE = torch.float32
+
+
+def held_dtype(name: str, activations: torch.dtype) -> torch.dtype:
+    """What ``--kv-cache-dtype`` means: auto is the activations' dtype."""
+    return DTYPES.get(name, activations)
 
 
 @dataclass(frozen=True)
@@ -20,25 +32,40 @@ class KVShape:
     head_dim: int
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page over all layers, keys and values."""
-        return 2 * self.layers * self.kv_heads * page_size * self.head_dim * dtype.itemsize
+        """Bytes of one page over all layers, keys and values, with the scales where ``dtype`` has 8 bits."""
+        each = self.head_dim * dtype.itemsize + (_SCALE.itemsize if dtype in DTYPES.values() else 0)
+        return 2 * self.layers * self.kv_heads * page_size * each
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """The pages of all layers: k[layer], v[layer] of [pages, kv_heads, page_size, head_dim]."""
+    """The pages of all layers: k[layer], v[layer] of [pages, kv_heads, page_size, head_dim].
+
+    k_scale, v_scale: [pages, kv_heads, page_size] float32 of each layer where the pages hold 8 bits, else empty.
+    """
 
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
     page_size: int
+    k_scale: tuple[torch.Tensor, ...] = ()
+    v_scale: tuple[torch.Tensor, ...] = ()
 
     @staticmethod
     def allocate(shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: str) -> KVCache:
         """Zeroed pages, so that nothing reads what nobody wrote."""
         size = (pages, shape.kv_heads, page_size, shape.head_dim)
-        k = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers))
-        v = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers))
-        return KVCache(k, v, page_size)
+
+        def zeros(size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers) -> tuple[torch.Tensor, ...]:
+            return tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(count))
+
+        scales = shape.layers if dtype in DTYPES.values() else 0
+        k_scale, v_scale = zeros(size[:3], _SCALE, scales), zeros(size[:3], _SCALE, scales)
+        return KVCache(zeros(size, dtype), zeros(size, dtype), page_size, k_scale, v_scale)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Everything that pages hold, each [pages, …]: what copying a page copies."""
+        return (*self.k, *self.v, *self.k_scale, *self.v_scale)
 
     @property
     def pages(self) -> int:
@@ -48,4 +75,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """One layer's scales of keys and of values; None where the pages need none."""
+        return (self.k_scale[layer], self.v_scale[layer]) if self.k_scale else (None, None)

@@ -23,6 +23,8 @@ def paged_attention(
     max_context: int,  # noqa: ARG001
     scale: float,
     window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each query attends to the keys of its own sequence up to its own position.
 
@@ -31,7 +33,8 @@ def paged_attention(
     context_lens: [B] int32, keys of each sequence including the new ones; the last query of a sequence sits at
     context_len − 1. max_query, max_context: upper bounds of the rows (host integers, for launch sizes). window: a query
     at p sees keys > p − window. Query heads h share the KV head h // (heads / kv_heads). A sequence with
-    context_len 0 is padding; its output rows are undefined. Returns [T, heads·D] in q's dtype.
+    context_len 0 is padding; its output rows are undefined. k_scale, v_scale: [pages, kv_heads, page_size] float32, one
+    a token and head, beside caches of int8 or float8_e4m3fn. Returns [T, heads·D] in q's dtype.
     """
     _, kv_heads, page_size, dim = k_cache.shape
     tokens, heads, _ = q.shape
@@ -42,14 +45,22 @@ def paged_attention(
         if length == 0 or first == last:
             continue
         pages = block_tables[b, : -(-length // page_size)].long()
-        k = k_cache[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].to(q.dtype)
-        v = v_cache[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].to(q.dtype)
+        k = _gathered(k_cache, k_scale, pages, q.dtype)[:, :length]
+        v = _gathered(v_cache, v_scale, pages, q.dtype)[:, :length]
         rows = q[first:last].transpose(0, 1)
         mask = _mask(last - first, length, window, q.device)
         gqa = heads != kv_heads
         mixed = F.scaled_dot_product_attention(rows[None], k[None], v[None], mask, scale=scale, enable_gqa=gqa)[0]
         out[first:last] = mixed.transpose(0, 1)
     return out.view(tokens, heads * dim)
+
+
+def _gathered(cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[kv_heads, keys, D] of the pages given, as they are or times their scales."""
+    found = cache[pages]
+    if scale is not None:
+        found = found.to(scale.dtype) * scale[pages][..., None]
+    return found.to(dtype).transpose(0, 1).flatten(1, 2)
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:

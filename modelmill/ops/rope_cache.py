@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.eight_bit import by_row
 from modelmill.ops.rms_norm import rms_norm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -24,13 +25,16 @@ def rope_cache(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Split qkv, norm q and k per head, rotate, scale q, and store k and v.
 
     qkv: [T, (heads + 2·kv_heads)·D], q | k | v. k_cache, v_cache: [pages, kv_heads, page_size, D], written in place.
     slots: [T] int64, page·page_size + offset; a negative slot is not written (padding). cos, sin: [T, D/2] float32,
     or None for models without RoPE. q_scale: [T] float32, multiplies q after the rotation (logn). q_norm, k_norm: [D].
-    Returns q: [T, heads, D] in qkv's dtype.
+    k_scale, v_scale: [pages, kv_heads, page_size] float32, written beside caches of int8 or float8_e4m3fn, whose values
+    are those of ``eight_bit.by_row`` over each token's head. Returns q: [T, heads, D] in qkv's dtype.
     """
     _, kv_heads, page_size, dim = k_cache.shape
     tokens = qkv.shape[0]
@@ -46,8 +50,10 @@ def rope_cache(
     if not slots.is_cuda and bool((slots < 0).any()):
         keep = slots >= 0
         page, offset, k, v = page[keep], offset[keep], k[keep], v[keep]
-    k_cache[page, :, offset] = k.to(k_cache.dtype)
-    v_cache[page, :, offset] = v.to(v_cache.dtype)
+    for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if scale is not None:
+            x, scale[page, :, offset] = by_row(x, cache.dtype)
+        cache[page, :, offset] = x.to(cache.dtype)
     return q.contiguous()
 
 

@@ -20,7 +20,7 @@ from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RequestError, UsageError
 from modelmill.core.types import Finish, Request, Token
-from modelmill.nn.kv import KVCache
+from modelmill.nn.kv import KVCache, held_dtype
 from modelmill.ops.shelf import resolve
 from modelmill.runtime import chance, memory
 from modelmill.runtime.batch import Layout, Packer
@@ -62,6 +62,7 @@ class Loop:
         self.model = model
         self.device = _device_of(model)
         self.dtype = memory.activation_dtype(model)
+        self.kv_dtype = held_dtype(config.kv_cache_dtype, self.dtype)
         self.ops = resolve(self.device, config.kernels)
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
         self.max_model_len = _max_len(model, config, max_model_len)
@@ -82,7 +83,7 @@ class Loop:
         )
         self.scheduler = Scheduler(limits, PagePool(self.num_pages), width)
         # the last page is scrap: some variants write padding there
-        kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.dtype, self.device)  # type: ignore[arg-type]
+        kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
         packer = Packer(self.scheduler.tables, self.page_size, self.device)
         self.sampler = Sampler(self.vocab, self.device)
         self.runner = Runner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs)
@@ -304,7 +305,7 @@ class Loop:
                 ) from None
         else:
             free = memory.free_on_cpu()
-        return memory.page_count(model.kv, self.dtype, config, self.max_model_len, free, held)  # type: ignore[arg-type]
+        return memory.page_count(model.kv, self.kv_dtype, config, self.max_model_len, free, held)  # type: ignore[arg-type]
 
 
 def _device_of(model: nn.Module) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError
-from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.kv import KVCache, KVShape, held_dtype
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
 
@@ -70,7 +70,7 @@ def _largest_step(model: nn.Module, ops: Ops, config: RunConfig, device: str, ro
     """As many tokens as a step may hold, in sequences of one page that all write to the same page."""
     size, shape = config.page_size, model.kv
     assert isinstance(shape, KVShape)
-    dtype = activation_dtype(model)
+    dtype = held_dtype(config.kv_cache_dtype, activation_dtype(model))
     count = max(config.max_num_batched_tokens // size, 1)
     kv = KVCache.allocate(shape, 1, size, dtype, device)
     positions = torch.arange(size, device=device).repeat(count)
@@ -95,7 +95,7 @@ def _largest_step(model: nn.Module, ops: Ops, config: RunConfig, device: str, ro
 
 
 def activation_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's activations and KV cache: that of its embedding."""
+    """The dtype of a model's activations, and of its KV cache unless that is kept in 8 bits: the embedding's."""
     weight = model.embed.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     return weight.dtype

@@ -144,12 +144,12 @@ class Runner:
         self.graphs = None
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole pages, all layers."""
+        """Copy whole pages, all layers, with their scales."""
         if not copies:
             return
         pairs = torch.tensor(copies, dtype=torch.int64).to(self.device)
         source, target = pairs[:, 0], pairs[:, 1]
-        for cache in (*self.kv.k, *self.kv.v):
+        for cache in self.kv.tensors:
             cache[target] = cache[source]
 
     @contextlib.contextmanager

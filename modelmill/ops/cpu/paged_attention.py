@@ -30,6 +30,8 @@ def run(
     max_context: int,
     scale: float,
     window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, which also serves caches with gaps and index tensors other than packed int32."""
     dtype = q.dtype
@@ -40,9 +42,8 @@ def run(
         or not (k_cache.is_contiguous() and v_cache.is_contiguous())
         or not (_packed(block_tables) and _packed(query_start) and _packed(context_lens))
     ):
-        return paged_attention(
-            q, k_cache, v_cache, block_tables, query_start, context_lens, max_query, max_context, scale, window
-        )
+        around = (block_tables, query_start, context_lens, max_query, max_context, scale, window)
+        return paged_attention(q, k_cache, v_cache, *around, k_scale, v_scale)
     _, kv_heads, page_size, dim = k_cache.shape
     q = q.contiguous()
     tokens, heads, _ = q.shape

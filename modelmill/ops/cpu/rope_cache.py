@@ -27,6 +27,8 @@ def run(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, which also serves caches with gaps, other index and table dtypes, and one norm without the
     other."""
@@ -45,7 +47,7 @@ def run(
         or (cos is None) is not (sin is None)
         or (q_norm is None) is not (k_norm is None)
     ):
-        return rope_cache(qkv, k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm, eps)
+        return rope_cache(qkv, k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm, eps, k_scale, v_scale)
     _, kv_heads, page_size, dim = k_cache.shape
     qkv, slots = qkv.contiguous(), slots.contiguous()
     tokens = qkv.shape[0]

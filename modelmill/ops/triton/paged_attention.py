@@ -32,6 +32,8 @@ def supports(
     max_context: int,
     scale: float,
     window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> bool:
     """Head sizes 8 to 256, a power-of-two page, caches of one layout and of q's dtype."""
     _, _, page_size, dim = k_cache.shape
@@ -51,6 +53,8 @@ def run(
     max_context: int,
     scale: float,
     window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference. Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined."""
     tokens, heads, dim = q.shape

@@ -23,9 +23,12 @@ def supports(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> bool:
     """Even head sizes up to 256, k and v caches of one layout with contiguous heads' channels."""
     same = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    same = same and k_scale is None
     return same and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
 
 
@@ -41,6 +44,8 @@ def run(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference; negative slots are left out on every device."""
     _, kv_heads, page_size, dim = k_cache.shape

@@ -1,0 +1,26 @@
+"""Values in 8 bits beside a float32 scale: int8 in −127 … 127, fp8 (e4m3) in −448 … 448."""
+
+from __future__ import annotations
+
+import torch
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# An amax below this is taken for it, so that the scale of a row of zeros can be divided by.
+LEAST = 1e-6
+
+
+def rounded(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """x, already divided by its scale, in the 8-bit type ``kind``: half to even, what is out of range to the ends."""
+    most = LARGEST[kind]
+    x = x.round() if kind is torch.int8 else x
+    return x.clamp(-most, most).to(kind)
+
+
+def by_row(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] → (values [..., D] of ``kind``, scale [...] float32) with one scale for the last axis.
+
+    scale = max(amax, 1e-6) / 127 (fp8: / 448), computed in float32; values = x / scale, rounded half to even.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp(min=LEAST) / LARGEST[kind]
+    return rounded(wide / scale[..., None], kind), scale

@@ -1,0 +1,84 @@
+"""The 8-bit KV cache: what it holds, what it costs, and that a loop answers from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import UsageError
+from modelmill.nn.kv import KVCache, KVShape, held_dtype
+from modelmill.ops.eight_bit import LARGEST, by_row
+from tests.runtime import tiny
+
+SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
+KINDS = ("int8", "fp8")
+
+
+@pytest.mark.parametrize("name", ["auto", *KINDS])
+def test_a_page_costs_what_is_allocated(name: str) -> None:
+    dtype = held_dtype(name, torch.bfloat16)
+    cache = KVCache.allocate(SHAPE, 5, 16, dtype, "cpu")
+    assert cache.nbytes == 5 * SHAPE.page_bytes(16, dtype)
+    assert all(scale is None for scale in cache.scales(1)) == (name == "auto")
+    if name != "auto":
+        assert SHAPE.page_bytes(16, dtype) == 2 * 3 * 2 * 16 * (64 + 4)
+
+
+@pytest.mark.parametrize("kind", list(LARGEST))
+def test_rows_come_back_within_half_a_step(kind: torch.dtype) -> None:
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    x[3], x[4, 5], x[6] = 0.0, 1e4, x[6] * 1e-5
+    values, scale = by_row(x, kind)
+    assert values.dtype is kind
+    assert scale.dtype is torch.float32
+    assert bool((scale > 0).all())
+    back = values.float() * scale[:, None]
+    # e4m3 has 3 bits behind the point: half of the last is 1/16 of the value, or half the smallest step of the type
+    step = scale[:, None] * 0.5 if kind is torch.int8 else (x.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
+    assert bool(((back - x).abs() <= step * 1.001).all())
+    assert bool((values.float().abs().amax(-1)[x.abs().amax(-1) > 1e-6] == LARGEST[kind]).all())
+
+
+def test_halves_go_to_the_even_number() -> None:
+    values, scale = by_row(torch.tensor([[127.0, 0.5, 1.5, -2.5, 3.5]]), torch.int8)
+    assert scale.item() == 1.0
+    assert values.tolist() == [[127, 0, 2, -2, 4]]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_loop_runs_on_8_bit_pages(name: str) -> None:
+    """Many sequences at once, with shared prefixes, forks and preemption, answer as each does alone."""
+    pages = tiny.decoder().kv.page_bytes(8, held_dtype(name, torch.float32)) * 25
+    engine = tiny.loop(kv_cache_dtype=name, kv_cache_bytes=pages)
+    assert engine.runner.kv.k[0].dtype is held_dtype(name, torch.float32)
+    how = tiny.params(n=2, temperature=0.8, seed=3)
+    todo = [*tiny.requests(tiny.prompts(4), how)]
+    together = tiny.run(engine, todo)
+    assert together == tiny.alone(tiny.loop(kv_cache_dtype=name, kv_cache_bytes=pages), todo)
+    assert engine.runner.kv.k_scale[1].count_nonzero() > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_copied_pages_bring_their_scales(name: str) -> None:
+    runner = tiny.loop(kv_cache_dtype=name, kv_cache_bytes=1 << 16).runner
+    for seed, t in enumerate(runner.kv.tensors):
+        t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(seed)) * 50)
+    runner.copy_pages([(1, 3), (2, 0)])
+    for t in runner.kv.tensors:
+        assert torch.equal(t[3].float(), t[1].float())
+        assert torch.equal(t[0].float(), t[2].float())
+
+
+def test_logits_stay_near_those_of_full_pages() -> None:
+    ids = [list(p) for p in tiny.prompts(3, low=20)]
+    full = tiny.loop().score(ids, decode_from=10)
+    for name, most in (("int8", 0.05), ("fp8", 0.3)):
+        near = tiny.loop(kv_cache_dtype=name).score(ids, decode_from=10)
+        error = max(float((a - b).abs().max()) for a, b in zip(near, full))
+        assert 0 < error < most * max(float(a.abs().max()) for a in full)
+
+
+def test_an_unknown_type_is_refused() -> None:
+    with pytest.raises(UsageError, match="--kv-cache-dtype 'int4' is not one of auto, int8, fp8"):
+        RunConfig(kv_cache_dtype="int4")
