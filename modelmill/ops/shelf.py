@@ -23,6 +23,7 @@ import torch
 
 from modelmill.core.errors import UsageError
 from modelmill.core.find import find, nearest
+from modelmill.ops.tuning import Tuning, accepted
 
 OPS = (
     "rms_norm",
@@ -81,11 +82,12 @@ def variants(op: str) -> dict[str, ModuleType]:
     return found
 
 
-def resolve(device: str, overrides: Mapping[str, str] | None = None) -> Ops:
+def resolve(device: str, overrides: Mapping[str, str] | None = None, tuning: Tuning | None = None) -> Ops:
     """Pick a variant of every op for ``device`` ("cpu", "cuda", "cuda:1").
 
-    overrides: {op: variant}, variant one of torch, triton, cuda, cpu; for a spanning op torch switches it off. Raises
-    UsageError for an unknown op or a variant that does not exist or cannot run on the device.
+    overrides: {op: variant}, variant one of torch, triton, cuda, cpu; for a spanning op torch switches it off. tuning:
+    launch sizes chosen for this device, where a variant takes them. Raises UsageError for an unknown op or a variant
+    that does not exist or cannot run on the device.
     """
     overrides = dict(overrides or {})
     known = (*OPS, *SPANS)
@@ -100,15 +102,17 @@ def resolve(device: str, overrides: Mapping[str, str] | None = None) -> Ops:
     chosen: dict[str, str] = {}
     for op in OPS:
         wanted = (overrides[op],) if op in overrides else PREFERENCE[kind]
-        picked[op], chosen[op] = _pick(op, wanted, kind, forced=op in overrides)
+        picked[op], chosen[op] = _pick(op, wanted, kind, tuning, forced=op in overrides)
     for op, spanned in SPANS.items():
-        found = _pick_span(op, {chosen[o] for o in spanned}, kind, overrides.get(op))
+        found = _pick_span(op, {chosen[o] for o in spanned}, kind, overrides.get(op), tuning)
         chosen[op] = "torch" if found is None else chosen["linear"]
         picked[op] = found
     return Ops(**picked, chosen=chosen)
 
 
-def _pick_span(op: str, shelves: set[str], kind: str, wanted: str | None) -> Callable[..., Any] | None:
+def _pick_span(
+    op: str, shelves: set[str], kind: str, wanted: str | None, tuning: Tuning | None
+) -> Callable[..., Any] | None:
     """The variant of a spanning op where all that it spans comes from its shelf; None leaves the work to those ops.
 
     wanted "torch" switches it off. Raises UsageError where another shelf is wanted and cannot serve.
@@ -119,20 +123,22 @@ def _pick_span(op: str, shelves: set[str], kind: str, wanted: str | None) -> Cal
     offered = variants(op).get(shelf or "")
     reason = "no such variant" if offered is None else offered.available(kind)
     if reason is None and offered is not None and wanted in (None, shelf):
-        return _guarded(op, offered)
+        return _guarded(op, offered, tuning)
     if wanted is not None:
         raise UsageError(f"--kernel {op}={wanted} cannot be used on {kind}: it needs what it spans from the same shelf")
     return None
 
 
-def _pick(op: str, wanted: tuple[str, ...], kind: str, *, forced: bool) -> tuple[Callable[..., Any], str]:
+def _pick(
+    op: str, wanted: tuple[str, ...], kind: str, tuning: Tuning | None, *, forced: bool
+) -> tuple[Callable[..., Any], str]:
     offered = variants(op)
     for name in wanted:
         if name == "torch":
             return reference(op), "torch"
         reason = offered[name].available(kind) if name in offered else "no such variant"
         if reason is None:
-            return _guarded(op, offered[name]), name
+            return _guarded(op, offered[name], tuning), name
         if forced:
             raise UsageError(
                 f"--kernel {op}={name} cannot be used on {kind}: {reason}; there are torch, {', '.join(offered)}"
@@ -140,15 +146,18 @@ def _pick(op: str, wanted: tuple[str, ...], kind: str, *, forced: bool) -> tuple
     return reference(op), "torch"
 
 
-def _guarded(op: str, module: ModuleType) -> Callable[..., Any]:
-    """``module.run``, with the reference where the variant does not support the arguments."""
+def _guarded(op: str, module: ModuleType, tuning: Tuning | None) -> Callable[..., Any]:
+    """``module.run`` with its launch sizes, and the reference where the variant does not support the arguments."""
     supports = getattr(module, "supports", None)
     run: Callable[..., Any] = module.run
+    chosen = None if tuning is None else accepted(module, tuning.choices.get(op, {}))
+    if chosen:
+        run = functools.partial(run, chosen=chosen)
     if supports is None:
         return run
     plain = reference(op)
 
-    @functools.wraps(run)
+    @functools.wraps(module.run)
     def choose(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs) if supports(*args, **kwargs) else plain(*args, **kwargs)
 

@@ -36,6 +36,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.lru_cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may take; Hopper's where there is no GPU."""
+    if device.type != "cuda":
+        return 227 << 10
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+@functools.lru_cache
 def early_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one in front of it has ended (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.triton import silu_mul
+from modelmill.ops.triton import silu_mul, sizes
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.linear import MOST, tile, vector
+from modelmill.ops.triton.sizes import Chosen, Key, Sizes
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -17,13 +18,20 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     return x.dtype != torch.float32 or x.shape[0] == 1
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def candidates(key: Key) -> tuple[Sizes, ...]:
+    """The launch sizes that may be chosen for a product."""
+    return sizes.candidates(key, key[3].itemsize, gated=True)
+
+
+def run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, chosen: Chosen | None = None
+) -> torch.Tensor:
     """As the reference, sums in float32; more than a few rows are cuBLAS's work and a kernel for the gate."""
     if x.shape[0] > MOST:
         return silu_mul.run(F.linear(x, weight, bias))
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
-        vector(x, weight, None, bias, out)
+        vector(x, weight, None, bias, out, chosen)
     else:
-        tile(x, weight, None, bias, out)
+        tile(x, weight, None, bias, out, chosen)
     return out

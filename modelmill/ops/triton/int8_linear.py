@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.linear import tile, vector
+from modelmill.ops.triton.sizes import Chosen, Key, Sizes
 
 MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
 
@@ -17,11 +19,23 @@ def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: t
     return x.dtype != torch.float32 or x.shape[0] <= MOST_FLOAT32
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def candidates(key: Key) -> tuple[Sizes, ...]:
+    """The launch sizes that may be chosen for a product."""
+    return sizes.candidates(key, 1)
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    chosen: Chosen | None = None,
+) -> torch.Tensor:
     """As the reference: the integers in x's dtype, sums, scale and bias in float32."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
-        vector(x, weight, scale, bias, out)
+        vector(x, weight, scale, bias, out, chosen)
     else:
-        tile(x, weight, scale, bias, out)
+        tile(x, weight, scale, bias, out, chosen)
     return out

@@ -14,9 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.device import INTERPRETED, multiprocessors, power_of_two
+from modelmill.ops.triton import sizes
+from modelmill.ops.triton.device import INTERPRETED
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.sizes import Chosen, Key, Sizes
 
 MOST = 16
 
@@ -28,18 +30,30 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     return x.shape[0] == 1 or (2 <= x.shape[0] <= MOST and x.dtype != torch.float32)
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference, sums in float32."""
+def candidates(key: Key) -> tuple[Sizes, ...]:
+    """The launch sizes that may be chosen for a product."""
+    return sizes.candidates(key, key[3].itemsize)
+
+
+def run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, chosen: Chosen | None = None
+) -> torch.Tensor:
+    """As the reference, sums in float32. chosen: launch sizes for this device; the rest have defaults."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
-        vector(x, weight, None, bias, out)
+        vector(x, weight, None, bias, out, chosen)
     else:
-        tile(x, weight, None, bias, out)
+        tile(x, weight, None, bias, out, chosen)
     return out
 
 
 def vector(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    chosen: Chosen | None = None,
 ) -> None:
     """out[0] = x[0] · weightᵀ (· scale) (+ bias): x [1, K], weight [N, K], scale and bias [N].
 
@@ -47,8 +61,7 @@ def vector(
     """
     n, k = weight.shape
     gated = out.shape[1] != n
-    rows, block, warps = _strip(n, k, weight)
-    rows = max(rows, 2) if gated else rows
+    rows, block, warps = sizes.strip(x, weight, chosen, gated=gated)
     _vector[(triton.cdiv(n, rows),)](
         x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k, weight.stride(0),
         GATED=gated, SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED,
@@ -57,25 +70,18 @@ def vector(
     )  # fmt: skip
 
 
-def _strip(n: int, k: int, weight: torch.Tensor) -> tuple[int, int, int]:
-    """(rows a program, depth, warps): measured on an H200, in a whole step."""
-    whole = max(8, power_of_two(k))
-    if n < 4 * multiprocessors(weight.device):  # too few rows to share programs
-        return 1, min(1024, whole), max(1, min(4, whole // 256))
-    if weight.element_size() == 1:
-        return (4, min(512, whole), 2) if n > 16384 else (2, min(1024, whole), 2)
-    if n <= 4096 or weight.element_size() == 4:
-        return 4, min(1024, whole), 4
-    return (1, min(4096, whole), 4) if n <= 16384 else (2, min(4096, whole), 8)
-
-
 def tile(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    chosen: Chosen | None = None,
 ) -> None:
     """As ``vector`` for several rows: x [T, K], weight [N, K], scale and bias [N]."""
     tokens, k = x.shape
     n = weight.shape[0]
-    block_t, block_n, block_k, stages, warps = _tiling(tokens, n, x, weight)
+    block_t, block_n, block_k, stages, warps = sizes.tiling(x, weight, chosen)
     _tile[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
         x, weight, x if scale is None else scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0),
@@ -83,22 +89,6 @@ def tile(
         EVEN=k % block_k == 0, AHEAD=tokens <= MOST, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
         num_stages=stages, num_warps=warps, **launch(x.device, tokens),
     )  # fmt: skip
-
-
-def _tiling(tokens: int, n: int, x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int, int, int]:
-    """(tokens a tile, weight rows a tile, depth, stages, warps): measured on an H200."""
-    if x.dtype == torch.float32:  # no tensor core adds float32 exactly enough; plain multiply-adds, small tiles
-        return 16, 32, 32, 2, 4
-    held = weight.element_size()
-    if tokens <= 16:
-        if held == 1:
-            return 16, 32, 256, 4, 4
-        if n < 64 * multiprocessors(x.device):
-            return 16, 32, 256, 5, 4
-        return (8, 64, 128, 3, 4) if tokens <= 8 and n > 16384 else (16, 64, 128, 4, 4)
-    if tokens <= 64:
-        return (32, 32, 256, 3, 4) if tokens <= 32 else (64, 64, 128, 4, 4)
-    return (128, 128, 64, 4, 8) if tokens <= 128 else (256, 128, 64, 3, 8)
 
 
 @triton.jit

@@ -1,0 +1,98 @@
+"""A step without an engine around it, for measuring: weights drawn at random, sequences of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.linear import Linear
+from modelmill.nn.step import Step
+from modelmill.ops.shelf import Ops
+from modelmill.weights import held
+
+PAGE = 16
+
+
+def draw_weights(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype, device: str) -> nn.Module:
+    """Fill a model that has no memory yet; never with zeros, which run faster than values do.
+
+    kinds: linear module → how its weight is held ("dense" where it is not named).
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device).normal_(0, scale, generator=generator)
+
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            kind = kinds.get(name, "dense")
+            module.held = held.pack(kind, draw(*module.shape, scale=module.shape[1] ** -0.5), dtype)
+    for name, buffer in list(model.named_buffers()):
+        parent, _, leaf = name.rpartition(".")
+        value = draw(*buffer.shape) if buffer.is_meta else buffer.to(device)
+        norm = leaf == "weight" and buffer.dim() == 1
+        setattr(model.get_submodule(parent), leaf, value * 0.1 + 1 if norm else value)
+    return model.eval().requires_grad_(False)
+
+
+def trial_step(
+    model: nn.Module,
+    ops: Ops,
+    sequences: tuple[int, int, int],
+    *,
+    bound: int | None = None,
+    kv_dtype: torch.dtype | None = None,
+    page_size: int = PAGE,
+) -> Step:
+    """sequences: (how many, new tokens of each, tokens of each with the new ones); their pages in shuffled order.
+
+    bound: the launch bound of their lengths, as a graph has one; default: their length. The pages hold random values.
+    """
+    batch, new, context = sequences
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    shape, device = model.kv, weight.device
+    assert isinstance(shape, KVShape)
+    bound = bound or context
+    columns, pages = -(-bound // page_size), -(-context // page_size)
+    kv = KVCache.allocate(shape, batch * pages + 1, page_size, kv_dtype or weight.dtype, str(device))
+    _fill(kv)
+    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).view(batch, pages)
+    tables = torch.zeros(batch, columns, dtype=torch.int32)
+    tables[:, :pages] = order
+    positions = torch.arange(context - new, context).repeat(batch)
+    sequence = torch.arange(batch).repeat_interleave(new)
+    slots = tables[sequence, positions // page_size].long() * page_size + positions % page_size
+    ids = torch.randint(int(model.config.vocab), (batch * new,))  # type: ignore[union-attr, arg-type]
+    starts = torch.arange(batch + 1, dtype=torch.int32) * new
+    return Step(
+        ids=ids.to(device),
+        positions=positions.to(device),
+        slots=slots.to(device),
+        rope_keys=torch.full_like(ids, model.rope_key(context)).to(device),  # type: ignore[operator]
+        block_tables=tables.to(device),
+        query_start=starts.to(device),
+        context_lens=torch.full((batch,), context, dtype=torch.int32).to(device),
+        logit_rows=None if new == 1 else (starts[1:] - 1).long().to(device),
+        max_query=new,
+        max_context=bound,
+        kv=kv,
+        ops=ops,
+        whole=True,
+    )
+
+
+def _fill(kv: KVCache) -> None:
+    """Random values, so that no arithmetic is easier than in an answer; 8-bit pages get scales as well."""
+    for cache in (*kv.k, *kv.v):
+        if cache.dtype == torch.int8:
+            cache.random_(-127, 128)
+        elif cache.dtype.itemsize == 1:
+            cache.copy_(torch.randn(cache.shape, dtype=torch.float16, device=cache.device))
+        else:
+            cache.normal_()
+    for scale in (*kv.k_scale, *kv.v_scale):
+        scale.fill_(1 / 64)
