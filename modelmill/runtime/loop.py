@@ -22,6 +22,7 @@ from modelmill.core.errors import CapacityError, RequestError, UsageError
 from modelmill.core.types import Finish, Request, Token
 from modelmill.nn.kv import KVCache, held_dtype
 from modelmill.ops.shelf import resolve
+from modelmill.ops.tuning import Tuning
 from modelmill.runtime import chance, memory
 from modelmill.runtime.batch import Layout, Packer
 from modelmill.runtime.beams import BeamSearch
@@ -38,6 +39,7 @@ from modelmill.runtime.scheduler import Limits, Schedule, Scheduler
 from modelmill.runtime.score import Score
 from modelmill.runtime.sequence import RopeRule, Sequence
 from modelmill.runtime.stats import Stats
+from modelmill.runtime.tuned import tuning_for
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _CALM = 100
@@ -55,15 +57,19 @@ class Loop:
         digest: str = "",
         artifact: Artifact | None = None,
         overlap: bool | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
-        """A loop around a loaded model. digest: identifies the weights in prefix keys. overlap: launch steps ahead."""
+        """A loop around a loaded model. digest: identifies the weights in prefix keys. overlap: launch steps ahead.
+
+        tuning: launch sizes for this device.
+        """
         self.config = config = config or RunConfig()
         self.artifact = artifact
         self.model = model
         self.device = _device_of(model)
         self.dtype = memory.activation_dtype(model)
         self.kv_dtype = held_dtype(config.kv_cache_dtype, self.dtype)
-        self.ops = resolve(self.device, config.kernels)
+        self.ops = resolve(self.device, config.kernels, tuning)
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
         self.max_model_len = _max_len(model, config, max_model_len)
         self.page_size = config.page_size
@@ -122,7 +128,8 @@ class Loop:
             use_threads(config.threads)
         model = load(artifact, device)
         manifest = artifact.manifest
-        return cls(model, config, max_model_len=manifest.max_model_len, digest=manifest.digest(), artifact=artifact)
+        length, digest, tuning = manifest.max_model_len, manifest.digest(), tuning_for(artifact.path, device)
+        return cls(model, config, max_model_len=length, digest=digest, artifact=artifact, tuning=tuning)
 
     @property
     def has_work(self) -> bool:

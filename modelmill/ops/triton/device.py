@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from triton.runtime import driver
 
 from modelmill.core import env
 
@@ -40,7 +41,8 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may take; Hopper's where there is no GPU."""
     if device.type != "cuda":
         return 227 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @functools.lru_cache
