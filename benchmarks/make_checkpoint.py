@@ -1,6 +1,6 @@
 """Write a checkpoint of a known shape with seeded random weights, in Hugging Face layout, one tensor at a time.
 
-    python benchmarks/make_checkpoint.py qwen-7b out/qwen7b
+    python benchmarks/make_checkpoint.py qwen-7b out/qwen7b [--layers N]
 
 Every tensor is filled with random values (zeros run faster than real data would). Matrices get a spread of
 1/sqrt(inputs), so that activations keep their size and the acceptance contract has something to see.
@@ -35,6 +35,14 @@ GPT2_MEDIUM = {
     "bos_token_id": 50256, "eos_token_id": 50256, "torch_dtype": "float16",
 }  # fmt: skip
 SHAPES = {"qwen-7b": QWEN_7B, "llama-7b": LLAMA_7B, "gpt2-medium": GPT2_MEDIUM}
+
+
+def of_layers(shape: str, layers: int | None = None) -> dict[str, object]:
+    """The config of a shape, with fewer (or more) layers where ``layers`` says so."""
+    config: dict[str, object] = {**SHAPES[shape]}
+    if layers is not None:
+        config["n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"] = layers
+    return config
 
 
 def tensors(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
@@ -109,8 +117,9 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, help="other than the shape's, to rehearse a run")
     args = parser.parse_args()
-    config = SHAPES[args.shape]
+    config = of_layers(args.shape, args.layers)
     dtype = getattr(torch, str(config["torch_dtype"]))
     generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,49 @@
+"""modelmill as one side of a comparison: ``python -m benchmarks.ours_side '{"engine": …, "run": {…}}'``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.side import Prepared, private_stdout, serve
+
+
+def main() -> None:
+    """Open the engine and serve. run: fields of RunConfig; prompts are never answered from the prefix cache."""
+    pipe = private_stdout()
+    told = json.loads(sys.argv[1])
+    from modelmill.core.config import RunConfig
+    from modelmill.eval.report import device_name, versions
+    from modelmill.eval.subjects import greedy_request
+    from modelmill.runtime.loop import Loop
+
+    loop = Loop.open(Path(told["engine"]), RunConfig(**told["run"], enable_prefix_caching=False))
+    count = 0
+
+    def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
+        nonlocal count
+        requests = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            requests.append(greedy_request(f"side-{count}", prompt, output))
+            count += 1
+
+        def call() -> int:
+            for request in requests:
+                loop.add(request)
+            tokens = ended = 0
+            while ended < len(requests):
+                for token in loop.step():
+                    tokens += token.id is not None
+                    ended += token.finish is not None
+            return tokens
+
+        return call
+
+    facts = {"device": device_name(loop.device), "versions": versions(), "kernels": dict(loop.ops.chosen)}
+    serve(prepare, facts, pipe)
+
+
+if __name__ == "__main__":
+    main()

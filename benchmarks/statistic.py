@@ -1,0 +1,55 @@
+"""The rules by which both sides of a comparison become one figure: the same functions for ours and for a peer.
+
+What goes in are seconds of whole calls, from handing in the requests until all their tokens are on the host. Time
+per token is a difference of two such calls, so that the first token, whatever a side does there, drops out of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SHORT, LONG = 16, 144
+"""Tokens of the two calls whose difference is the time of LONG - SHORT steps."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure: what counts, and the least and most of its rounds."""
+
+    value: float
+    min: float
+    max: float
+    runs: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def per_token(short: Sequence[float], long: Sequence[float]) -> Figure:
+    """Milliseconds a step: (median of the long calls - median of the short ones) / steps between them.
+
+    short, long: seconds of the calls with SHORT and LONG tokens, round by round; the spread is over the rounds.
+    Raises ValueError where they are not as many, or none.
+    """
+    if not short or len(short) != len(long):
+        raise ValueError(f"{len(short)} short and {len(long)} long calls; there must be one of each a round")
+    scale = 1e3 / (LONG - SHORT)
+    rounds = [(b - a) * scale for a, b in zip(short, long, strict=True)]
+    value = (statistics.median(long) - statistics.median(short)) * scale
+    return Figure(value, min(value, *rounds), max(value, *rounds), len(rounds))
+
+
+def whole(seconds: Sequence[float], scale: float = 1.0) -> Figure:
+    """Median, least and most of whole calls, times ``scale``. Raises ValueError for none."""
+    if not seconds:
+        raise ValueError("no call was measured")
+    return Figure(statistics.median(seconds) * scale, min(seconds) * scale, max(seconds) * scale, len(seconds))
+
+
+def ratio(peer: Figure, ours: Figure) -> float:
+    """How many times ours the peer takes. Above 1, ours is faster."""
+    return peer.value / ours.value

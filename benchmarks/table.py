@@ -1,0 +1,251 @@
+"""Reruns the table of the speed targets, part by part, each with ours and its peer in turn on one device.
+
+    python benchmarks/table.py PART [PART …] [--peer DIR | --peer-python PYTHON] [--out FILE.jsonl] [--work DIR]
+
+| part | what | peer |
+|---|---|---|
+| decode | time per token at five batch sizes and prompts, Qwen-7B's shape, bfloat16 | vLLM |
+| first | first token of 1,024 and 4,096 tokens, batch 1 | vLLM |
+| trace | 500 requests of a conversation trace, all at once (--trace FILE.csv) | vLLM |
+| startup | process start to first token | vLLM |
+| eager | decode at batch 1 | transformers |
+| gpt2 | decode of GPT-2 medium's shape, float16, batch 1 | transformers |
+| cpu | SmolLM2 on 2 threads (--engine, --gguf, --peer-python) | llama.cpp |
+
+--peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is one); otherwise
+--peer-python: an interpreter that has vLLM; with neither, only ours is measured. The model is made and built once in
+--work. Both sides live on the card together and take turns call by call, with the same ids; only the trace and the
+start-up, which need the whole card, give it to one side after the other. Both sides' seconds become a figure by the
+same function (``benchmarks/statistic.py``). A row a side is appended to --out as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.side import Lengths, Side  # noqa: E402
+from benchmarks.stage import ALONE, OURS, SHARED, Stage  # noqa: E402
+from benchmarks.statistic import Figure, ratio  # noqa: E402
+from benchmarks.targets import TARGETS  # noqa: E402
+from benchmarks.works import PARTS, PEER_OF, Work, in_turn, warm_up, works_of  # noqa: E402
+
+
+class Bench:
+    """One run of the script: its parts one after the other, and the rows that they give."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        peers = (options.peer, options.peer_python)
+        self.variants = dict(map(variant, options.also))
+        more = {"layers": options.layers, "check": not options.no_check, "variants": self.variants}
+        self.stage = Stage(options.work.resolve(), *peers, **more)
+        self.run = datetime.now(UTC).strftime("table-%Y%m%dT%H%M%S")
+        self.lines: list[tuple[str, dict[str, Figure]]] = []
+
+    def names(self, part: str) -> list[str]:
+        """The sides of a part: ours, then its peer where there is one."""
+        peer = PEER_OF.get(part, "vLLM")
+        known = peer != "vLLM" or self.options.peer is not None or self.options.peer_python is not None
+        ours = [OURS, *(self.variants if part == "trace" else ())]
+        wanted = [*ours, *([peer] if known else [])]
+        return [name for name in wanted if not self.options.only or name in self.options.only]
+
+    def together(self, parts: Sequence[str], shape: str) -> None:
+        """Parts whose sides share the card."""
+        with self.stage.opened(self.names(parts[0]), shape, SHARED, 64) as sides:
+            for part in parts:
+                for work in works_of(part):
+                    rounds = self.options.rounds * (3 if part == "first" else 1)
+                    self.tell(part, work, in_turn(work, sides, rounds), {side.name: side.facts for side in sides})
+
+    def trace(self) -> None:
+        """The trace on the whole card, ours, then the peer, then ours again where time allows."""
+        from modelmill.eval.texts import read_trace
+
+        if self.options.trace is None:
+            raise SystemExit("part trace needs --trace FILE.csv with ContextTokens and GeneratedTokens")
+        lengths = read_trace(self.options.trace, self.options.requests)
+        work = Work(f"trace-{len(lengths)}", (), (0,), scale=1.0)
+        seconds: dict[str, list[float]] = {}
+        facts: dict[str, Any] = {}
+        names = self.names("trace")
+        again = [name for name in names if name == OURS and len(names) > 1]
+        for number, name in enumerate([*names, *again]):
+            runs = 2 if number < len(names) else 1
+            if number >= len(names) and not self.room_for(sum(seconds[name])):
+                break
+            with self.stage.opened([name], "qwen-7b", ALONE, 256) as sides:
+                for side in sides:
+                    facts[name] = side.facts
+                    seconds.setdefault(name, []).extend(self._served(side, lengths, runs))
+        figures = {name: work.figure({0: found}) for name, found in seconds.items()}
+        more = {"requests": len(lengths), "input": sum(p for p, _ in lengths), "output": sum(o for _, o in lengths)}
+        self.tell("trace", work, figures, facts, **more)
+
+    def _served(self, side: Side, lengths: Lengths, runs: int) -> list[float]:
+        side.generate(warm_up(lengths), seed=1)
+        found = []
+        for number in range(runs):
+            found.append(side.generate(lengths, seed=2 + number))
+            self.stage.note(f"{side.name}: {found[-1]:.2f} s")
+        return found
+
+    def startup(self) -> None:
+        """Fresh processes in turn; the first of each side warms the file and compile caches where nothing ran yet."""
+        work = Work("startup", (128,), (1,), scale=1.0)
+        seconds: dict[str, list[float]] = {name: [] for name in self.names("startup")}
+        facts: dict[str, Any] = {}
+        self.stage.engine("qwen-7b")
+        warm = {"decode", "first", "trace"} & set(self.options.parts)
+        for turn in range(0 if warm else -1, self.options.starts):
+            for name in seconds:
+                side = self.stage.start(name, "qwen-7b", ALONE, 256)
+                with contextlib.closing(side):
+                    facts[name] = side.ready()
+                    side.generate([(128, 1)], seed=turn)
+                    took = time.perf_counter() - side.began
+                self.stage.note(f"{name} started in {took:.1f} s{'' if turn >= 0 else ' (not counted)'}")
+                if turn >= 0:
+                    seconds[name].append(took)
+        self.tell("startup", work, {name: work.figure({1: found}) for name, found in seconds.items()}, facts)
+
+    def cpu(self) -> None:
+        """The comparison with llama.cpp, which prints and records by itself."""
+        options = self.options
+        if None in (options.engine, options.gguf, options.peer_python):
+            raise SystemExit("part cpu needs --engine ENGINE, --gguf FILE and --peer-python PYTHON (with xllamacpp)")
+        peer = ["--peer-python", str(options.peer_python), "--rounds", str(max(options.rounds, 5))]
+        command = [sys.executable, str(ROOT / "benchmarks" / "llamacpp_peer.py"), options.engine, options.gguf, *peer]
+        subprocess.run([str(each) for each in command], check=True)
+
+    def room_for(self, seconds: float) -> bool:
+        """Whether that much more still ends before --limit."""
+        return time.perf_counter() - self.stage.began + seconds < self.options.limit
+
+    def tell(
+        self, part: str, work: Work, figures: dict[str, Figure], facts: Mapping[str, Mapping[str, Any]], **more: Any
+    ) -> None:
+        """Keep a line for the table and append its rows."""
+        self.lines.append((work.name, figures))
+        shown = ", ".join(f"{name} {figure.value:.3f}" for name, figure in figures.items())
+        self.stage.note(f"{work.name}: {shown}")
+        with self.options.out.open("a", encoding="utf-8") as sink:
+            for name, figure in figures.items():
+                row = self._row(part, work, name, figure, facts[name]) | more
+                sink.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _row(self, part: str, work: Work, name: str, figure: Figure, facts: Mapping[str, Any]) -> dict[str, Any]:
+        more = {"layers": self.options.layers} if self.options.layers else {}
+        more |= {"options": self.variants[name]} if name in self.variants else {}
+        target = TARGETS.get(work.name)
+        return {
+            "bench": "table", "part": part, "work": work.name, "subject": name, "value": figure.value,
+            "unit": target.unit if target else "s" if work.scale == 1 else "ms", "spread": figure.to_dict(),
+            "statistic": work.statistic, "run": self.run, "command": command_of(sys.argv[1:]), **facts,
+            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **more,
+        }  # fmt: skip
+
+    def show(self) -> None:
+        """The table of this run."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"{self.run}: lower is better; (least … most) of the rounds")
+        peers = list(dict.fromkeys(name for _, found in self.lines for name in found if name != OURS))
+        for column in ("work", "unit", "floor", "must", OURS, *peers, "× ours"):
+            table.add_column(column, justify="left" if column == "work" else "right")
+        for name, found in self.lines:
+            table.add_row(*line_of(name, found, peers))
+        Console(width=160).print(table)
+
+
+def line_of(name: str, found: Mapping[str, Figure], peers: Sequence[str]) -> list[str]:
+    """The cells of one line of the printed table."""
+    target = TARGETS.get(name)
+    about = [target.title, target.unit, _plain(target.floor), _plain(target.must)] if target else [name, "", "", ""]
+    over = [ratio(found[peer], found[OURS]) for peer in peers if peer in found and OURS in found]
+    cells = [spread(found[side]) if side in found else "–" for side in (OURS, *peers)]
+    return [*about, *cells, " ".join(f"{each:.2f}×" for each in over) or "–"]
+
+
+def spread(figure: Figure) -> str:
+    """4.21 (4.20 … 4.23), in three digits or more."""
+    digits = 3 if figure.value < 1 else 2 if figure.value < 20 else 1
+    return f"{figure.value:.{digits}f} ({figure.min:.{digits}f} … {figure.max:.{digits}f})"
+
+
+def _plain(value: float | None) -> str:
+    return "–" if value is None else f"{value:g}"
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command line, folders of this machine by their last name only."""
+    names = [Path(each).name if Path(each).is_absolute() else each for each in arguments]
+    return shlex.join(["python", "benchmarks/table.py", *names])
+
+
+def variant(told: str) -> tuple[str, dict[str, Any]]:
+    """modelmill-int8kv={"…": …} → its name and fields of RunConfig."""
+    name, _, fields = told.partition("=")
+    return name, dict(json.loads(fields))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--peer", type=Path, help="folder of vLLM's packages")
+    parser.add_argument("--peer-python", type=Path, help="interpreter that has the peer")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200.jsonl")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "table", help="where models are made and logs lie")
+    parser.add_argument("--trace", type=Path, help="csv with ContextTokens and GeneratedTokens")
+    parser.add_argument("--requests", type=int, default=500, help="of the trace")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of a line (first: three times as many)")
+    parser.add_argument("--starts", type=int, default=2, help="counted starts of each side")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="NAME=JSON", help="trace: ours with RunConfig fields"
+    )
+    parser.add_argument("--limit", type=float, default=570, help="seconds; ours is measured again only within them")
+    parser.add_argument("--only", action="append", help="only this side: modelmill, vLLM or transformers")
+    parser.add_argument("--no-check", action="store_true", help="build without the acceptance run")
+    parser.add_argument("--layers", type=int, help="fewer layers, to rehearse; such rows are no evidence")
+    parser.add_argument("--engine", type=Path, help="part cpu: an engine of SmolLM2-135M-Instruct")
+    parser.add_argument("--gguf", type=Path, help="part cpu: the file llama.cpp runs")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run the parts, print the table."""
+    options = parse()
+    bench = Bench(options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shared = [part for part in ("decode", "first") if part in options.parts]
+        if shared:
+            bench.together(shared, "qwen-7b")
+        for part, shape in (("eager", "qwen-7b"), ("gpt2", "gpt2-medium")):
+            if part in options.parts:
+                bench.together([part], shape)
+        for part, measure in (("trace", bench.trace), ("startup", bench.startup), ("cpu", bench.cpu)):
+            if part in options.parts:
+                measure()
+    finally:
+        if bench.lines:
+            bench.show()
+
+
+if __name__ == "__main__":
+    main()

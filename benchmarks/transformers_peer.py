@@ -1,0 +1,50 @@
+"""transformers as one side of a comparison: ``python -m benchmarks.transformers_peer '{"config": …, "dtype": …}'``.
+
+Its generate() on one batch of equal prompts, greedy, end-of-text ignored, with random weights of a known shape.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+
+from benchmarks.side import Prepared, private_stdout, serve
+
+
+def main() -> None:
+    """Make the model on the GPU and serve."""
+    pipe = private_stdout()
+    told = json.loads(sys.argv[1])
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from benchmarks.proxy import randomise
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        config = AutoConfig.from_pretrained(told["config"])
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, told["dtype"]))
+    model = model.eval().requires_grad_(False)
+
+    def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
+        assert len(set(outputs)) == 1, "one static batch has one length"
+        asked = torch.tensor(list(prompts))
+        how = GenerationConfig(do_sample=False, max_new_tokens=outputs[0], eos_token_id=None, pad_token_id=0)
+
+        @torch.inference_mode()
+        def call() -> int:
+            ids = asked.to(device)
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+            return sum(len(row) - asked.shape[1] for row in found.tolist())
+
+        return call
+
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
+    serve(prepare, {"device": name, "versions": versions}, pipe, randomise=lambda: randomise(model))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What the speed table measures: its parts, the requests of each line, and how sides take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.side import Lengths, Side
+from benchmarks.statistic import LONG, SHORT, Figure, per_token, whole
+
+PARTS = ("decode", "first", "trace", "startup", "eager", "gpt2", "cpu")
+PEER_OF = {"eager": "transformers", "gpt2": "transformers"}
+DECODES = {"decode": ((1, 128), (1, 4096), (8, 1024), (64, 128), (64, 1024)), "eager": ((1, 128),), "gpt2": ((1, 128),)}
+STATISTICS = {
+    "per_token": f"(median of calls with {LONG} tokens - median with {SHORT}) / {LONG - SHORT}; spread over rounds",
+    "whole": "median of whole calls; spread over rounds",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One line of the table: the batch, and the outputs of the calls that make its figure."""
+
+    name: str
+    prompts: tuple[int, ...]
+    outputs: tuple[int, ...] = (SHORT, LONG)
+    scale: float = 1e3
+
+    def figure(self, calls: Mapping[int, Sequence[float]]) -> Figure:
+        """Seconds by output length become the figure, by the one rule for all sides."""
+        if len(self.outputs) == 2:
+            return per_token(calls[SHORT], calls[LONG])
+        return whole(calls[self.outputs[0]], self.scale)
+
+    @property
+    def statistic(self) -> str:
+        """What the figure is, in words."""
+        return STATISTICS["per_token" if len(self.outputs) == 2 else "whole"]
+
+
+def works_of(part: str) -> list[Work]:
+    """The lines of a part whose sides take turns call by call."""
+    if part == "first":
+        return [Work(f"first-{prompt}", (prompt,), (1,)) for prompt in (1024, 4096)]
+    return [Work(f"{part}-{batch}x{prompt}", (prompt,) * batch) for batch, prompt in DECODES[part]]
+
+
+def in_turn(work: Work, sides: Sequence[Side], rounds: int) -> dict[str, Figure]:
+    """Measure a line: each round every side once, another one first each time; round -1 only warms up."""
+    calls: dict[str, dict[int, list[float]]] = {side.name: {n: [] for n in work.outputs} for side in sides}
+    for turn in range(-1, rounds):
+        for side in sides[:: 1 if turn % 2 == 0 else -1]:
+            for output in work.outputs:
+                seconds = side.generate([(prompt, output) for prompt in work.prompts], seed=1000 * turn + output)
+                if turn >= 0:
+                    calls[side.name][output].append(seconds)
+    return {name: work.figure(found) for name, found in calls.items()}
+
+
+def warm_up(lengths: Lengths) -> list[tuple[int, int]]:
+    """The requests at an eighth of their lengths: every batch size on the way down has then been seen once."""
+    return [(-(-prompt // 8), -(-output // 8)) for prompt, output in lengths]

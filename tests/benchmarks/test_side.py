@@ -1,0 +1,63 @@
+"""A side in a process of its own: what it is asked, what it answers, what happens when it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.side import LEAST, MOST, Side, SideError, prompts_of
+
+ENGINE = """
+import sys
+from benchmarks.side import private_stdout, serve
+pipe = private_stdout()
+print("noise of a library on stdout")
+def prepare(prompts, outputs):
+    if len(prompts) == 2:
+        raise ValueError("two prompts are too many")
+    return lambda: sum(outputs) - (len(prompts[0]) == 7)
+serve(prepare, {"device": "none", "versions": {"engine": "1"}}, pipe, randomise=lambda: print("drawn", file=sys.stderr))
+"""
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Iterator[Side]:
+    made = Side("fake", [sys.executable, "-c", ENGINE], tmp_path / "logs" / "fake.log")
+    yield made
+    made.close()
+
+
+def test_a_side_says_what_it_is_answers_and_ends(side: Side, tmp_path: Path) -> None:
+    assert side.ready() == {"device": "none", "versions": {"engine": "1"}}
+    assert 0 <= side.generate([(3, 5)], seed=1) < 60
+    assert side.generate([(3, 5)] * 3, seed=1) >= 0
+    side.randomise()
+    side.close()
+    log = (tmp_path / "logs" / "fake.log").read_text()
+    assert "noise of a library" in log, "what a library prints must not reach the pipe"
+    assert "drawn" in log
+
+
+def test_another_number_of_tokens_is_an_error(side: Side) -> None:
+    side.ready()
+    with pytest.raises(SideError, match="gave 4 tokens where 5 were asked for"):
+        side.generate([(7, 5)], seed=1)
+
+
+def test_a_process_that_ended_is_named_with_its_last_words(side: Side) -> None:
+    side.ready()
+    with pytest.raises(SideError, match=r"fake: ValueError: two prompts are too many \(log: .*fake.log\)"):
+        side.generate([(3, 5), (3, 5)], seed=1)
+    with pytest.raises(SideError, match="too many"):
+        side.generate([(3, 5)], seed=1)
+
+
+def test_prompts_are_the_same_on_every_side_and_others_for_another_seed() -> None:
+    lengths = [(4, 1), (9, 2)]
+    assert prompts_of(lengths, 3) == prompts_of([(4, 7), (9, 7)], 3)
+    assert prompts_of(lengths, 3) != prompts_of(lengths, 4)
+    assert [len(each) for each in prompts_of(lengths, 3)] == [4, 9]
+    assert all(LEAST <= id < MOST for each in prompts_of(lengths, 3) for id in each)

@@ -1,0 +1,133 @@
+"""The script that reruns the table: its sides, its rows, its printed lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import stage as stages
+from benchmarks import table
+from benchmarks.side import Lengths, SideError
+from benchmarks.stage import Stage
+from benchmarks.statistic import Figure
+
+TRACE = "ContextTokens,GeneratedTokens\n100,10\n200,20\n3,9\n50,5\n"
+
+
+class Fake:
+    """A side without a process."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.began = name, 0.0
+        self.facts = {"device": "card", "versions": {name: "1"}}
+
+    def ready(self) -> dict[str, object]:
+        if self.name == "vLLM" and Fake.broken:
+            raise SideError("vLLM: no such module")
+        return self.facts
+
+    def generate(self, lengths: Lengths, seed: int) -> float:
+        return sum(output for _, output in lengths) * (1.0 if self.name == "modelmill" else 2.0) / len(lengths)
+
+    def randomise(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    broken = False
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> table.Bench:
+    monkeypatch.setattr(Stage, "start", lambda _, name, *__: Fake(name))
+    monkeypatch.setattr(Stage, "engine", lambda _, shape: Path(shape))
+    monkeypatch.setattr(Fake, "broken", False)
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    options = ["trace", "--peer", "kit", "--work", str(tmp_path), "--out", str(tmp_path / "rows.jsonl")]
+    return table.Bench(table.parse([*options, "--trace", str(trace), "--rounds", "1", "--limit", "1000"]))
+
+
+def rows(bench: table.Bench) -> list[dict[str, object]]:
+    return [json.loads(line) for line in bench.options.out.read_text().splitlines()]
+
+
+def test_a_line_gives_a_row_a_side_of_one_run(bench: table.Bench) -> None:
+    bench.together(["first"], "qwen-7b")
+    found = rows(bench)
+    assert [(row["work"], row["subject"]) for row in found] == [
+        ("first-1024", "modelmill"), ("first-1024", "vLLM"), ("first-4096", "modelmill"), ("first-4096", "vLLM"),
+    ]  # fmt: skip
+    assert {row["run"] for row in found} == {bench.run}
+    for row in found:
+        assert {"command", "device", "versions", "date", "unit", "spread", "statistic", "value"} <= set(row)
+    assert found[0]["unit"] == "ms"
+    assert found[1]["value"] == 2 * float(str(found[0]["value"]))
+
+
+def test_the_trace_is_served_by_ours_again_after_the_peer(bench: table.Bench) -> None:
+    bench.trace()
+    ours, peer = rows(bench)
+    assert (ours["requests"], ours["input"], ours["output"]) == (3, 350, 35)
+    assert (ours["spread"]["runs"], peer["spread"]["runs"]) == (3, 2)  # type: ignore[index]
+    assert (ours["unit"], ours["subject"], peer["subject"]) == ("s", "modelmill", "vLLM")
+
+
+def test_no_second_turn_where_the_time_is_over(bench: table.Bench) -> None:
+    bench.options.limit = 0
+    bench.trace()
+    assert rows(bench)[0]["spread"]["runs"] == 2  # type: ignore[index]
+
+
+def test_a_variant_of_ours_takes_part_in_the_trace_and_says_its_options(bench: table.Bench) -> None:
+    bench.variants["modelmill-small"] = {"max_num_seqs": 8}
+    bench.trace()
+    assert [row["subject"] for row in rows(bench)] == ["modelmill", "modelmill-small", "vLLM"]
+    assert rows(bench)[1]["options"] == {"max_num_seqs": 8}
+    assert table.variant('x={"max_num_seqs": 8}') == ("x", {"max_num_seqs": 8})
+
+
+def test_a_peer_that_does_not_start_leaves_ours(bench: table.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "broken", True)
+    bench.together(["first"], "qwen-7b")
+    assert {row["subject"] for row in rows(bench)} == {"modelmill"}
+
+
+def test_starts_alternate_and_the_first_is_not_counted(bench: table.Bench) -> None:
+    bench.options.parts = ["startup"]
+    bench.startup()
+    assert [row["subject"] for row in rows(bench)] == ["modelmill", "vLLM"]
+    assert rows(bench)[0]["spread"]["runs"] == 2  # type: ignore[index]
+
+
+def test_without_a_peer_only_ours_is_measured(bench: table.Bench) -> None:
+    bench.options.peer = None
+    assert bench.names("decode") == ["modelmill"]
+    assert bench.names("gpt2") == ["modelmill", "transformers"]
+    bench.options.only = ["transformers"]
+    assert bench.names("gpt2") == ["transformers"]
+
+
+def test_a_printed_line_has_the_target_both_sides_and_the_ratio() -> None:
+    ours, peer = Figure(3.7, 3.69, 3.72, 3), Figure(4.84, 4.8, 4.9, 3)
+    cells = table.line_of("decode-1x128", {"modelmill": ours, "vLLM": peer}, ["vLLM", "transformers"])
+    assert cells == [
+        "decode, batch 1, prompt 128", "ms/token", "3.34", "3.8", "3.70 (3.69 … 3.72)", "4.84 (4.80 … 4.90)", "–",
+        "1.31×",
+    ]  # fmt: skip
+
+
+def test_a_recorded_command_names_no_folder_of_this_machine() -> None:
+    told = table.command_of(["trace", "--peer", "/tmp/some/where/kit", "--out", "rows.jsonl"])
+    assert told == "python benchmarks/table.py trace --peer kit --out rows.jsonl"
+
+
+def test_the_peer_finds_its_packages(tmp_path: Path) -> None:
+    (tmp_path / "kit" / "site").mkdir(parents=True)
+    python, env = Stage(tmp_path, peer=tmp_path / "kit")._vllm()
+    assert env["PYTHONPATH"] == str(tmp_path / "kit" / "site")
+    assert python == stages.sys.executable
+    python, env = Stage(tmp_path, peer_python=Path("/venv/bin/python"))._vllm()
+    assert python == "/venv/bin/python"
+    assert "PYTHONPATH" not in env

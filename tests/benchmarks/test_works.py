@@ -1,0 +1,57 @@
+"""The lines of the speed table, and sides that take turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.side import Lengths
+from benchmarks.statistic import LONG, SHORT
+from benchmarks.targets import TARGETS
+from benchmarks.works import DECODES, Work, in_turn, warm_up, works_of
+
+
+class Clocked:
+    """A side that answers with made-up seconds and notes who was asked when."""
+
+    def __init__(self, name: str, step: float, asked: list[tuple[str, int, int]]) -> None:
+        self.name, self.step, self.asked = name, step, asked
+
+    def generate(self, lengths: Lengths, seed: int) -> float:
+        self.asked.append((self.name, lengths[0][1], seed))
+        return 1.0 + lengths[0][1] * self.step
+
+
+def test_every_line_with_turns_has_a_target() -> None:
+    for part in (*DECODES, "first"):
+        for work in works_of(part):
+            assert work.name in TARGETS
+            target = TARGETS[work.name]
+            assert (target.floor or 0) < target.dream < target.must
+
+
+def test_sides_take_turns_on_the_same_ids_and_the_first_round_is_not_counted() -> None:
+    asked: list[tuple[str, int, int]] = []
+    ours, peer = Clocked("ours", 0.004, asked), Clocked("peer", 0.008, asked)
+    found = in_turn(Work("decode-2x8", (8, 8)), [ours, peer], rounds=2)  # type: ignore[list-item]
+    assert found["ours"].value == pytest.approx(4.0)
+    assert found["peer"].value == pytest.approx(8.0)
+    assert found["ours"].runs == 2
+    firsts = [name for name, output, _ in asked if output == SHORT]
+    assert firsts == ["peer", "ours", "ours", "peer", "peer", "ours"], "another side begins each round"
+    seeds = [seed for name, _, seed in asked if name == "ours"]
+    assert set(seeds) == {seed for name, _, seed in asked if name == "peer"}
+    assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
+
+
+def test_the_first_token_is_a_whole_call_in_milliseconds() -> None:
+    found = in_turn(works_of("first")[0], [Clocked("ours", 0.0, [])], rounds=3)  # type: ignore[list-item]
+    assert found["ours"].value == pytest.approx(1000.0)
+
+
+def test_a_statistic_is_told_in_words() -> None:
+    assert f"{LONG} tokens" in works_of("decode")[0].statistic
+    assert "whole" in works_of("first")[0].statistic
+
+
+def test_the_warm_up_has_as_many_requests_and_an_eighth_of_their_tokens() -> None:
+    assert warm_up([(800, 80), (4, 1)]) == [(100, 10), (1, 1)]
