@@ -184,8 +184,8 @@ class LLM:
         own = {d.request.id: d for d in dialogues}
         try:
             for id, dialogue in own.items():
-                self.loop.add(dialogue.request)
                 self._running[id], self._news[id] = dialogue, news
+            self.loop.add_all(dialogue.request for dialogue in own.values())
             while news or any(id in self._running for id in own):
                 while news:
                     yield news.popleft()
@@ -223,11 +223,16 @@ def build_engine(
     delta: Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     check: bool = True,
+    tune: bool = True,
 ) -> dict[str, Any]:
-    """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where it is refused."""
+    """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where it is refused.
+
+    tune: time launch sizes on the GPU that it is built for, where there is one, and keep the best in the engine.
+    """
     from modelmill.accept.run import accept
     from modelmill.build.builder import build
     from modelmill.build.plan import make_plan
+    from modelmill.build.rehearsal import tune as rehearse
     from modelmill.checkpoint.open import open_checkpoint
 
     plan = make_plan(open_checkpoint(Path(checkpoint), delta=delta), config or BuildConfig())
@@ -235,7 +240,8 @@ def build_engine(
     def judge(staged: Path, judged: Any) -> dict[str, Any]:
         return accept(staged, judged.checkpoint, progress=progress)
 
-    return build(plan, Path(out), judge if check else None, progress)
+    tuned = (lambda plan: rehearse(plan, progress)) if tune else None
+    return build(plan, Path(out), judge if check else None, progress, tuned)
 
 
 def cached_engine(
@@ -249,7 +255,7 @@ def cached_engine(
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"
     if not is_engine(engine):
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
-        build_engine(checkpoint, engine, config, progress=progress)
+        build_engine(checkpoint, engine, config, progress=progress, tune=False)
     return engine
 
 

@@ -56,6 +56,9 @@ class RunConfig:
     max_model_len: int | None = option(None, "lower the engine's longest sequence")
     max_num_seqs: int = option(256, "most sequences computed in one step")
     max_num_batched_tokens: int = option(8192, "most tokens computed in one step (longer prompts go in chunks)")
+    max_mixed_tokens: int | None = option(
+        None, "most tokens in a step that also continues running answers; default: by the model's size, on a GPU"
+    )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that weights and KV cache may take")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from the memory that is free")
     kv_cache_dtype: str = option("auto", "keys and values in 8 bits, or as the activations (auto)", choices=KV_DTYPES)
@@ -67,7 +70,15 @@ class RunConfig:
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_bytes", "threads"):
+        counts = (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_mixed_tokens",
+            "max_model_len",
+            "kv_cache_bytes",
+            "threads",
+        )
+        for name in counts:
             value = getattr(self, name)
             if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
                 continue

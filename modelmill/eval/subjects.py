@@ -35,6 +35,9 @@ class Subject(Protocol):
     name: str
     device: str
 
+    def warm_up(self, largest: int) -> None:
+        """Do now what is done once, for up to ``largest`` requests at a time."""
+
     def run(self, work: Sequence[Work], progress: Progress | None = None) -> Pass:
         """Serve all requests, handed in at once."""
 
@@ -51,14 +54,16 @@ class EngineSubject:
         self.device = str(loop.device)
         self._count = itertools.count()
 
+    def warm_up(self, largest: int) -> None:
+        """Record graphs and compile kernels."""
+        self.loop.warm_up(largest)
+
     def run(self, work: Sequence[Work], progress: Progress | None = None) -> Pass:
         """Hand in all requests at once and step until the last has ended."""
         began = time.perf_counter()
-        waiting = {}
-        for each in work:
-            request = greedy_request(f"bench-{next(self._count)}", each.prompt, each.output)
-            waiting[request.id] = 0
-            self.loop.add(request)
+        requests = [greedy_request(f"bench-{next(self._count)}", each.prompt, each.output) for each in work]
+        waiting = [request.id for request in requests]
+        self.loop.add_all(requests)
         firsts: dict[str, float] = {}
         tokens = finished = 0
         try:
@@ -107,6 +112,9 @@ class HfSubject:
         self.batch = batch
         self.name = name
         self.device = str(reference.device)
+
+    def warm_up(self, largest: int) -> None:
+        """transformers has nothing to prepare."""
 
     def run(self, work: Sequence[Work], progress: Progress | None = None) -> Pass:
         """Batch by batch; a batch runs to its longest output, and only the tokens asked for are counted."""

@@ -43,6 +43,9 @@ def measure(
     first_token_ms is over the requests of the last run, the rest over the runs. A warm-up takes a few requests.
     """
     passes: dict[str, list[Pass]] = {subject.name: [] for subject in subjects}
+    if warmup:
+        for subject in subjects:
+            subject.warm_up(len(work))
     for number in range(-warmup, runs):
         for subject in subjects:
             found = subject.run(work[:4] if number < 0 else work, progress)

@@ -7,6 +7,7 @@ layout finds them at the same place every time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from modelmill.runtime.pages import PageTables
 from modelmill.runtime.sequence import Sequence
 
 _ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, as kernels like their pointers
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "noise")  # what ``ops.sample`` takes for each row
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Layout:
         t, b, r = self.tokens, self.seqs, self.samples
         wide = [("ids", t), ("feed", t), ("positions", t), ("slots", t), ("rope_keys", t)]
         wide += [("rows", r), ("outs", r), ("noise", r)]
-        narrow = [("query_start", b + 1), ("context_lens", b), ("block_tables", b * self.pages)]
+        narrow = [("temperature", r), ("top_k", r), ("top_p", r), ("min_p", r)]
+        narrow += [("query_start", b + 1), ("context_lens", b), ("block_tables", b * self.pages)]
         return [(n, c, 8) for n, c in wide] + [(n, c, 4) for n, c in narrow]
 
     def words(self) -> int:
@@ -56,6 +59,10 @@ class Views:
     rows: torch.Tensor
     outs: torch.Tensor
     noise: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
     query_start: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
@@ -71,7 +78,13 @@ class Views:
             start += words
         self.words = start
         self.noise = self.noise.view(torch.float64)
+        for name in ("temperature", "top_p", "min_p"):
+            setattr(self, name, getattr(self, name).view(torch.float32))
         self.block_tables = self.block_tables.view(layout.seqs, layout.pages)
+
+    def how(self, rows: int) -> dict[str, torch.Tensor]:
+        """How the first samples are drawn, as ``ops.sample`` takes it."""
+        return {name: getattr(self, name)[:rows] for name in DRAWN}
 
 
 class Arrays:
@@ -81,7 +94,8 @@ class Arrays:
         self.ids, self.feed = views.ids.numpy(), views.feed.numpy()
         self.positions, self.slots = views.positions.numpy(), views.slots.numpy()
         self.rope_keys = views.rope_keys.numpy()
-        self.rows, self.outs, self.noise = views.rows.numpy(), views.outs.numpy(), views.noise.numpy()
+        self.rows, self.outs = views.rows.numpy(), views.outs.numpy()
+        self.how = {name: getattr(views, name).numpy() for name in DRAWN}
         self.query_start, self.context_lens = views.query_start.numpy(), views.context_lens.numpy()
         self.block_tables = views.block_tables.numpy()
 
@@ -129,12 +143,12 @@ class Batch:
 class Wanted:
     """Logit rows of a step. rows: index into its tokens. outs: where each sample is kept for the next step (−1: not).
 
-    noise: a uniform number per sample, or None.
+    draws: for each of DRAWN a value per sample; None where none is drawn.
     """
 
     rows: Seq[int]
     outs: Seq[int]
-    noise: np.ndarray | None = None
+    draws: Mapping[str, np.ndarray] | None = None
 
 
 class Packer:
@@ -190,20 +204,35 @@ class Packer:
         else:
             fed = self._mixed(out, work)
         self._wanted(out, want, samples)
-        if self.cuda:
-            assert self._there is not None
-            words = views.words
-            self._there[:words].copy_(self._host[self._turn][:words], non_blocking=True)
-            self._sent[self._turn].record()
+        self._send(views)
         embeds, mask = _inserted(work, tokens, self.device)
         every = decode and samples == tokens and (pad is not None or tokens == 1 or [*want.rows] == [*range(tokens)])
         max_query = 1 if decode else max(c for _, c in work)
         return Batch(views, tokens, every, max_query, max_context, fed, embeds, mask)
 
+    def blank(self, query: int, seqs: int) -> Batch:
+        """A step of ``seqs`` empty sequences, ``query`` tokens wide, that reads and stores nothing: for warming up."""
+        layout = Layout(query, seqs, 1, self._columns(2 * query))
+        views, out = self.views(layout), self._write_to(layout)
+        for section in (out.ids, out.positions, out.rope_keys, out.rows, out.query_start, out.context_lens):
+            section[:] = 0
+        out.feed[:], out.slots[:], out.outs[:] = -1, -1, -1
+        out.block_tables[:] = 0
+        self._send(views)
+        return Batch(views, query, False, query, 2 * query, False)
+
     def _columns(self, context: int) -> int:
         """Columns of the block tables: a power of two, so that few layouts occur."""
         need = -(-context // self.page_size)
         return min(1 << max(need - 1, 7).bit_length(), max(self.tables.table.shape[1], need))
+
+    def _send(self, views: Views) -> None:
+        """Start copying what was written; on the CPU it is there already."""
+        if self.cuda:
+            assert self._there is not None
+            words = views.words
+            self._there[:words].copy_(self._host[self._turn][:words], non_blocking=True)
+            self._sent[self._turn].record()
 
     def _write_to(self, layout: Layout) -> Arrays:
         self._turn = (self._turn + 1) % len(self._host)
@@ -289,11 +318,13 @@ class Packer:
         if n:
             out.rows[:n] = want.rows
             out.outs[:n] = want.outs
-            if want.noise is not None:
-                out.noise[: len(want.noise)] = want.noise
+            if want.draws is not None:
+                for name, values in want.draws.items():
+                    out.how[name][: len(values)] = values
         if samples > n:
             out.rows[n:] = 0
             out.outs[n:] = -1
+            out.how["temperature"][n:] = 0.0
 
 
 def _words(count: int, width: int) -> int:

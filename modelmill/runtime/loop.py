@@ -7,6 +7,7 @@ follows from counts alone. A sequence that turns out to have ended costs one was
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -43,6 +44,7 @@ from modelmill.runtime.tuned import tuning_for
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _CALM = 100
+MIXED = 768
 
 
 class Loop:
@@ -84,14 +86,15 @@ class Loop:
         )
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
+        mixed = config.max_mixed_tokens or (mixed_tokens(memory.weight_bytes(model)) if cuda else None)
         limits = Limits(
-            config.max_num_batched_tokens, config.max_num_seqs, self.page_size, config.enable_prefix_caching
+            config.max_num_batched_tokens, config.max_num_seqs, self.page_size, config.enable_prefix_caching, mixed
         )
         self.scheduler = Scheduler(limits, PagePool(self.num_pages), width)
         # the last page is scrap: some variants write padding there
         kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
         packer = Packer(self.scheduler.tables, self.page_size, self.device)
-        self.sampler = Sampler(self.vocab, self.device)
+        self.sampler = Sampler(self.vocab, self.device, self.ops.sample)
         self.runner = Runner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs)
         self._overlap = cuda if overlap is None else overlap
         self.runner.keep = self._overlap or cuda
@@ -102,7 +105,7 @@ class Loop:
             if config.cuda_graphs:
                 largest = min(config.max_num_seqs, 512)
                 self.runner.graphs = Graphs(
-                    self.runner.forward, self.runner.last, packer, largest, width * self.page_size
+                    self.runner.forward, self.sampler.pick, self.runner.last, packer, largest, width * self.page_size
                 )
         self.ledger = Ledger(self.scheduler, self.sampler)
         self._events: list[Token] = []
@@ -138,6 +141,32 @@ class Loop:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it can never be served."""
+        self._add(request, self._arrivals, self._arrivals)
+        self._arrivals += 1
+
+    def add_all(self, requests: Iterable[Request]) -> None:
+        """Queue requests that were handed in together: those that may get the longest answers are served first.
+
+        All of them are done when the last one is, and a long answer that begins late ends alone, at the price of a
+        whole step for each token. What is drawn at random does not depend on this order. Raises RequestError where one
+        can never be served; those before it in this order stay queued.
+        """
+        listed = list(requests)
+        first = self._arrivals
+        self._arrivals += len(listed)
+        # stable: answers of the same bound keep the order in which they were given
+        order = sorted(range(len(listed)), key=lambda i: -self._longest(listed[i]))
+        for place, i in enumerate(order):
+            self._add(listed[i], first + place, first + i)
+
+    def _longest(self, request: Request) -> int:
+        """Tokens that the answer may have."""
+        left = self.max_model_len - len(request.prompt)
+        allowed = request.params.max_tokens
+        return left if allowed is None else min(allowed, left)
+
+    def _add(self, request: Request, arrival: int, number: int) -> None:
+        """arrival: its place in the order of service. number: what its random numbers follow from."""
         params = request.params.resolved({})
         if params is not request.params:
             request = replace(request, params=params)
@@ -146,11 +175,9 @@ class Loop:
         check(request, self.bounds)
         prompt, allowed = len(request.prompt), request.params.max_tokens
         limit = self.max_model_len if allowed is None else min(prompt + allowed, self.max_model_len)
-        arrival = self._arrivals
-        self._arrivals += 1
         seed = request.params.seed
         if seed is None:
-            seed = chance.derive(self.config.seed, arrival)
+            seed = chance.derive(self.config.seed, number)
         searches = request.params.num_beams > 1 and limit > prompt
         count = 1 if searches else request.params.n
         seqs = [
@@ -205,7 +232,7 @@ class Loop:
         )
 
     def warm_up(self, largest: int | None = None) -> None:
-        """Record the graphs for greedy decoding of up to ``largest`` sequences now, not when they are first needed."""
+        """Record the graphs for decoding up to ``largest`` sequences now, not when they are first needed."""
         if self.runner.graphs is not None:
             self.runner.warm_up(min(largest or self.config.max_num_seqs, self.runner.graphs.largest))
 
@@ -313,6 +340,17 @@ class Loop:
         else:
             free = memory.free_on_cpu()
         return memory.page_count(model.kv, self.kv_dtype, config, self.max_model_len, free, held)  # type: ignore[arg-type]
+
+
+def mixed_tokens(weight_bytes: int) -> int:
+    """Tokens of a step that continues running answers while prompts join, on a GPU.
+
+    As many as compute for 10 ms at 700 TFLOP/s (two operations a weight, two bytes a weight), so that launching such
+    a step, which is no graph, hides behind the one in front; not more, so that whoever is reading waits little; and
+    at least MIXED, where the products of a 7B model run at full speed.
+    """
+    each = max(weight_bytes, 1)
+    return max(MIXED, round(0.010 * 700e12 / each / 128) * 128)
 
 
 def _device_of(model: nn.Module) -> str:

@@ -20,12 +20,14 @@ from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
 from modelmill.runtime import logprobs
 from modelmill.runtime.batch import Batch, Packer, Wanted
-from modelmill.runtime.graph import Graphs, NotRecordable
+from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS, Graphs, NotRecordable
 from modelmill.runtime.sampler import Plan, Sampler
 from modelmill.runtime.scheduler import Schedule, Scheduler
 from modelmill.runtime.sequence import Sequence
 
 _log = log.get(__name__)
+# widths of chunks and numbers of sequences between which kernels change their tiles
+WARM_QUERIES, WARM_BATCHES = (16, 64, 512), (1, 2, 17)
 Before = Callable[[str, tuple[Any, ...]], tuple[Any, ...] | None]
 After = Callable[[str, tuple[Any, ...], Any], None]
 
@@ -107,8 +109,7 @@ class Runner:
         found = self._rows(schedule)
         flight.seqs = found.seqs
         plan = flight.plan = self.sampler.plan(found.seqs)
-        noise = plan.noise()
-        if not (self._by_graph(schedule, found, plan) and self._replay(flight, plan, noise)):
+        if not (self._by_graph(schedule, found) and self._replay(flight, plan)):
             rows = [*found.rows]
             rows += [row for members in found.beams.values() for _, row in members]
             rows += [r for _, start, count, _ in found.prompts for r in range(start, start + count)]
@@ -118,7 +119,7 @@ class Runner:
                 # forks get their rows only when they join: their first id is read by the host
                 outs[at + 1 : at + 1 + len(siblings)] = [-1] * len(siblings)
             outs += [-1] * (len(rows) - len(outs))
-            batch = self.packer.pack(work, Wanted(rows or [0], outs or [-1], noise))
+            batch = self.packer.pack(work, Wanted(rows or [0], outs or [-1], plan.draws()))
             self._finish(flight, found, plan, batch)
         if self.packer.cuda:
             flight.ids = None if flight.ids is None else flight.ids.to("cpu", non_blocking=True)
@@ -129,12 +130,19 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, largest: int) -> None:
-        """Record the greedy decode graphs of every size up to ``largest``, for the shortest contexts."""
+        """Record the greedy decode graphs of every size up to ``largest``, for the shortest contexts.
+
+        Before that, steps with prompts of every kind that kernels know apart: some are compiled when first met.
+        """
+        for query in WARM_QUERIES:
+            for seqs in WARM_BATCHES:
+                self.forward(self.packer.blank(query, seqs))
         for size in [s for s in self.graphs.sizes if s <= largest] if self.graphs is not None else []:
             assert self.graphs is not None
             batch = self.packer.pack([], Wanted([], []), self.graphs.pad(size, 1))
             try:
-                self.graphs.replay(batch, greedy=True)
+                self.graphs.replay(batch, GREEDY)
+                self.graphs.replay(batch, DRAWN)
             except NotRecordable as error:
                 self._without_graphs(error)
                 return
@@ -195,35 +203,33 @@ class Runner:
             start += count
         return found
 
-    def _by_graph(self, schedule: Schedule, found: _Rows, plan: Plan) -> bool:
+    def _by_graph(self, schedule: Schedule, found: _Rows) -> bool:
         work = schedule.work
         if self.graphs is None or self.tapped or len(found.seqs) != len(work) or schedule.forks or found.prompts:
             return False
         if any(count != 1 for _, count in work) or any(s.request.inserts and s.outputs == 0 for s, _ in work):
             return False
-        return len(work) <= self.graphs.largest and plan.told_rows is None
+        return len(work) <= self.graphs.largest
 
-    def _replay(self, flight: Flight, plan: Plan, noise: Any) -> bool:
+    def _replay(self, flight: Flight, plan: Plan) -> bool:
         """False where graphs turn out not to work with the chosen ops; they are given up then."""
         assert self.graphs is not None
         work = flight.schedule.work
         n = len(work)
         pad = self.graphs.pad(n, max(s.computed for s, _ in work) + 1)
         rows = [s.row for s in flight.seqs]
-        batch = self.packer.pack(work, Wanted(range(n), rows, noise), pad)
-        simple = plan.greedy and plan.plain
+        batch = self.packer.pack(work, Wanted(range(n), rows, plan.draws()), pad)
+        inside = plan.plain and plan.told_rows is None
         try:
-            logits, ids = self.graphs.replay(batch, greedy=simple)
+            found = self.graphs.replay(batch, (GREEDY if plan.greedy else DRAWN) if inside else LOGITS)
         except NotRecordable as error:
             self._without_graphs(error)
             return False
-        if simple:
-            assert ids is not None
-            flight.ids = ids[:n]
+        if inside:
+            flight.ids = found[:n]
             return True
-        assert logits is not None
-        drawn = batch.views.noise[:n] if noise is not None else None
-        flight.ids = self.sampler.sample(logits[:n], plan, drawn)
+        flight.ids = self.sampler.sample(found[:n], plan, batch.views.how(n))
+        flight.told = self.sampler.told(found[:n], plan, flight.ids)
         self.last[batch.views.outs[:n]] = flight.ids
         return True
 
@@ -231,8 +237,7 @@ class Runner:
         logits = self.forward(batch)
         n = len(found.seqs)
         if n:
-            drawn = batch.views.noise[:n] if plan.seeds is not None else None
-            flight.ids = self.sampler.sample(logits[:n], plan, drawn)
+            flight.ids = self.sampler.sample(logits[:n], plan, batch.views.how(n))
             flight.told = self.sampler.told(logits[:n], plan, flight.ids)
             if self.keep:
                 self.last[batch.views.outs[:n]] = flight.ids

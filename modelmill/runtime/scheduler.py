@@ -14,15 +14,21 @@ from dataclasses import dataclass, field
 from modelmill.runtime.pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
 
+LEAST_CHUNK = 128  # prompt tokens that may always join a step: an even number of tiles for the products
+
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step may hold. tokens, seqs: per step. page_size: tokens per page. prefix: whether prefixes are reused."""
+    """What a step may hold. tokens, seqs: per step. page_size: tokens per page. prefix: whether prefixes are reused.
+
+    mixed: most tokens of a step that continues running sequences as well; None: as many as in any other.
+    """
 
     tokens: int
     seqs: int
     page_size: int
     prefix: bool = True
+    mixed: int | None = None
 
 
 @dataclass
@@ -88,7 +94,9 @@ class Scheduler:
                 left -= 1
             elif ahead:
                 return None
-        left = self.budget - sum(picked.values())
+        spent = len(picked)
+        budget = self._beside(spent, chunks)
+        left = budget - spent
         for seq in chunks:
             if left <= 0:
                 break
@@ -101,7 +109,7 @@ class Scheduler:
                 picked[seq] = count
             elif ahead:
                 return None
-            left = self.budget - sum(picked.values())
+            left = budget - sum(picked.values())
         self._admit(plan, picked, left)
         self._whole_beams(picked)
         plan.work = list(picked.items())
@@ -109,6 +117,16 @@ class Scheduler:
         if not plan.work and not plan.ended and self.running and not ahead:
             self._unstick(plan)
         return plan
+
+    def _beside(self, singles: int, chunks: list[Sequence]) -> int:
+        """Tokens of a step with ``singles`` tokens of running sequences: prompts join in pieces beside them.
+
+        Beams need their whole width at once, so that a search that runs lifts the limit.
+        """
+        mixed = self.limits.mixed
+        if mixed is None or not singles or any(s.beam is not None for s in chunks):
+            return self.budget
+        return min(self.budget, max(mixed, singles + LEAST_CHUNK))
 
     def advance(self, plan: Schedule) -> None:
         """The step is launched: its tokens count as computed, its samples as pending, its forks run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -29,6 +30,10 @@ class FakeLoop:
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
         self.live[request.id] = list(request.prompt)
+
+    def add_all(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.add(request)
 
     def abort(self, id: str) -> None:
         self.aborted.append(id)

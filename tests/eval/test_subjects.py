@@ -58,6 +58,10 @@ class Timed:
         self.name, self.device = name, "cpu"
         self.firsts, self.step = first, step
         self.seen: list[list[Work]] = []
+        self.warmed = 0
+
+    def warm_up(self, largest: int) -> None:
+        self.warmed = largest
 
     def run(self, work: Sequence[Work], progress: object = None) -> Pass:
         self.seen.append(list(work))

@@ -19,7 +19,9 @@ VOCAB = 97
 EOS = 1
 
 
-def decoder(kind: str = "fixed", window: int | None = None, device: str = "cpu", vocab: int = VOCAB) -> Decoder:
+def decoder(
+    kind: str = "fixed", window: int | None = None, device: str = "cpu", vocab: int = VOCAB, max_len: int = 128
+) -> Decoder:
     """Two layers, 32 wide; kind is a rope rule."""
     if kind == "prompt":
         rope = RopeSpec(8, 10000.0, 16, ntk_length=16)
@@ -36,7 +38,7 @@ def decoder(kind: str = "fixed", window: int | None = None, device: str = "cpu",
         head_dim=8,
         vocab=vocab,
         eps=1e-6,
-        max_len=128,
+        max_len=max_len,
         rope=rope,
         qkv_bias=True,
         windows=() if window is None else (window, window),

@@ -1,0 +1,124 @@
+"""What joins a step beside running answers, and in which order requests are served."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Finish, Request
+from modelmill.runtime.loop import MIXED, Loop, mixed_tokens
+from modelmill.runtime.scheduler import LEAST_CHUNK, Schedule
+from tests.runtime import tiny
+
+
+def plans(engine: Loop) -> list[list[int]]:
+    """The tokens of each sequence in every step that is launched from now on."""
+    seen: list[list[int]] = []
+    launch = engine.runner.launch
+
+    def noted(plan: Schedule):
+        seen.append([count for _, count in plan.work])
+        return launch(plan)
+
+    engine.runner.launch = noted  # type: ignore[method-assign]
+    return seen
+
+
+def test_prompts_join_running_answers_in_pieces() -> None:
+    engine = tiny.loop(tiny.decoder(max_len=512), max_mixed_tokens=10, max_num_batched_tokens=4096)
+    seen = plans(engine)
+    engine.add(Request(id="a", prompt=(5, 6), params=tiny.params(max_tokens=30, ignore_eos=True)))
+    engine.step()
+    assert seen == [[2]]
+    long = tuple(range(5, 30)) * 8
+    engine.add(Request(id="b", prompt=long, params=tiny.params(max_tokens=2, ignore_eos=True)))
+    tiny.drain(engine)
+    assert [1, LEAST_CHUNK] in seen
+    assert all(sum(counts) <= 1 + LEAST_CHUNK for counts in seen)
+    # nobody runs: the whole prompt goes at once
+    engine.add(Request(id="c", prompt=long[1:], params=tiny.params(max_tokens=1)))
+    tiny.drain(engine)
+    assert seen[-1] == [len(long) - 1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 2**16))
+def test_pieces_change_no_answer(mixed: int, seed: int) -> None:
+    given_ids = tiny.prompts(6, 3, 40, seed=seed)
+    todo = tiny.requests(given_ids, tiny.params(max_tokens=9))
+    assert tiny.run(tiny.loop(max_mixed_tokens=mixed), todo) == tiny.run(tiny.loop(), todo)
+
+
+def test_the_limit_is_not_for_the_steps_of_searches() -> None:
+    engine = tiny.loop(max_mixed_tokens=1, max_num_seqs=200, max_num_batched_tokens=400)
+    seen = plans(engine)
+    how = tiny.params(num_beams=30, n=1, max_tokens=4, temperature=0.0)
+    engine.add(Request(id="single", prompt=(5, 9), params=tiny.params(max_tokens=20, ignore_eos=True)))
+    for number in range(6):
+        engine.add(Request(id=f"beams-{number}", prompt=(5, 6, 7 + number), params=how))
+    ended = {t.request: t.finish for t in tiny.drain(engine) if t.finish is not None}
+    assert len(ended) == 7
+    assert Finish.ABORT not in ended.values()
+    assert any(len(counts) == 6 * 30 + 1 for counts in seen)
+    tiny.idle(engine)
+
+
+def test_handed_in_together_the_longest_answers_are_served_first() -> None:
+    engine = tiny.loop(max_num_seqs=1)
+    lengths = [3, 9, 5, 9]
+    todo = [
+        Request(id=str(i), prompt=(5, 6, 7 + i), params=tiny.params(max_tokens=n, ignore_eos=True))
+        for i, n in enumerate(lengths)
+    ]
+    engine.add_all(todo)
+    ended = [t.request for t in tiny.drain(engine) if t.finish is not None]
+    assert ended == ["1", "3", "2", "0"]
+
+
+def test_what_is_drawn_does_not_depend_on_the_order_of_service() -> None:
+    todo = [
+        Request(id=str(i), prompt=(5, 6, 7), params=tiny.params(temperature=1.5, max_tokens=n, ignore_eos=True))
+        for i, n in enumerate((4, 12, 8))
+    ]
+    engine = tiny.loop(seed=3)
+    engine.add_all(todo)
+    together = tiny.answers(tiny.drain(engine))
+    assert together == tiny.run(tiny.loop(seed=3), todo)
+    # and what is added later goes on counting
+    later = Request(id="later", prompt=(5, 6, 7), params=todo[0].params)
+    engine.add(later)
+    other = tiny.loop(seed=3)
+    for request in (*todo, later):
+        other.add(request)
+    assert tiny.answers(tiny.drain(engine))["later", 0] == tiny.answers(tiny.drain(other))["later", 0]
+
+
+def test_a_request_that_cannot_be_served_is_refused_among_others() -> None:
+    engine = tiny.loop()
+    good = Request(id="good", prompt=(5, 6), params=tiny.params(max_tokens=3))
+    bad = Request(id="bad", prompt=(), params=tiny.params(max_tokens=2))
+    with pytest.raises(RequestError):
+        engine.add_all([good, bad])
+    engine.abort("good")
+    tiny.drain(engine)
+    tiny.idle(engine)
+
+
+@pytest.mark.parametrize(("weights", "expected"), [(15 << 30, MIXED), (270_000_000, 25984), (0, None)])
+def test_mixed_tokens_follow_the_weights(weights: int, expected: int | None) -> None:
+    found = mixed_tokens(weights)
+    assert found % 128 == 0
+    assert found >= MIXED
+    if expected is not None:
+        assert abs(found - expected) <= 128
+
+
+def test_a_blank_step_reads_and_stores_nothing() -> None:
+    engine = tiny.loop()
+    before = [page.clone() for page in (*engine.runner.kv.k, *engine.runner.kv.v)]
+    for query, seqs in ((16, 1), (64, 17)):
+        logits = engine.runner.forward(engine.runner.packer.blank(query, seqs))
+        assert logits.shape == (1, engine.vocab)
+    assert all(bool((a == b).all()) for a, b in zip(before, (*engine.runner.kv.k, *engine.runner.kv.v), strict=True))
