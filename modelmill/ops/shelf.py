@@ -35,10 +35,11 @@ OPS = (
     "gelu_tanh",
     "linear",
     "int8_linear",
+    "sample",
 )
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed.
-SPANS = {"decode": OPS, "gated_linear": ("linear", "silu_mul")}
+SPANS = {"decode": tuple(op for op in OPS if op != "sample"), "gated_linear": ("linear", "silu_mul")}
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
@@ -59,6 +60,7 @@ class Ops:
     gelu_tanh: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     int8_linear: Callable[..., torch.Tensor]
+    sample: Callable[..., torch.Tensor]
     chosen: Mapping[str, str]
     decode: Callable[..., torch.Tensor] | None = None
     gated_linear: Callable[..., torch.Tensor] | None = None

@@ -1,7 +1,8 @@
 """CUDA graphs of decode steps: the whole step, from the ids of the last one to the ids of this one.
 
 A graph is recorded for a number of sequences and a bound on their context, when it is first needed. Its inputs stand at
-fixed places (``batch.Layout``); smaller batches are padded with sequences of context 0 whose slots are −1.
+fixed places (``batch.Layout``), how each row is drawn among them, so that one graph serves every mix of temperature,
+top-k, top-p and min-p. Smaller batches are padded with sequences of context 0 whose slots are −1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 
 from modelmill.runtime.batch import Batch, Layout, Packer
 
+# What a graph ends with: ids by argmax, ids drawn as the batch says, or logits for what needs tables of its own.
+GREEDY, DRAWN, LOGITS = "greedy", "drawn", "logits"
+
 
 class NotRecordable(RuntimeError):
     """The chosen ops cannot run in a graph."""
@@ -22,75 +26,74 @@ class NotRecordable(RuntimeError):
 @dataclass
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    ids: torch.Tensor | None
+    out: torch.Tensor
 
 
 class Graphs:
-    """Recorded decode steps. forward: a batch's logits. last: where sampled ids are kept by row.
+    """Recorded decode steps. forward: a batch's logits. pick: ids from logits and how they are drawn (None: argmax).
 
-    largest: most sequences that a graph serves. longest: most tokens of a sequence.
+    last: where sampled ids are kept by row. largest: most sequences that a graph serves. longest: most tokens of one.
     """
 
     def __init__(
-        self, forward: Callable[[Batch], torch.Tensor], last: torch.Tensor, packer: Packer, largest: int, longest: int
+        self,
+        forward: Callable[[Batch], torch.Tensor],
+        pick: Callable[[torch.Tensor, dict[str, torch.Tensor] | None], torch.Tensor],
+        last: torch.Tensor,
+        packer: Packer,
+        largest: int,
+        longest: int,
     ) -> None:
-        self._forward, self._last, self._packer = forward, last, packer
+        self._forward, self._pick, self._last, self._packer = forward, pick, last, packer
         self.sizes = sizes_upto(largest)
         self.largest = largest
         self._longest = longest
-        self._graphs: dict[tuple[Layout, int, bool], _Graph] = {}
+        self._graphs: dict[tuple[Layout, int, str], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._logits: torch.Tensor | None = None
-        self._rehearsed = False
+        self._rehearsed: set[str] = set()
 
     def pad(self, seqs: int, context: int) -> tuple[int, int]:
         """(sequences, context) of the smallest graph that serves."""
         size = next(s for s in self.sizes if s >= seqs)
         return size, min(bucket(context), max(self._longest, context))
 
-    def replay(self, batch: Batch, *, greedy: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run a padded batch: (logits, None), or with ``greedy`` (None, ids), which are kept in ``last`` too.
+    def replay(self, batch: Batch, kind: str) -> torch.Tensor:
+        """Run a padded batch: its ids, which are kept in ``last`` too, or with ``LOGITS`` its logits.
 
         Raises NotRecordable where an op waits for the host.
         """
-        key = (batch.views.layout, batch.max_context, greedy)
+        key = (batch.views.layout, batch.max_context, kind)
         found = self._graphs.get(key)
         if found is None:
-            found = self._graphs[key] = self._record(batch, greedy)
+            found = self._graphs[key] = self._record(batch, kind)
         found.graph.replay()
-        if greedy:
-            return None, found.ids
-        assert self._logits is not None
-        return self._logits[: batch.tokens], None
+        return found.out
 
-    def _record(self, batch: Batch, greedy: bool) -> _Graph:
+    def _record(self, batch: Batch, kind: str) -> _Graph:
         """The batch's own numbers serve for the rehearsal: computing a step twice writes the same keys and values."""
         batch = _always_fed(batch)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            logits = self._forward(batch)
-            logits.argmax(-1)
-            if not self._rehearsed:
-                self._rehearse(batch)
+            self._run(batch, kind)
+            if kind not in self._rehearsed:
+                self._rehearse(batch, kind)
         torch.cuda.current_stream().wait_stream(stream)
-        if not greedy:
-            self._room(logits)
-        del logits
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._forward(batch)
-            ids = None
-            if greedy:
-                ids = logits.argmax(-1)
-                self._last[batch.views.outs] = ids
-            else:
-                assert self._logits is not None
-                self._logits[: batch.tokens].copy_(logits)
-            del logits
-        return _Graph(graph, ids)
+            out = self._run(batch, kind)
+            if kind != LOGITS:
+                self._last[batch.views.outs] = out
+        return _Graph(graph, out)
 
-    def _rehearse(self, batch: Batch) -> None:
+    def _run(self, batch: Batch, kind: str) -> torch.Tensor:
+        logits = self._forward(batch)
+        if kind == LOGITS:
+            return self._room(logits)[: batch.tokens].copy_(logits)
+        return self._pick(logits, batch.views.how(len(logits)) if kind == DRAWN else None)
+
+    def _rehearse(self, batch: Batch, kind: str) -> None:
         """Once: an op that waits for the host (a torch reference with ``tolist``) cannot be recorded."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
@@ -98,17 +101,19 @@ class Graphs:
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         try:
-            self._forward(batch)
+            self._run(batch, kind)
         except RuntimeError as error:
             raise NotRecordable(str(error)) from None
         finally:
             torch.cuda.set_sync_debug_mode(before)
-        self._rehearsed = True
+        self._rehearsed.add(kind)
 
-    def _room(self, logits: torch.Tensor) -> None:
+    def _room(self, logits: torch.Tensor) -> torch.Tensor:
+        """Where every graph leaves its logits."""
         if self._logits is None:
             shape = (self.sizes[-1], logits.shape[1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        return self._logits
 
 
 def sizes_upto(largest: int) -> list[int]:

@@ -1,13 +1,13 @@
 """From logits to token ids, for a whole batch on its device; nothing waits for the host.
 
-Order: logit bias, repetition, presence and frequency penalties, min_tokens; then argmax, or temperature, top-k, top-p,
-min-p and a draw. What has to be known about the sequences of a batch is gathered once in a ``Plan`` and reused as long
-as the batch stays the same.
+Order: logit bias, repetition, presence and frequency penalties, min_tokens; then the argmax, or ``ops.sample``.
+What has to be known about the sequences of a batch is gathered once in a ``Plan`` and reused as long as the batch stays
+the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,15 +22,14 @@ from modelmill.runtime.sequence import Sequence
 class Plan:
     """How the rows of one batch are sampled. Tensors are on the device; ``None`` where no row needs them.
 
-    greedy: all rows take the argmax. plain: nothing changes the logits before that. mixed: rows that take the argmax
-    in a batch where others draw.
+    greedy: all rows take the argmax. plain: nothing changes the logits before that. knobs: what
+    ``ops.sample`` takes for each row, but for the noise.
     """
 
     seqs: list[Sequence]
     short: tuple[bool, ...]
     greedy: bool = True
     plain: bool = True
-    mixed: torch.Tensor | None = None
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     never: tuple[torch.Tensor, torch.Tensor] | None = None
     tallied: torch.Tensor | None = None
@@ -38,20 +37,18 @@ class Plan:
     repetition: torch.Tensor | None = None
     once: torch.Tensor | None = None
     each: torch.Tensor | None = None
-    temperature: torch.Tensor | None = None
-    k: tuple[torch.Tensor, torch.Tensor, int] | None = None
-    p: tuple[torch.Tensor, torch.Tensor] | None = None
-    floor: torch.Tensor | None = None
+    knobs: dict[str, np.ndarray] = field(default_factory=dict)
     told: list[int] = field(default_factory=list)
     told_rows: torch.Tensor | None = None
     top: int = 0
     seeds: np.ndarray | None = None
 
-    def noise(self) -> np.ndarray | None:
-        """A uniform number for each row's next token; None where no row draws."""
+    def draws(self) -> dict[str, np.ndarray] | None:
+        """How each row's next token is drawn; None where no row draws."""
         if self.seeds is None:
             return None
-        return chance.uniform(self.seeds, np.array([s.length for s in self.seqs]))
+        noise = chance.uniform(self.seeds, np.array([s.length for s in self.seqs]))
+        return {**self.knobs, "noise": noise}
 
 
 class Tally:
@@ -103,9 +100,10 @@ class Tally:
 
 
 class Sampler:
-    """Holds the last plan and the tallies."""
+    """Holds the last plan and the tallies. draw: ``ops.sample``."""
 
-    def __init__(self, vocab: int, device: str) -> None:
+    def __init__(self, vocab: int, device: str, draw: Callable[..., torch.Tensor]) -> None:
+        self.draw = draw
         self.vocab = vocab
         self.device = torch.device(device)
         self.tally = Tally(vocab, self.device)
@@ -126,21 +124,16 @@ class Sampler:
         if self._plan is not None and seq in self._plan.seqs:
             self._plan = None
 
-    def sample(self, logits: torch.Tensor, plan: Plan, noise: torch.Tensor | None) -> torch.Tensor:
-        """logits: [B, V] float32, not changed. noise: [B] float64 of ``plan.noise()``. Returns ids [B] int64."""
-        if plan.plain and plan.greedy:
-            return argmax(logits)
-        logits = self._penalised(logits, plan)
-        if plan.greedy:
-            ids = argmax(logits)
-        else:
-            assert noise is not None
-            ids = filters.draw(self._filtered(logits, plan), noise)
-            if plan.mixed is not None:
-                ids = torch.where(plan.mixed, logits.argmax(-1), ids)
+    def sample(self, logits: torch.Tensor, plan: Plan, how: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """logits: [B, V] float32, not changed. how: ``plan.draws()`` there, read where a row draws. Returns ids [B]."""
+        ids = self.pick(self._penalised(logits, plan), None if plan.greedy else how)
         if plan.slots is not None and plan.tallied is not None:
             self.tally.count(plan.slots, ids[plan.tallied])
         return ids
+
+    def pick(self, logits: torch.Tensor, how: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+        """Ids [B] int64 of [B, V]: drawn as ``how`` says, None: the argmax."""
+        return argmax(logits) if how is None else self.draw(logits, **how)
 
     def told(self, logits: torch.Tensor, plan: Plan, ids: torch.Tensor) -> torch.Tensor | None:
         """The table of log-probabilities for the rows that asked; None where none did."""
@@ -164,19 +157,6 @@ class Sampler:
             logits[plan.tallied] = part
         if plan.never is not None:
             logits[plan.never] = float("-inf")
-        return logits
-
-    def _filtered(self, logits: torch.Tensor, plan: Plan) -> torch.Tensor:
-        assert plan.temperature is not None
-        logits = logits / plan.temperature
-        if plan.k is not None:
-            rows, k, largest = plan.k
-            logits[rows] = filters.top_k(logits[rows], k, largest)
-        if plan.p is not None:
-            rows, p = plan.p
-            logits[rows] = filters.top_p(logits[rows], p)
-        if plan.floor is not None:
-            logits = filters.min_p(logits, plan.floor)
         return logits
 
     def _make(self, seqs: list[Sequence], short: tuple[bool, ...]) -> Plan:
@@ -215,21 +195,14 @@ class Sampler:
 
     def _plan_draws(self, plan: Plan, params: list[SamplingParams]) -> None:
         """Temperature, filters and seeds."""
-        greedy = [p.greedy for p in params]
-        if any(greedy):
-            plan.mixed = torch.tensor(greedy, device=self.device)
         # a temperature near zero would overflow; the argmax is its limit
-        warm = [1.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5) for p in params]
-        plan.temperature = self._real(warm)[:, None]
-        top_k = [(i, p.top_k) for i, p in enumerate(params) if p.top_k and 0 < p.top_k < self.vocab and not p.greedy]
-        if top_k:
-            ks = [k for _, k in top_k]
-            plan.k = self._whole([i for i, _ in top_k]), self._whole(ks), max(ks)
-        top_p = [(i, p.top_p) for i, p in enumerate(params) if p.top_p is not None and p.top_p < 1 and not p.greedy]
-        if top_p:
-            plan.p = self._whole([i for i, _ in top_p]), self._real([v for _, v in top_p])[:, None]
-        if any(p.min_p for p in params):
-            plan.floor = self._real([p.min_p or 0.0 for p in params])[:, None]
+        warm = [0.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5) for p in params]
+        plan.knobs = {
+            "temperature": np.array(warm, dtype=np.float32),
+            "top_k": np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int32),
+            "top_p": np.array([1.0 if p.top_p is None else p.top_p for p in params], dtype=np.float32),
+            "min_p": np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
+        }
         plan.seeds = np.array([s.seed for s in plan.seqs], dtype=np.uint64)
 
     def _whole(self, values: Iterable[int]) -> torch.Tensor:

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.types import Request, SamplingParams
-from modelmill.runtime import chance, filters, logprobs
-from modelmill.runtime.sampler import Sampler, argmax
+from modelmill.ops import sample as op
+from modelmill.ops import shelf
+from modelmill.runtime import chance, logprobs
+from modelmill.runtime.sampler import Plan, Sampler, argmax
 from modelmill.runtime.sequence import RopeRule, Sequence
 
 VOCAB = 200
@@ -66,55 +68,50 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
     logits = torch.randn(len(given_hows), VOCAB, generator=generator) * 3
     ids = torch.randint(0, VOCAB, (len(given_hows), 12), generator=generator).tolist()
     seqs = [sequence(row[:7], row[7 : 7 + i % 5], how, (3, 9)) for i, (row, how) in enumerate(zip(ids, given_hows))]
-    sampler = Sampler(VOCAB, "cpu")
+    sampler = Sampler(VOCAB, "cpu", shelf.resolve("cpu").sample)
     plan = sampler.plan(seqs)
     before = logits.clone()
     changed = sampler._penalised(logits, plan)
-    if not plan.greedy:
-        changed = sampler._filtered(changed, plan)
+    how = brought(plan)
+    left = op.weights(changed, **{k: v for k, v in how.items() if k != "noise"}) if how else None
     for i, seq in enumerate(seqs):
         want = processed(seq, logits[i : i + 1])[0]
         if seq.request.params.greedy:
             assert changed[i].argmax() == want.argmax()
             continue
-        kept, theirs = changed[i] > -math.inf, want > -math.inf
-        assert torch.equal(kept, theirs)
-        assert torch.allclose(changed[i][kept], want[theirs], atol=1e-5)
-    noise = plan.noise()
-    first = sampler.sample(logits, plan, None if noise is None else torch.from_numpy(noise))
+        assert left is not None
+        theirs = want.double().softmax(-1)
+        # what is less likely than 2^-40 of the likeliest token has no weight
+        above = want - want.max() + 40 * math.log(2.0)
+        theirs[above < 0] = 0
+        assert torch.equal((left[i] > 0) & (above.abs() > 1e-3), (theirs > 0) & (above.abs() > 1e-3))
+        assert torch.allclose(left[i].double() / left[i].sum(), theirs, rtol=2e-5, atol=1e-11)
+    first = sampler.sample(logits, plan, how)
     assert torch.equal(logits, before)
     for i, seq in enumerate(seqs):
-        single = Sampler(VOCAB, "cpu")
+        single = Sampler(VOCAB, "cpu", shelf.resolve("cpu").sample)
         alone = single.plan([seq])
-        noise = alone.noise()
-        token = single.sample(logits[i : i + 1], alone, None if noise is None else torch.from_numpy(noise))
-        assert token.item() == first[i].item()
+        assert single.sample(logits[i : i + 1], alone, brought(alone)).item() == first[i].item()
+
+
+def brought(plan: Plan) -> dict[str, torch.Tensor]:
+    """How the rows of a plan are drawn, as the batch would bring it."""
+    return {name: torch.from_numpy(values) for name, values in (plan.draws() or {}).items()}
 
 
 def test_presence_frequency_bias_follow_the_answer_only() -> None:
     how = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={11: 2.0})
     seq = sequence([5, 6], [7, 7, 8], how)
-    sampler = Sampler(VOCAB, "cpu")
+    sampler = Sampler(VOCAB, "cpu", op.sample)
     for extra in range(3):
         want = torch.zeros(VOCAB)
         want[7], want[8], want[11] = -1.0, -0.75, 2.0 - (0.5 + 0.25 * extra) * (extra > 0)
         plan = sampler.plan([seq])
         assert torch.allclose(sampler._penalised(torch.zeros(1, VOCAB), plan)[0], want)
-        assert sampler.sample(torch.zeros(1, VOCAB), plan, None).item() == 11
+        assert sampler.sample(torch.zeros(1, VOCAB), plan, {}).item() == 11
         seq.tokens.append(11)
     sampler.forget(seq)
     assert not sampler.tally._slot
-
-
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0]]))
-    noise = torch.from_numpy(chance.uniform(np.full(20_000, 3, dtype=np.uint64), np.arange(20_000)))
-    drawn = filters.draw(logits.expand(20_000, 5), noise)
-    share = torch.bincount(drawn, minlength=5) / 20_000
-    assert torch.allclose(share, logits.exp()[0], atol=0.015)
-    assert share[1] == share[4] == 0
-    edges = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert filters.draw(logits.expand(2, 5), edges).tolist() == [0, 3]
 
 
 def test_ties_take_the_lowest_id() -> None:

@@ -1,0 +1,128 @@
+"""Sampling: the distribution, the filters one by one, and every variant's ids against the reference's, exactly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.ops import shelf
+from modelmill.ops.sample import ONE, sample, weights
+
+VARIANTS = sorted(n for n, m in shelf.variants("sample").items() if m.available("cpu") is None)
+
+
+def asked(rows: int, **how: float) -> dict[str, torch.Tensor]:
+    """The same parameters for every row; the neutral ones where none are given."""
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **how}
+    kinds = {"top_k": torch.int32}
+    return {n: torch.full((rows,), v, dtype=kinds.get(n, torch.float32)) for n, v in values.items()}
+
+
+def noise(count: int) -> torch.Tensor:
+    """Evenly spread numbers: a draw for each shows the distribution function itself."""
+    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+def test_a_weight_is_the_exponential() -> None:
+    logits = torch.linspace(-20, 0, 9001)[None]
+    got = weights(logits, **asked(1))[0].double() * 2.0**-ONE
+    want = logits[0].double().exp()
+    assert float(((got - want).abs() / want).max()) < 1e-2  # few bits are left at the far end
+    near = want > 1e-5
+    assert float(((got - want).abs() / want)[near].max()) < 2e-6
+    assert weights(torch.tensor([[5.0, 5.0, -math.inf]]), **asked(1)).tolist() == [[1 << ONE, 1 << ONE, 0]]
+
+
+@pytest.mark.parametrize("variant", ["torch", *VARIANTS])
+def test_draws_follow_the_distribution(variant: str) -> None:
+    run = sample if variant == "torch" else shelf.variants("sample")[variant].run
+    count = 400 if variant == "triton" else 20_000
+    shares = torch.tensor([0.5, 0.0, 0.3, 0.2, 0.0])
+    drawn = run(torch.log(shares).expand(count, 5).contiguous(), **asked(count), noise=noise(count))
+    counts = torch.bincount(drawn, minlength=5)
+    expected = shares * count
+    assert counts[1] == counts[4] == 0
+    # even noise: every count is off by less than one
+    assert float((counts - expected).abs().max()) <= 1
+    if variant != "triton":
+        generator = torch.Generator().manual_seed(5)
+        random = torch.rand(count, dtype=torch.float64, generator=generator)
+        seen = torch.bincount(run(torch.log(shares).expand(count, 5).contiguous(), **asked(count), noise=random))
+        inside = shares > 0
+        chi = float(((seen - expected[: len(seen)])[inside[: len(seen)]] ** 2 / expected[inside]).sum())
+        assert chi < 13.8  # two degrees of freedom, one in a thousand
+
+
+def test_each_filter_keeps_what_it_says() -> None:
+    shares = torch.tensor([0.1, 0.4, 0.05, 0.2, 0.2, 0.05])
+    logits = shares.log()[None]
+
+    def kept(**how: float) -> list[int]:
+        return weights(logits, **asked(1, **how))[0].nonzero()[:, 0].tolist()
+
+    assert kept() == [0, 1, 2, 3, 4, 5]
+    assert kept(top_k=1) == [1]
+    assert kept(top_k=2) == [1, 3, 4]  # the second largest occurs twice
+    assert kept(top_k=6) == kept(top_k=99) == [0, 1, 2, 3, 4, 5]
+    assert kept(top_p=0.3) == [1]
+    assert kept(top_p=0.5) == [1, 3]  # of equal ones the lower id
+    assert kept(top_p=0.7) == [1, 3, 4]
+    assert kept(top_p=1e-9) == [1]
+    assert kept(top_k=3, top_p=0.7) == [1, 3]  # 0.7 of the 0.8 that top-k leaves
+    assert kept(min_p=0.4) == [1, 3, 4]
+    assert kept(min_p=1.0) == [1]
+    assert kept(temperature=0.5, min_p=0.4) == [1]
+
+
+@pytest.mark.parametrize("variant", ["torch", *VARIANTS])
+def test_values_that_are_no_numbers(variant: str) -> None:
+    run = sample if variant == "torch" else shelf.variants("sample")[variant].run
+    inf, nan = math.inf, math.nan
+    rows = [[nan, 1.0, nan, -inf], [-inf] * 4, [nan] * 4, [0.0, inf, nan, inf], [-inf, -inf, 2.0, -inf], [nan, 3, 3, 1]]
+    logits = torch.tensor(rows)
+    for how in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
+        ids = run(logits, **asked(6, **how), noise=torch.full((6,), 0.9, dtype=torch.float64)).tolist()
+        assert ids[:3] == [1, 0, 0]
+        assert ids[3] == (1 if "top_p" in how and "top_k" not in how else 3)
+        assert ids[4] == 2
+    assert run(logits, **asked(6, temperature=0.0), noise=noise(6)).tolist() == [1, 0, 0, 1, 2, 1]
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ids_are_the_references(variant: str, data: st.DataObject) -> None:
+    """Any mix of parameters, ties and scales."""
+    run = shelf.variants("sample")[variant].run
+    rows = data.draw(st.integers(1, 4), "rows")
+    vocab = data.draw(st.one_of(st.integers(1, 40), st.integers(41, 5000)), "vocab")
+    args = _drawn(data, rows, vocab)
+    assert torch.equal(run(**args), sample(**args))
+
+
+def _drawn(data: st.DataObject, rows: int, vocab: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 20), "seed"))
+    logits = torch.randn(rows, vocab, generator=generator) * data.draw(st.sampled_from([1e-6, 0.1, 1.0, 4.0, 40.0]))
+    logits += data.draw(st.sampled_from([0.0, 10.0, -1000.0]), "shift")
+    if data.draw(st.booleans(), "ties"):
+        logits = logits.round()
+    if data.draw(st.booleans(), "gone"):
+        logits[torch.rand(rows, vocab, generator=generator) < 0.3] = -math.inf
+
+    def each(*values: float) -> list[float]:
+        return data.draw(st.lists(st.sampled_from(values), min_size=rows, max_size=rows))
+
+    return {
+        "logits": logits,
+        "temperature": torch.tensor(each(0.0, 0.3, 1.0, 1.7), dtype=torch.float32),
+        "top_k": torch.tensor(each(0, 1, 2, 50, 1500, 100_000), dtype=torch.int32),
+        "top_p": torch.tensor(each(1e-6, 0.3, 0.9, 0.999999, 1.0, 1.0), dtype=torch.float32),
+        "min_p": torch.tensor(each(0.0, 0.0, 0.05, 1.0), dtype=torch.float32),
+        "noise": torch.tensor(each(0.0, 0.25, 0.7, np.nextafter(1.0, 0.0)), dtype=torch.float64),
+    }
