@@ -13,6 +13,7 @@ import modelmill
 from modelmill.artifact.manifest import SCHEMA, Manifest
 from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE, TOKENIZER, Staging
+from modelmill.artifact.tuning import StoredTuning, path_of, to_bytes
 from modelmill.build.plan import PACKING, Piece, Plan, gib
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan
@@ -23,13 +24,17 @@ from modelmill.weights.held import pack
 
 Progress = Callable[[str, int, int], None]
 Accept = Callable[[Path, Plan], dict[str, Any]]
+Tune = Callable[[Plan], StoredTuning | None]
 
 
-def build(plan: Plan, out: Path, accept: Accept | None, progress: Progress | None = None) -> dict[str, Any]:
+def build(
+    plan: Plan, out: Path, accept: Accept | None, progress: Progress | None = None, tune: Tune | None = None
+) -> dict[str, Any]:
     """Write the engine of ``plan`` to ``out``; returns the acceptance report.
 
     accept: judges the staged folder and returns {"accepted": bool, "reason": str, …}; None writes an unjudged engine
-    and the report says so. progress: called with (stage, done, total). An interrupted build resumes at the next call.
+    and the report says so. progress: called with (stage, done, total). tune: gives this device's launch sizes, which
+    the engine is then judged with. An interrupted build resumes at the next call.
     Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError.
     """
     files = plan.checkpoint.tokenizer_files()
@@ -42,6 +47,9 @@ def build(plan: Plan, out: Path, accept: Accept | None, progress: Progress | Non
         for name, data in sorted(files.items()):
             staging.write(f"{TOKENIZER}/{name}", data)
         staging.seal(_manifest(plan, staging, progress))
+        tuning = None if tune is None else tune(plan)
+        if tuning is not None:
+            staging.write_loose(path_of(tuning.device), to_bytes(tuning))
         report = _judge(plan, staging, accept)
         staging.write_loose(ACCEPTANCE, _json(report))
         staging.publish()

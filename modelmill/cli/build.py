@@ -13,6 +13,8 @@ from modelmill.core.config import BuildConfig, option
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from modelmill.artifact.tuning import StoredTuning
+    from modelmill.build.plan import Plan
     from modelmill.checkpoint.open import Checkpoint
 
 HELP = "Build an engine from a checkpoint, and check that it computes what the checkpoint computes."
@@ -40,6 +42,7 @@ class Args(Common):
     dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
     delta: Path | None = option(None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA")
     check: bool = option(True, "judge the engine against the float32 reference before it appears")
+    tune: bool = option(True, "time launch sizes of the kernels on this GPU and keep the best in the engine")
     build: BuildConfig = config(BuildConfig, "Build")
 
 
@@ -54,7 +57,8 @@ def run(args: Args) -> int:
     if is_engine(args.checkpoint):
         raise UsageError(f"{args.checkpoint} is an engine already; give the checkpoint that it was built from")
     checkpoint = open_checkpoint(args.checkpoint, delta=args.delta)
-    plan = make_plan(checkpoint, args.build).describe()
+    made = make_plan(checkpoint, args.build)
+    plan = made.describe()
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
         return 0
@@ -65,18 +69,22 @@ def run(args: Args) -> int:
     began = time.perf_counter()
     try:
         with progress("building") as told:
-            report = build_engine(
-                args.checkpoint, args.output, args.build, delta=args.delta, progress=told, check=args.check
-            )
+            how: dict[str, Any] = {"delta": args.delta, "progress": told, "check": args.check, "tune": args.tune}
+            report = build_engine(args.checkpoint, args.output, args.build, **how)
     except KeyboardInterrupt:
         note("stopped; the same command goes on from here")
         raise
     seconds = time.perf_counter() - began
     _warn_of_template(checkpoint)
+    tuned = _tuned(made, args)
     if args.json:
-        emit_json({"engine": str(args.output), "seconds": seconds, "plan": plan, "acceptance": report})
+        tuning = None if tuned is None else {"device": tuned.device, "choices": tuned.choices, "facts": tuned.facts}
+        done = {"engine": str(args.output), "seconds": seconds, "plan": plan, "acceptance": report, "tuning": tuning}
+        emit_json(done)
         return 0
     show_acceptance(report)
+    if tuned is not None:
+        show_tuning(tuned)
     print(f"{args.output} is ready ({seconds:.1f} s): modelmill run {args.output} --prompt '…'")
     return 0
 
@@ -88,6 +96,38 @@ def _warn_of_template(checkpoint: Checkpoint) -> None:
     told = text_facts(checkpoint.tokenizer_files())["chat_template"]
     if told is not None and "error" in told:
         note(f"{told['error']}; run it with --raw, or give another with --chat-template")
+
+
+def _tuned(plan: Plan, args: Args) -> StoredTuning | None:
+    """The launch sizes that the build found; where a GPU's engine has none, why."""
+    import torch
+
+    from modelmill.artifact.tuning import read_tuning
+    from modelmill.build.rehearsal import why_not
+
+    if plan.config.target != "cuda" or args.output is None:
+        return None
+    if not args.tune:
+        note("not tuned (--no-tune): the engine runs with default launch sizes")
+        return None
+    found = read_tuning(args.output, torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if found is None:
+        note(why_not(plan) or "too little memory was free to tune: the engine runs with default launch sizes")
+    return found
+
+
+def show_tuning(tuning: StoredTuning) -> None:
+    """What was tuned on which device, and what it was worth there."""
+    steps = tuning.facts.get("steps", {})
+    rows = [
+        [int(rows), each["default_us"], each["tuned_us"], each["untried"]]
+        for rows, each in steps.items()
+        if each["default_us"] is not None
+    ]
+    count = sum(map(len, tuning.choices.values()))
+    print(f"tuned for {tuning.device}: {count} products with launch sizes of their own")
+    if rows:
+        table(("sequences", "default, µs", "tuned, µs", "not tried"), rows, title="Steps of the layers it was tuned on")
 
 
 def show_plan(plan: dict[str, Any]) -> None:

@@ -7,11 +7,13 @@ import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from modelmill.cli.options import Common
 from modelmill.cli.output import emit_json, facts, size, table
 from modelmill.core import env
+from modelmill.core.config import option
 
 HELP = "Show the environment: devices, versions, kernels available, what is missing and how to get it."
 
@@ -29,12 +31,14 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(Common):
-    """Nothing but --json."""
+    """engine: whether it runs here, and how it is tuned."""
+
+    engine: Path | None = option(None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE")
 
 
 def run(args: Args) -> int:
     """Tell the environment; exit code 1 where a needed package is missing."""
-    found = examine()
+    found = {**examine(), **({} if args.engine is None else {"engine": examine_engine(args.engine)})}
     emit_json(found) if args.json else _show(found)
     return 1 if any(not each["needs"] for each in found["missing"]) else 0
 
@@ -68,6 +72,21 @@ def examine() -> dict[str, Any]:
         "kernels": _kernels(torch),
         "cache": {"path": str(cache), "disk_free": _disk_free(cache)},
         "missing": _missing(torch),
+    }
+
+
+def examine_engine(path: Path) -> dict[str, Any]:
+    """How an engine stands to this machine. Raises ArtifactError, IncompatibleArtifact (another packing, schema)."""
+    from modelmill.artifact.store import open_artifact
+    from modelmill.cli.inspect import tuning_facts
+
+    manifest = open_artifact(path).manifest
+    return {
+        "path": str(path),
+        "packing": manifest.packing,
+        "target": manifest.build["target"],
+        "versions": manifest.versions,
+        "tuning": tuning_facts(path),
     }
 
 
@@ -160,6 +179,14 @@ def _show(found: dict[str, Any]) -> None:
         for k in found["kernels"]
     ]
     table(("device", "op", "chosen", "available", "not available"), rows, title="Kernels")
+    if "engine" in found:
+        from modelmill.cli.inspect import tuning_line
+
+        engine = found["engine"]
+        versions = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
+        lines = [("packing", f"{engine['packing']}: read here"), ("built", f"for {engine['target']} with {versions}")]
+        tuned = tuning_line(engine["tuning"]) or "none: default launch sizes"
+        facts([*lines, ("tuning", tuned)], title=engine["path"])
     if found["missing"]:
         missing = [[each["name"], each["needs"] or "everything", each["get"]] for each in found["missing"]]
         table(("missing", "needed for", "how to get it"), missing)

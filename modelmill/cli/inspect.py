@@ -79,6 +79,7 @@ def _engine(args: Args) -> dict[str, Any]:
         "versions": manifest.versions,
         "digest": manifest.digest(),
         "verified": args.verify or None,
+        "tuning": tuning_facts(args.path),
         "acceptance": artifact.acceptance(),
     }
 
@@ -100,6 +101,23 @@ def _checkpoint(args: Args) -> dict[str, Any]:
         "generation": checkpoint.generation_config,
         "config": checkpoint.config,
     }
+
+
+def tuning_facts(engine: Path) -> dict[str, Any]:
+    """The devices that an engine has launch sizes for, and what each GPU here makes of that."""
+    import torch
+
+    from modelmill.artifact.tuning import tuned_devices
+    from modelmill.runtime.tuned import look
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))
+    return {"devices": tuned_devices(engine), "here": {name: look(engine, name).told for name in here}}
+
+
+def tuning_line(told: Mapping[str, Any]) -> str | None:
+    """For people; None where there is nothing to say."""
+    return "\n".join(told["here"].values()) or ", ".join(told["devices"]) or None
 
 
 def _tensor(name: str, shape: Any, dtype: str, nbytes: int) -> dict[str, Any]:
@@ -181,6 +199,7 @@ def _show(found: dict[str, Any]) -> None:
             ("generation", _line(found["generation"])),
             ("source", _line(found.get("source", {}))),
             ("versions", _line(found.get("versions", {}))),
+            ("tuning", tuning_line(found["tuning"]) if engine else None),
             ("files", "verified: every sha256 is right" if found.get("verified") else None),
         ],
         title=f"{found['path']}: {'an engine' if engine else 'a checkpoint'}",

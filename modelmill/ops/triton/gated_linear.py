@@ -9,6 +9,7 @@ from modelmill.ops.triton import silu_mul, sizes
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.linear import MOST, tile, vector
 from modelmill.ops.triton.sizes import Chosen, Key, Sizes
+from modelmill.ops.triton.sizes import key_of as key_of
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -19,8 +20,8 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def candidates(key: Key) -> tuple[Sizes, ...]:
-    """The launch sizes that may be chosen for a product."""
-    return sizes.candidates(key, key[3].itemsize, gated=True)
+    """The launch sizes that may be chosen for a product; none where it is cuBLAS's work."""
+    return sizes.candidates(key, key[3].itemsize, gated=True) if key[0] <= MOST else ()
 
 
 def run(

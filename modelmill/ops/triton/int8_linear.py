@@ -8,6 +8,7 @@ from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.linear import tile, vector
 from modelmill.ops.triton.sizes import Chosen, Key, Sizes
+from modelmill.ops.triton.sizes import key_of as key_of
 
 MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
 

@@ -19,6 +19,7 @@ from modelmill.ops.triton.device import INTERPRETED
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.sizes import Chosen, Key, Sizes
+from modelmill.ops.triton.sizes import key_of as key_of
 
 MOST = 16
 
@@ -31,8 +32,8 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def candidates(key: Key) -> tuple[Sizes, ...]:
-    """The launch sizes that may be chosen for a product."""
-    return sizes.candidates(key, key[3].itemsize)
+    """The launch sizes that may be chosen for a product; none where it is cuBLAS's work."""
+    return sizes.candidates(key, key[3].itemsize) if key[0] <= MOST else ()
 
 
 def run(

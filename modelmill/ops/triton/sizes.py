@@ -20,7 +20,7 @@ Chosen = Mapping[Key, Sizes]
 # One row: (rows of the weight a program, depth, warps), by bytes of a held value.
 STRIPS: dict[int, tuple[Sizes, ...]] = {
     1: ((1, 1024, 4), (2, 1024, 2), (4, 512, 2), (2, 2048, 4), (4, 1024, 4)),
-    2: ((1, 1024, 4), (1, 4096, 4), (2, 4096, 8), (4, 1024, 4), (2, 2048, 4), (1, 2048, 2)),
+    2: ((1, 1024, 4), (1, 4096, 4), (2, 4096, 8), (4, 1024, 4), (2, 2048, 4)),
     4: ((1, 1024, 4), (4, 1024, 4), (2, 1024, 4), (1, 2048, 4)),
 }
 # Several rows: (tokens a tile, rows of the weight, depth, stages, warps), by rows up to which they are tried.
