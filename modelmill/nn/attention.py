@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import HeadNorm
 from modelmill.nn.step import Step
+from modelmill.parallel.mesh import Mesh
+from modelmill.parallel.shard import Part, spread_heads
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Attention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, layer: int) -> None:
         super().__init__()
+        self.spec = spec
+        self.kv_heads = spec.kv_heads
         width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self.qkv_proj = Linear(spec.hidden, width, spec.qkv_bias)
         self.rotate = RotateStore(spec, layer)
@@ -51,6 +56,15 @@ class Attention(nn.Module):
         """[T, H] → [T, H]."""
         q = self.rotate(self.qkv_proj(x, step), rope, step)
         return self.o_proj(self.mix(q, step), step)
+
+    def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:
+        """Keep this rank's heads; what ``forward`` returns is then a summand. grain: of a child's columns."""
+        spec = self.spec
+        heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
+        mine = spread_heads(heads, kv_heads, dim, mesh.size, grain("o_proj"))[mesh.rank]
+        self.qkv_proj.take(Part.of_rows(self.qkv_proj.shape, *mine.rows(heads, kv_heads, dim)))
+        self.o_proj.take(Part.of_columns(self.o_proj.shape, (mine.q[0] * dim, mine.q[1] * dim), mesh.rank))
+        self.rotate.heads, self.kv_heads = mine.q[1] - mine.q[0], mine.kv[1] - mine.kv[0]
 
 
 class RotateStore(nn.Module):

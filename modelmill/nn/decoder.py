@@ -106,7 +106,13 @@ class Decoder(nn.Module):
         """Logits [R, V] float32 of the rows that the step asks for."""
         rope = self.rope(step)
         x: torch.Tensor = self.embed(step.ids, step)
-        if step.whole and step.ops.decode is not None and len(x) <= MOST_TOKENS and not step.kv.k_scale:
+        if (
+            step.whole
+            and step.mesh.size == 1
+            and step.ops.decode is not None
+            and len(x) <= MOST_TOKENS
+            and not step.kv.k_scale
+        ):
             stack = self._gathered.stack()
             if stack is not None:
                 return decode(step.ops.decode, stack, x, rope, step)

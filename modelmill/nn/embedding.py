@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
+from modelmill.parallel.mesh import Mesh
+from modelmill.parallel.shard import Part, spread, widths
+
+_LINE = 16  # tokens that a rank's share is a multiple of where there are many
 
 
 class Embedding(nn.Module):
@@ -28,8 +34,21 @@ class Embedding(nn.Module):
 
 
 class Head(Linear):
-    """The projection to the vocabulary, in float32 sums cast to float32 logits."""
+    """The projection to the vocabulary, in float32 sums cast to float32 logits.
+
+    Ranks share out the vocabulary, and each of them gets all logits: they sample alike, with nothing more to exchange.
+    """
+
+    widths: tuple[int, ...] = ()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[R, H] → [R, V] float32."""
-        return super().forward(x, step).float()
+        logits = super().forward(x, step)
+        return (step.mesh.gather(logits, self.widths) if self.widths else logits).float()
+
+    def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:  # noqa: ARG002  its columns stay whole
+        """Keep some rows of the vocabulary."""
+        vocab = self.shape[0]
+        parts = spread(vocab, mesh.size, _LINE if vocab >= 8 * mesh.size * _LINE else 1, "tokens of the vocabulary")
+        self.widths = widths(parts)
+        self.take(Part.of_rows(self.shape, parts[mesh.rank]))

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from modelmill.nn.step import Step
+from modelmill.parallel.shard import Part
 from modelmill.weights.held import HeldWeight
 
 
 class Linear(nn.Module):
     """y = x Wᵀ + b. Which form W has is the held weight's business; it is put in place by the loader.
 
-    shape: (N, K). bias: [N] or None.
+    shape: (N, K) of what this rank holds. bias: [N] or None. part: which part that is; None: everything.
     """
 
     held: HeldWeight
@@ -21,7 +22,15 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.shape = (out_features, in_features)
+        self.part: Part | None = None
         self.register_buffer("bias", torch.empty(out_features, device="meta") if bias else None)
+
+    def take(self, part: Part) -> None:
+        """Hold only a part; before the weight is put in place."""
+        assert part.whole == self.shape, "a part of another matrix"
+        self.part, self.shape = part, part.shape
+        if self.bias is not None:
+            self.bias = torch.empty(part.shape[0], device="meta") if part.bias else None
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, K] → [T, N]."""

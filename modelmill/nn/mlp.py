@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import lcm
+
 import torch
 from torch import nn
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
+from modelmill.parallel.mesh import Mesh
+from modelmill.parallel.shard import Part, Range, spread
+
+_LINE = 64  # channels that a rank's share is a multiple of where there are many: rows then start at cache lines
 
 
 class SiluMul(nn.Module):
@@ -41,6 +48,13 @@ class GatedMLP(nn.Module):
             inner = self.act(self.gate_up_proj(x, step), step)
         return self.down_proj(inner, step)
 
+    def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:
+        """Keep some inner channels; what ``forward`` returns is then a summand. grain: of a child's columns."""
+        inner = self.down_proj.shape[1]
+        a, b = _channels(inner, mesh, grain("down_proj"))
+        self.gate_up_proj.take(Part.of_rows(self.gate_up_proj.shape, (a, b), (inner + a, inner + b)))
+        self.down_proj.take(Part.of_columns(self.down_proj.shape, (a, b), mesh.rank))
+
 
 class PlainMLP(nn.Module):
     """down(gelu(fc(x))), with biases."""
@@ -54,3 +68,15 @@ class PlainMLP(nn.Module):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
         return self.down_proj(self.act(self.fc_proj(x, step), step), step)
+
+    def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:
+        """Keep some inner channels; what ``forward`` returns is then a summand. grain: of a child's columns."""
+        mine = _channels(self.down_proj.shape[1], mesh, grain("down_proj"))
+        self.fc_proj.take(Part.of_rows(self.fc_proj.shape, mine))
+        self.down_proj.take(Part.of_columns(self.down_proj.shape, mine, mesh.rank))
+
+
+def _channels(inner: int, mesh: Mesh, grain: int) -> Range:
+    """The inner channels of a rank."""
+    lines = lcm(grain, _LINE)
+    return spread(inner, mesh.size, lines if inner >= 8 * mesh.size * lines else grain, "inner channels")[mesh.rank]

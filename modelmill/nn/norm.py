@@ -1,4 +1,7 @@
-"""Normalisations. RMSNorm carries the residual stream: it adds, normalises, and returns both."""
+"""Normalisations. RMSNorm carries the residual stream: it adds, normalises, and returns both.
+
+What they add to the residual is a branch's output, of which each rank holds a summand: they are where ranks meet.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class RMSNorm(nn.Module):
         """x, residual: [T, H]."""
         if residual is None:
             return step.ops.rms_norm(x, self.weight, self.eps), x
-        return step.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return step.mesh.add_rms_norm(step.ops.add_rms_norm, x, residual, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -39,7 +42,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual: [T, H]."""
-        total = x if residual is None else x + residual
+        total = x if residual is None else step.mesh.sum(x) + residual
         return step.ops.layer_norm(total, self.weight, self.bias, self.eps), total
 
 

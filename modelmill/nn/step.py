@@ -8,6 +8,7 @@ import torch
 
 from modelmill.nn.kv import KVCache
 from modelmill.ops.shelf import Ops
+from modelmill.parallel.mesh import ALONE, Mesh
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Step:
     logit_rows: [R] int64, the rows whose logits are wanted; None: all T.
     max_query, max_context: host bounds of the rows, for launch sizes.
     whole: whether modules may run as one op (``ops.decode``): nobody is watching single ones.
+    mesh: the ranks that compute the step together.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images); else None.
     """
 
@@ -36,5 +38,6 @@ class Step:
     kv: KVCache
     ops: Ops = field(repr=False)
     whole: bool = False
+    mesh: Mesh = field(default=ALONE, repr=False)
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None

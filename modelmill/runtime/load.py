@@ -11,6 +11,8 @@ from modelmill.artifact.store import Artifact
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 from modelmill.core.find import find, names
 from modelmill.nn.linear import Linear
+from modelmill.nn.split import split
+from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.weights import held
 
 
@@ -23,15 +25,29 @@ def build(model_type: str, config: Mapping[str, object]) -> nn.Module:
     return module.Model(module.configure(config))
 
 
-def load(artifact: Artifact, device: str) -> nn.Module:
+def load(artifact: Artifact, device: str, mesh: Mesh = ALONE) -> nn.Module:
     """The engine's model with its weights on ``device``; on the CPU they stay views of the files.
 
-    Raises CorruptArtifact where tensors are missing, left over or of a wrong shape.
+    mesh: only this rank's part is read. Raises CorruptArtifact where tensors are missing, left over or of a wrong
+    shape, UsageError where the model cannot be split so often.
     """
     manifest = artifact.manifest
     model = build(manifest.model_type, manifest.config)
+    split(model, mesh, lambda name: _grain(artifact, name))
     fill(model, artifact.tensor, artifact.names(), manifest.weights, manifest.aliases, device)
     return model
+
+
+def _grain(artifact: Artifact, linear: str) -> int:
+    """At which multiples the columns of a stored weight may be cut."""
+    prefix = linear + "."
+    suffixes = [n.removeprefix(prefix) for n in artifact.names() if n.startswith(prefix) and n != f"{linear}.bias"]
+    views = {s: artifact.tensor(prefix + s) for s in suffixes}
+    kind = artifact.manifest.weights.get(linear, "dense")
+    try:
+        return held.from_tensors(kind, views).grain if views else 1
+    except KeyError as missing:
+        raise CorruptArtifact(f"the engine lacks the tensor {prefix}{missing.args[0]}; rebuild it") from None
 
 
 def fill(
@@ -77,31 +93,39 @@ class _Store:
         found = [n.removeprefix(prefix) for n in all_names if n.startswith(prefix)]
         return [s for s in found if s != "bias" and "." not in s]
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str, *, lazy: bool = False) -> torch.Tensor:
+        """lazy: leave a tensor that nobody shares where it is stored."""
         source = name if name in self.names else self.aliases.get(name, name)
         if source in self._shared:
             return self._shared[source]
         if source not in self.names:
             raise CorruptArtifact(f"the engine lacks the tensor {name}; rebuild it")
         self.used.add(source)
-        tensor = self.weights(source).to(self.device)
+        tensor = self.weights(source)
+        if lazy and source not in self._lent:
+            return tensor
+        tensor = tensor.to(self.device)
         if source in self._lent:
             self._shared[source] = tensor
         return tensor
 
 
 def _fill_linear(name: str, module: Linear, store: _Store, kind: str) -> None:
-    tensors = {s: store.get(f"{name}.{s}") for s in store.suffixes(name)}
+    part = module.part
+    tensors = {s: store.get(f"{name}.{s}", lazy=part is not None) for s in store.suffixes(name)}
     if "weight" not in tensors:
         raise CorruptArtifact(f"the engine lacks the tensor {name}.weight; rebuild it")
     try:
-        module.held = held.from_tensors(kind, tensors)
+        module.held = weight = held.from_tensors(kind, tensors)
     except KeyError as missing:
         raise CorruptArtifact(f"the engine lacks the tensor {name}.{missing.args[0]}; rebuild it") from None
-    if tuple(module.held.shape) != tuple(module.shape):
-        raise CorruptArtifact(
-            f"{name} has shape {tuple(module.held.shape)} instead of {tuple(module.shape)}; rebuild the engine"
-        )
+    whole = module.shape if part is None else part.whole
+    if tuple(weight.shape) != tuple(whole):
+        raise CorruptArtifact(f"{name} has shape {tuple(weight.shape)} instead of {tuple(whole)}; rebuild the engine")
+    if part is not None:
+        if not part.bias:
+            store.used.add(f"{name}.bias")  # another rank adds it
+        module.held = weight.slice(part.rows, part.columns).to(store.device)
 
 
 def _fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, store: _Store) -> None:
@@ -112,6 +136,9 @@ def _fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, store: _Stor
         setattr(module, leaf, buffer.to(store.device))
         return
     tensor = store.get(name)
+    part = module.part if isinstance(module, Linear) else None
+    if part is not None and len(tensor) == part.whole[0]:
+        tensor = held.cut(tensor, part.rows)
     if tensor.shape != buffer.shape:
         raise CorruptArtifact(
             f"{name} has shape {tuple(tensor.shape)} instead of {tuple(buffer.shape)}; rebuild the engine"

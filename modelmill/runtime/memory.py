@@ -11,23 +11,31 @@ from modelmill.core.errors import CapacityError
 from modelmill.nn.kv import KVCache, KVShape, held_dtype
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
+from modelmill.parallel.mesh import ALONE, Mesh
 
 CPU_SHARE = 0.3
 _GIB = 1 << 30
 
 
 def page_count(
-    shape: KVShape, dtype: torch.dtype, config: RunConfig, max_model_len: int, free: int, weights: int = 0
+    shape: KVShape,
+    dtype: torch.dtype,
+    config: RunConfig,
+    max_model_len: int,
+    free: int,
+    weights: int = 0,
+    mesh: Mesh = ALONE,
 ) -> int:
     """Pages for ``free`` bytes, or for ``config.kv_cache_bytes``; no more than the limits can ever use.
 
+    mesh: the page of a sequence has the same number on every rank, so all have as many as the one with the fewest.
     Raises CapacityError where not even one sequence of ``max_model_len`` tokens fits.
     """
     size = shape.page_bytes(config.page_size, dtype)
     per_seq = -(-max_model_len // config.page_size)
     given = free if config.kv_cache_bytes is None else config.kv_cache_bytes
     # one page is the scrap page that padding is written to
-    pages = min(given // size - 1, per_seq * config.max_num_seqs)
+    pages = min(mesh.least(given // size) - 1, per_seq * config.max_num_seqs)
     if pages < per_seq:
         longest = max(pages, 0) * config.page_size
         source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
@@ -40,12 +48,12 @@ def page_count(
     return pages
 
 
-def free_on_cpu() -> int:
+def free_on_cpu(ranks: int = 1) -> int:
     """Bytes of RAM that a KV cache may take: a share, since pages are only backed by memory once they are written."""
-    return int(psutil.virtual_memory().available * CPU_SHARE)
+    return int(psutil.virtual_memory().available * CPU_SHARE) // ranks
 
 
-def free_on_cuda(model: nn.Module, ops: Ops, config: RunConfig, device: str, rows: int) -> int:
+def free_on_cuda(model: nn.Module, ops: Ops, config: RunConfig, device: str, rows: int, mesh: Mesh = ALONE) -> int:
     """Bytes left for KV pages after weights and the largest step, measured by running one.
 
     rows: most rows of logits that a step samples.
@@ -55,7 +63,7 @@ def free_on_cuda(model: nn.Module, ops: Ops, config: RunConfig, device: str, row
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(index)
     torch.cuda.reset_peak_memory_stats(index)
-    _largest_step(model, ops, config, device, rows)
+    _largest_step(model, ops, config, device, rows, mesh)
     torch.cuda.synchronize(index)
     peak = torch.cuda.max_memory_allocated(index) - before
     torch.cuda.empty_cache()
@@ -66,7 +74,7 @@ def free_on_cuda(model: nn.Module, ops: Ops, config: RunConfig, device: str, row
 
 
 @torch.inference_mode()
-def _largest_step(model: nn.Module, ops: Ops, config: RunConfig, device: str, rows: int) -> None:
+def _largest_step(model: nn.Module, ops: Ops, config: RunConfig, device: str, rows: int, mesh: Mesh) -> None:
     """As many tokens as a step may hold, in sequences of one page that all write to the same page."""
     size, shape = config.page_size, model.kv
     assert isinstance(shape, KVShape)
@@ -88,6 +96,7 @@ def _largest_step(model: nn.Module, ops: Ops, config: RunConfig, device: str, ro
         max_context=size,
         kv=kv,
         ops=ops,
+        mesh=mesh,
     )
     logits = model(step)
     # what a sampling step holds beside the logits

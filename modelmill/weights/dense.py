@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from modelmill.ops.shelf import Ops
+from modelmill.weights.held import cut
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Held:
 
     weight: torch.Tensor
     kind: str = "dense"
+    grain: int = 1
 
     @staticmethod
     def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:
@@ -49,5 +51,5 @@ class Held:
     def to(self, device: str) -> Held:
         return Held(self.weight.to(device))
 
-    def rows(self, start: int, stop: int) -> Held:
-        return Held(self.weight[start:stop])
+    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Held:
+        return Held(cut(self.weight, rows, columns))

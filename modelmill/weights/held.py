@@ -6,7 +6,7 @@ delegates to it and knows nothing else about quantization.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -24,12 +24,13 @@ class HeldWeight(Protocol):
 
     kind: the file's name. pack: from a dense float matrix. tensors: what is stored, by suffix. from_tensors: the
     inverse. matmul: [T, K] → [T, N]. gated: the same and SwiGLU's gate, where one op does both. dense: the matrix that
-    is really multiplied with, float32. rows: output rows
-    start:stop, for tensor parallelism.
+    is really multiplied with, float32. slice: some stretches of its rows and one of its columns, for several ranks;
+    grain: the multiples at which columns may be cut.
     """
 
     kind: str
     shape: tuple[int, int]
+    grain: int
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor: ...
 
@@ -41,7 +42,7 @@ class HeldWeight(Protocol):
 
     def to(self, device: str) -> HeldWeight: ...
 
-    def rows(self, start: int, stop: int) -> HeldWeight: ...
+    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> HeldWeight: ...
 
 
 def pack(kind: str, weight: torch.Tensor, dtype: torch.dtype) -> HeldWeight:
@@ -59,6 +60,12 @@ def packed_info(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of the tensors that ``pack`` of a matrix of this shape stores, by suffix."""
     return _kind(kind).packed_info(shape, dtype)
+
+
+def cut(tensor: torch.Tensor, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None = None) -> torch.Tensor:
+    """Stretches of rows, one after another, of [N, …], and a stretch of columns: a view where it can be."""
+    parts = [tensor[a:b] if columns is None else tensor[a:b, columns[0] : columns[1]] for a, b in rows]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
 
 def _kind(kind: str):  # type: ignore[no-untyped-def]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.shelf import Ops
+from modelmill.weights.held import cut
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Held:
     weight: torch.Tensor
     scale: torch.Tensor
     kind: str = "int8"
+    grain: int = 1
 
     @staticmethod
     def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:  # noqa: ARG004  int8 is the same for every dtype
@@ -50,5 +52,5 @@ class Held:
     def to(self, device: str) -> Held:
         return Held(self.weight.to(device), self.scale.to(device))
 
-    def rows(self, start: int, stop: int) -> Held:
-        return Held(self.weight[start:stop], self.scale[start:stop])
+    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Held:
+        return Held(cut(self.weight, rows, columns), cut(self.scale, rows))

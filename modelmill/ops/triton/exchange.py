@@ -1,0 +1,282 @@
+"""Sums and gathers between the GPUs of one host, in one kernel each, over memory that all of them can write.
+
+Every word of 32 bits travels with the number of its exchange in one store of 64 bits: whoever reads the right number
+has the right word, and neither fences nor signals are needed. A program writes its row to every rank (to its own as
+well, so that all ranks add in one order and hold identical sums), then reads what the others wrote to its own memory.
+
+Program p counts its exchanges in ``count[p]``; odd and even ones use different places. A place is written again two
+exchanges later: by then every rank has answered the one between, so it has read this one.
+
+The buffer of a rank: [2, ranks, PROGRAMS, REGION] words of 64 bits. ``stop``: one word in the host's memory; once it
+is not 0 nobody waits any more (a rank is gone, the results are thrown away).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.device import power_of_two
+from modelmill.ops.triton.early import enter, launch
+
+PROGRAMS = 128  # rows of a sum, or blocks of a gather
+PATIENCE = 0x3FFF  # looks at the memory between two looks at ``stop``
+CHUNK = 1024  # words of a block of a gather
+_PACK = 4  # words that a thread waits for at a time
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """addresses: of every rank's buffer, as this rank sees them. count: [PROGRAMS] int32. stop: [1] int32, pinned.
+
+    region: words of a program's place.
+    """
+
+    rank: int
+    addresses: tuple[int, ...]
+    count: torch.Tensor
+    stop: torch.Tensor
+    region: int
+
+    @staticmethod
+    def words(ranks: int, region: int) -> int:
+        """Words of 64 bits that a rank's buffer holds."""
+        return 2 * ranks * PROGRAMS * region
+
+
+def sum_rows(
+    x: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    buffers: Buffers,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add x [T, H], T ≤ PROGRAMS, of all ranks; (sum, sum), or with norm = (residual, weight, eps) what add_rms_norm
+    of the sum returns, the new residual stored over the old one.
+    """
+    ranks, region = len(buffers.addresses), buffers.region
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    words = width * x.element_size() // 4
+    block = max(power_of_two(words), 32 * _PACK)
+    warps = min(16, block // (32 * _PACK))
+    residual, weight, eps = (out, out, 0.0) if norm is None else norm
+    asm, constraints = _waiting(ranks, _kind(x), _PACK, 8 * PROGRAMS * region)
+    _sum_rows[(rows,)](
+        x, residual, weight, out, buffers.addresses, buffers.addresses[buffers.rank], buffers.count, buffers.stop,
+        buffers.rank, words, eps,
+        NORM=norm is not None, KIND=_kind(x), RANKS=ranks, REGION=region, PROGRAMS=PROGRAMS, BLOCK=block,
+        ASM=asm, CONSTRAINTS=constraints, PACK=_PACK, num_warps=warps, **launch(x.device, rows),
+    )  # fmt: skip
+    return out, (out if norm is None else residual)
+
+
+def gather_columns(x: torch.Tensor, starts: torch.Tensor, widths: tuple[int, ...], buffers: Buffers) -> torch.Tensor:
+    """x: [T, this rank's columns] → [T, sum(widths)] of all ranks side by side.
+
+    starts: [ranks + 1] int32, the first column of each rank, even numbers for 16-bit types.
+    """
+    ranks, region = len(buffers.addresses), buffers.region
+    per = 4 // x.element_size()
+    width = sum(widths)
+    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    chunks = blocks_of(max(widths), x.dtype)
+    asm, constraints = _waiting(1, "word", _PACK, 0)
+    _gather_columns[(x.shape[0], chunks)](
+        x, out, starts, buffers.addresses, buffers.addresses[buffers.rank], buffers.count, buffers.stop,
+        buffers.rank, x.shape[1] // per, width // per,
+        PER=per, RANKS=ranks, REGION=region, PROGRAMS=PROGRAMS, BLOCK=CHUNK,
+        ASM=asm, CONSTRAINTS=constraints, PACK=_PACK, num_warps=CHUNK // (32 * _PACK), **launch(x.device, x.shape[0]),
+    )  # fmt: skip
+    return out
+
+
+def blocks_of(widest: int, dtype: torch.dtype) -> int:
+    """Programs a row that a gather takes where the widest rank has ``widest`` columns."""
+    return triton.cdiv(widest * dtype.itemsize // 4, CHUNK)
+
+
+def _kind(x: torch.Tensor) -> str:
+    return {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[x.dtype]
+
+
+@functools.lru_cache
+def _waiting(ranks: int, kind: str, pack: int, stride: int) -> tuple[str, str]:
+    """PTX that waits for ``pack`` words of every rank and adds them, and its constraints.
+
+    In: addresses (of rank 0; the others follow at ``stride`` bytes), the exchange's number, the address of ``stop``.
+    Out: the sums of the low and of the high half (of 32-bit values, the first is the sum); for "word" the word itself.
+    """
+    two = kind in ("f16", "bf16")
+    outs = pack * (2 if two else 1)
+    address = [f"${outs + i}" for i in range(pack)]
+    number, stop = f"${outs + pack}", f"${outs + 2 * pack}"
+    names = [(r, i) for r in range(ranks) for i in range(pack)]
+    lines = ["{", ".reg .pred ok, more;", ".reg .b32 n, t, bad;", ".reg .b16 h, g;", ".reg .f32 x;"]
+    lines += [f".reg .b64 v{r}_{i}; .reg .b32 d{r}_{i}, f{r}_{i};" for r, i in names]
+    lines += ["mov.u32 n, 0;", "LOOK:", "mov.u32 bad, 0;"]
+    lines += [f"ld.relaxed.sys.global.b64 v{r}_{i}, [{address[i]}+{r * stride}];" for r, i in names]
+    for r, i in names:
+        lines += [
+            f"mov.b64 {{d{r}_{i}, f{r}_{i}}}, v{r}_{i};",
+            f"xor.b32 t, f{r}_{i}, {number};",
+            "or.b32 bad, bad, t;",
+        ]
+    lines += ["setp.eq.u32 ok, bad, 0;", "@ok bra DONE;", "add.u32 n, n, 1;", f"and.b32 t, n, {PATIENCE};"]
+    lines += ["setp.ne.u32 more, t, 0;", "@more bra LOOK;", f"ld.relaxed.sys.global.u32 t, [{stop}];"]
+    lines += ["setp.eq.u32 more, t, 0;", "@more bra LOOK;", "DONE:"]
+    for i in range(pack):
+        if kind == "word":
+            lines.append(f"mov.b32 ${i}, d0_{i};")
+            continue
+        lines.append(f"mov.f32 ${i}, 0f00000000;")
+        if two:
+            lines.append(f"mov.f32 ${pack + i}, 0f00000000;")
+        for r in range(ranks):
+            lines += _added(kind, f"d{r}_{i}", f"${i}", f"${pack + i}")
+    lines.append("}")
+    out = "=r" if kind == "word" else "=f"
+    parts = [out] * outs + ["l"] * pack + ["r"] * pack + ["l"] * pack
+    return "\n".join(lines), ",".join(parts)
+
+
+def _added(kind: str, word: str, low: str, high: str) -> list[str]:
+    """Add a word's values, as float32."""
+    if kind == "f32":
+        return [f"mov.b32 x, {word};", f"add.f32 {low}, {low}, x;"]
+    if kind == "bf16":
+        return [
+            f"shl.b32 t, {word}, 16;", "mov.b32 x, t;", f"add.f32 {low}, {low}, x;",
+            f"and.b32 t, {word}, 0xFFFF0000;", "mov.b32 x, t;", f"add.f32 {high}, {high}, x;",
+        ]  # fmt: skip
+    return [
+        f"mov.b32 {{h, g}}, {word};", "cvt.f32.f16 x, h;", f"add.f32 {low}, {low}, x;",
+        "cvt.f32.f16 x, g;", f"add.f32 {high}, {high}, x;",
+    ]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _sum_rows(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, addresses, own, count_ptr, stop_ptr, rank, words, eps,
+    NORM: tl.constexpr, KIND: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    word = tl.arange(0, BLOCK)
+    inside = word < words
+    # threads past the end send and await the last word, as the thread that owns it does
+    at = tl.minimum(word, words - 1)
+    if NORM:
+        weight = tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + at)
+    enter(EARLY)
+    number = tl.load(count_ptr + row) + 1
+    line = row.to(tl.int64) * words + at
+    mine = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + line)
+    place = _place(number, row, RANKS, REGION, PROGRAMS)
+    _send(addresses, place + rank * (PROGRAMS * REGION) + at, mine, number, RANKS)
+    if NORM:
+        held = tl.load(residual_ptr.to(tl.pointer_type(tl.int32)) + line)
+    source = own + 8 * (place + at)
+    waited = number + at * 0
+    stop = stop_ptr.to(tl.int64) + at.to(tl.int64) * 0
+    out32 = out_ptr.to(tl.pointer_type(tl.int32))
+    if KIND == "f32":
+        low = tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, [source, waited, stop], dtype=tl.float32, is_pure=False, pack=PACK
+        )
+        if NORM:
+            low += held.to(tl.float32, bitcast=True)
+            tl.store(residual_ptr.to(tl.pointer_type(tl.int32)) + line, low.to(tl.int32, bitcast=True), mask=inside)
+            scale = tl.rsqrt(tl.sum(tl.where(inside, low * low, 0.0)) / words + eps)
+            low = low * scale * weight.to(tl.float32, bitcast=True)
+        tl.store(out32 + line, low.to(tl.int32, bitcast=True), mask=inside)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, [source, waited, stop], dtype=(tl.float32, tl.float32), is_pure=False, pack=PACK
+        )
+        if NORM:
+            total = _packed(low + _low(held, out_ptr), high + _high(held, out_ptr), out_ptr)
+            tl.store(residual_ptr.to(tl.pointer_type(tl.int32)) + line, total, mask=inside)
+            # rounded to the stream's dtype before the statistics, as add_rms_norm does
+            low, high = _low(total, out_ptr), _high(total, out_ptr)
+            scale = tl.rsqrt(tl.sum(tl.where(inside, low * low + high * high, 0.0)) / (2 * words) + eps)
+            normal = _packed(low * scale, high * scale, out_ptr)
+            low = _low(normal, out_ptr) * _low(weight, out_ptr)
+            high = _high(normal, out_ptr) * _high(weight, out_ptr)
+        tl.store(out32 + line, _packed(low, high, out_ptr), mask=inside)
+    tl.debug_barrier()
+    tl.store(count_ptr + row, number)
+
+
+@triton.jit(do_not_specialize=["rank", "words"])
+def _gather_columns(
+    x_ptr, out_ptr, starts_ptr, addresses, own, count_ptr, stop_ptr, rank, words, width,
+    PER: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0), tl.program_id(1)
+    program = row * tl.num_programs(1) + block
+    word = tl.arange(0, BLOCK)
+    at = block * BLOCK + word
+    enter(EARLY)
+    number = tl.load(count_ptr + program) + 1
+    mine = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * words + at, mask=at < words, other=0)
+    place = _place(number, program, RANKS, REGION, PROGRAMS)
+    _send(addresses, place + rank * (PROGRAMS * REGION) + word, mine, number, RANKS)
+    waited = number + word * 0
+    stop = stop_ptr.to(tl.int64) + word.to(tl.int64) * 0
+    for other in tl.static_range(RANKS):
+        source = own + 8 * (place + other * (PROGRAMS * REGION) + word)
+        found = tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, [source, waited, stop], dtype=tl.int32, is_pure=False, pack=PACK
+        )
+        first, last = tl.load(starts_ptr + other) // PER, tl.load(starts_ptr + other + 1) // PER
+        target = out_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * width + first + at
+        tl.store(target, found, mask=at < last - first)
+    tl.debug_barrier()
+    tl.store(count_ptr + program, number)
+
+
+@triton.jit
+def _place(number, program, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr):
+    """The first word of a program's place for what rank 0 sends in this exchange."""
+    return ((number & 1).to(tl.int64) * (RANKS * PROGRAMS) + program) * REGION
+
+
+@triton.jit
+def _send(addresses, at, words, number, RANKS: tl.constexpr):
+    """Store words with the exchange's number at word ``at`` of every rank's buffer."""
+    for other in tl.static_range(RANKS):
+        target = addresses[other] + 8 * at
+        tl.inline_asm_elementwise(
+            "{ .reg .b64 v; mov.b64 v, {$2, $3}; st.relaxed.sys.global.b64 [$1], v; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [target, words, number + words * 0],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _low(word, like_ptr):
+    """The value in the lower half of a word, as float32."""
+    half = (word & 0xFFFF).to(tl.int16)
+    return half.to(like_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _high(word, like_ptr):
+    """The value in the upper half of a word, as float32."""
+    half = (word >> 16).to(tl.int16)
+    return half.to(like_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _packed(low, high, like_ptr):
+    """Two values rounded to the type of ``like_ptr``, in one word."""
+    a = low.to(like_ptr.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    b = high.to(like_ptr.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32)
+    return (b << 16) | a

@@ -1,0 +1,128 @@
+"""The ranks that compute one model together, as an object that is passed along.
+
+``Mesh`` is one rank alone: its sums are what was given, and nothing is imported for it. ``Group`` is one of several
+processes, each with a GPU of one host (NCCL, and kernels of our own for the small messages of a decode step) or with
+the CPU (gloo). Every rank makes the same calls in the same order, and all of them receive identical values, so that
+what follows (norms, logits, the sampled ids) is identical too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from modelmill.core import log
+from modelmill.parallel.peers import Peers
+
+AddNorm = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+_log = log.get(__name__)
+_FOREVER = timedelta(days=30)  # who watches the processes ends a wait, not a clock
+
+
+class Mesh:
+    """One rank alone."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the ranks, the same on all; x may be overwritten."""
+        return x
+
+    def add_rms_norm(
+        self, plain: AddNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``plain`` (the op add_rms_norm) of the sum of x [T, H] over the ranks."""
+        return plain(x, residual, weight, eps)
+
+    def gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
+        """x: [T, widths[rank]] → [T, sum(widths)], the columns of all ranks in their order."""
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """x of rank 0; the others give a tensor of its shape, which is overwritten."""
+        return x
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        return value
+
+    def stop(self) -> None:
+        """A rank is gone: every exchange that waits, and every later one, ends without a result."""
+
+
+ALONE = Mesh()
+
+
+class Group(Mesh):
+    """One of several ranks. ``rendezvous``: a torch store that all ranks reach."""
+
+    def __init__(self, rank: int, size: int, rendezvous: Any, device: str, seconds: float = 120.0) -> None:
+        """Meets the others, at most ``seconds`` long. Raises RuntimeError where they do not come."""
+        import torch.distributed as dist
+
+        self.rank, self.size = rank, size
+        self.device = torch.device(device)
+        self.peers: Peers | None = None
+        store = dist.PrefixStore("group", rendezvous)
+        store.set_timeout(timedelta(seconds=seconds))
+        self._min = dist.AllreduceOptions()
+        self._min.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _FOREVER
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            self.least(0)  # the communicator is made at the first use, which must not be in a graph
+            self.peers = Peers.meet(rank, size, rendezvous, self.device)
+            if bool(self.least(int(self.peers is not None))) != (self.peers is not None):
+                self.peers = None
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+            self._group.set_timeout(_FOREVER)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.sum(x)
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
+        return x
+
+    def add_rms_norm(
+        self, plain: AddNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.peers is not None and self.peers.takes(x) and residual.is_contiguous() and weight.dtype == x.dtype:
+            return self.peers.add_rms_norm(x, residual, weight, eps)
+        return plain(self.sum(x), residual, weight, eps)
+
+    def gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        if self.peers is not None and self.peers.gathers(x, widths):
+            return self.peers.gather(x, widths)
+        widest = max(widths)
+        mine = torch.nn.functional.pad(x, (0, widest - x.shape[1])).contiguous()
+        every = torch.empty((self.size, *mine.shape), dtype=x.dtype, device=x.device)
+        if x.is_cuda:
+            self._group._allgather_base(every, mine).wait()
+        else:
+            self._group.allgather([list(every)], [mine]).wait()
+        return torch.cat([part[:, :width] for part, width in zip(every, widths, strict=True)], 1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._group.broadcast(x, 0).wait()
+        return x
+
+    def least(self, value: int) -> int:
+        found = torch.tensor([value], dtype=torch.int64, device=self.device)
+        self._group.allreduce([found], self._min).wait()
+        return int(found.item())
+
+    def stop(self) -> None:
+        if self.peers is not None:
+            self.peers.stop()
+        try:
+            self._group.abort()
+        except RuntimeError as error:
+            _log.debug("the group could not be ended: %s", error)
