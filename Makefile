@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo test test-gpu verify lint clean
+.PHONY: demo test test-gpu verify performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -28,6 +28,10 @@ test-gpu:
 # everything the engine promises that needs no GPU, on the real model; resumable; writes docs/verification.md
 verify: $(VENV)/.test
 	$(BIN)/python -m tools.verify
+
+# docs/performance.md and its plots from benchmarks/results and docs/performance.story.md; after new rows or new text
+performance: $(VENV)/.test
+	$(BIN)/python -m tools.performance
 
 $(VENV)/bin/python:
 	$(PYTHON) tools/setup_venv.py create $(VENV)

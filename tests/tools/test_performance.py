@@ -1,0 +1,204 @@
+"""docs/performance.md: it is what the rows and the story give, and the rows are read rightly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.targets import TARGETS
+from tools.performance import page, plots, tables
+from tools.performance.__main__ import main
+from tools.performance.rows import Measured, cpu_groups, ideas, kernels, line_of, read_rows
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BENCH = "modelmill bench latency qwen7b.engine"
+
+
+def bench(value: float, date: str, prompt: int = 128, **more: Any) -> dict[str, Any]:
+    """A row of ``modelmill bench latency``."""
+    shape = {"batch": 1, "input": prompt, "output": 64}
+    row = {"command": BENCH, "figure": "latency.per_token_ms", "engine": "qwen7b.engine", "subject": "modelmill"}
+    return {**row, "shape": shape, "value": value, "date": date, "device": "card", "versions": {"torch": "2"}, **more}
+
+
+def table(subject: str, value: float, run: str, date: str, **more: Any) -> dict[str, Any]:
+    """A row of ``benchmarks/table.py``."""
+    spread = {"min": value - 0.1, "max": value + 0.1, "runs": 3}
+    row = {"bench": "table", "work": "decode-1x128", "subject": subject, "run": run, "command": "python table"}
+    versions = {"vllm": "0.25.1"} if subject == "vLLM" else {"modelmill": "0.1.0"}
+    return {**row, "value": value, "date": date, "spread": spread, "device": "card", "versions": versions, **more}
+
+
+def op(case: str, variant: str, fraction: float, **more: Any) -> dict[str, Any]:
+    """A row of ``benchmarks/ops.py``."""
+    row = {"bench": "op", "op": "linear", "dtype": "bfloat16", "case": case, "variant": variant}
+    return {**row, "fraction": fraction, **more}
+
+
+def cpu(ours: float, ratio: float, note: str = "", prompt: int = 16) -> dict[str, Any]:
+    """A row of ``benchmarks/llamacpp_peer.py``."""
+    engine = {"dtype": "bfloat16", "quantization": "int8", "quantize_head": False}
+    row = {"op": "llamacpp_peer", "phase": "decode", "prompt": prompt, "engine": engine, "busy": 0}
+    return {**row, "ours": ours, "ratio": ratio, "note": note}
+
+
+def test_the_committed_page_is_what_the_rows_and_the_story_give() -> None:
+    assert page.stale(ROOT) == [], "run `make performance` and commit what it writes"
+
+
+def test_rows_are_read_in_order_and_a_broken_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert read_rows(file) == [{"a": 1}, {"a": 2}]
+    assert read_rows(tmp_path / "none.jsonl") == []
+    file.write_text('{"a": 1}\n{"a": \n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_rows(file)
+
+
+def test_without_a_peer_the_newest_row_counts_and_the_oldest_was_first() -> None:
+    line = line_of(
+        "decode-1x128", [bench(4.2, "01"), bench(3.7, "03"), bench(3.9, "02"), bench(9.0, "04", prompt=4096)]
+    )
+    assert line.ours is not None
+    assert line.first is not None
+    assert (line.ours.value, line.first.value, line.peers) == (3.7, 4.2, {})
+
+
+def test_peers_come_from_the_run_of_ours_and_runs_with_a_peer_first() -> None:
+    rows = [
+        table("modelmill", 3.8, "a", "05"), table("vLLM", 4.9, "a", "05"),
+        table("modelmill", 3.6, "b", "06"), table("vLLM", 4.8, "b", "06"),
+        table("modelmill", 3.5, "c", "07"), table("modelmill", 0.5, "d", "08", layers=2), table("vLLM", 1, "d", "08"),
+    ]  # fmt: skip
+    line = line_of("decode-1x128", [*rows, bench(3.4, "09")])
+    assert line.ours is not None
+    assert line.ours.value == 3.6
+    assert line.peers["vLLM"].value == 4.8
+
+
+def test_runs_with_other_options_are_other_figures() -> None:
+    rows = [bench(3.7, "01"), bench(2.1, "02", command=f"{BENCH} --tp 2"), bench(2.2, "03", subject="transformers")]
+    line = line_of("decode-1x128", rows)
+    assert line.ours is not None
+    assert line.ours.value == 3.7
+
+
+@pytest.mark.parametrize(
+    ("work", "row"),
+    [
+        ("first-1024", bench(21.0, "01", 1024, figure="latency.first_token_ms")),
+        ("gpt2-1x128", bench(0.6, "01", engine="gpt2m.engine")),
+        ("startup", bench(6.2, "01", figure="startup.total_s")),
+        (
+            "trace-500",
+            bench(32.0, "01", figure="throughput.seconds", command="modelmill bench throughput --trace t.csv"),
+        ),
+    ],
+)
+def test_each_kind_of_work_finds_its_rows(work: str, row: dict[str, Any]) -> None:
+    found = {name for name in TARGETS if line_of(name, [row]).ours is not None}
+    assert found == {work}
+
+
+def test_a_speed_line_shows_target_spread_peer_and_ratio() -> None:
+    rows = [bench(4.2, "01"), table("modelmill", 3.7, "b", "06"), table("vLLM", 4.84, "b", "06")]
+    line = next(line for line in tables.speed(rows) if "prompt 128 |" in line)
+    assert line == (
+        "| decode, batch 1, prompt 128 | ms/token | 3.34 | 3.8 | 4.20 | **3.70** (3.60 … 3.80) | reached "
+        "| vLLM 0.25.1: 4.84 (4.74 … 4.94) | **1.31** |"
+    )
+    missed = next(line for line in tables.speed([bench(4.2, "01")]) if "prompt 128 |" in line)
+    assert "| missed |" in missed
+    assert all(line.count("|") == tables.speed(rows)[0].count("|") for line in tables.speed(rows))
+
+
+def test_ratios_are_of_one_run_only() -> None:
+    rows = [table("vLLM", 4.84, "other", "05"), table("modelmill", 3.7, "b", "06")]
+    assert not any("vLLM" in line for line in tables.speed(rows))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.6239, "0.624"), (3.712, "3.71"), (12.46, "12.5"), (102.3, "102"), (1234.5, "1,234")]
+)
+def test_numbers_have_three_digits_that_count(value: float, text: str) -> None:
+    assert tables.number(value) == text
+
+
+def test_the_newest_row_of_each_kernel_counts_and_references_are_left_out() -> None:
+    rows = [op("1x2", "triton", 0.5), op("1x2", "torch", 0.9), op("1x2", "triton", 0.8), op("1x2", "cuda", 0.9)]
+    assert [row["fraction"] for row in kernels(rows)] == [0.8, 0.9]
+    assert plots.fractions(rows) == [("linear 1x2", {"triton": 0.8, "cuda": 0.9})]
+    fast = [op("prefill", "cuda", 0.3, tflops=600.0), op("launch", "triton", 0.01)]
+    assert plots.fractions(fast) == []
+    assert plots.rates(fast) == [("linear prefill", {"cuda": 600.0})]
+
+
+def test_states_are_compared_within_a_run_and_a_work() -> None:
+    step = {"figure": "step.decode_ms", "batch": 1, "context": 128, "unit": "ms"}
+    rows = [
+        {**step, "state": "before", "run": "one", "value": 4.0}, {**step, "state": "after", "run": "one", "value": 3.0},
+        {**step, "state": "alone", "run": "two", "value": 3.5}, {**step, "value": 9.0},
+    ]  # fmt: skip
+    assert list(ideas(rows)) == [("one", "decode, batch 1, context 128")]
+    found = plots.states(rows)
+    assert [label for label, _ in found] == ["decode, batch 1, context 128", "before: 4 ms", "after: 3 ms"]
+    assert found[2][1] == {"over the first": 0.75}
+
+
+def test_a_cpu_line_pairs_the_newest_before_and_now() -> None:
+    rows = [cpu(150, 1.1), cpu(126, 0.8, "before our own threads"), cpu(215, 1.6)]
+    pair = cpu_groups(rows)["`-q int8 --dtype bfloat16`"]["decode after 16 tokens"]
+    assert pair.before is not None
+    assert (pair.before["ours"], pair.now["ours"]) == (126, 215)
+    assert "| 126 | 0.80 | 215 | **1.60** | 1 | reached |" in tables.cpu(rows)[2]
+    assert "| – |  | 90 | **0.90** | 1 | missed |" in tables.cpu([cpu(90, 0.9)])[2]
+    assert cpu_groups([cpu(1, 1, "before all")]) == {"`-q int8 --dtype bfloat16`": {}}
+
+
+def test_an_unknown_mark_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"nothing is known of \{\{ table sped"):
+        page.render("{{ table sped }}", {"h200": [], "cpu": []})
+
+
+def test_the_story_keeps_its_text() -> None:
+    told = page.render("# A\n\nBraces {{ inside }} a line stay.\n\n{{ plot speed }}\n", {"h200": [], "cpu": []})
+    assert told == (
+        f"{page.NOTE}\n\n# A\n\nBraces {{{{ inside }}}} a line stay.\n\n"
+        "![Time over what must be reached](img/performance-speed.svg)\n"
+    )
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with a story and two rows."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / page.STORY).write_text("# P\n\n{{ table speed }}\n\n{{ plot speed }}\n")
+    (tmp_path / page.RESULTS).mkdir(parents=True)
+    rows = [bench(4.2, "01"), table("modelmill", 3.7, "b", "06"), table("vLLM", 4.84, "b", "06")]
+    (tmp_path / page.RESULTS / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_a_page_is_written_once_and_stale_after_a_new_row(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    plot = root / page.file_of("speed")
+    assert main(["--root", str(root)]) == 0
+    first = plot.read_bytes()
+    assert main(["--root", str(root), "--check"]) == 0
+    plot.unlink()
+    assert main(["--root", str(root)]) == 0
+    assert plot.read_bytes() == first, "the same data gives the same bytes"
+    with (root / page.RESULTS / "h200.jsonl").open("a") as sink:
+        sink.write(json.dumps(table("modelmill", 3.2, "c", "07")) + "\n" + json.dumps(table("vLLM", 4.8, "c", "07")))
+    assert main(["--root", str(root), "--check"]) == 1
+    assert "docs/performance.md is stale; run `make performance`" in capsys.readouterr().err
+    assert page.stale(root) == ["docs/performance.md", "docs/img/performance-speed.svg"]
+
+
+def test_the_spread_of_one_run_is_not_shown() -> None:
+    assert tables.spread(Measured(3.7, 3.7, 3.7, 1, {})) == "3.70"
+    assert tables.spread(Measured(3.7, 3.6, 3.9, 3, {})) == "3.70 (3.60 … 3.90)"

@@ -1,0 +1,153 @@
+"""The page's plots: what each shows as plain data first, then as an SVG that carries the data's digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.targets import TARGETS
+from tools.performance.rows import Row, cpu_groups, ideas, kernels, line_of
+
+Bars = Sequence[tuple[str, Mapping[str, float]]]
+"""(label, value by series) from top to bottom."""
+BIG = 0.2
+"""Kernels that reach less than this share of the ceiling on a case are bound by their launch: not shown."""
+_COLOURS = {
+    "floor": "#999999", "must": "#c0392b", "dream": "#e67e22", "modelmill": "#1f77b4", "vLLM": "#2ca02c",
+    "transformers": "#9467bd", "llama.cpp": "#2ca02c", "first": "#aec7e8",
+}  # fmt: skip
+
+
+def speed(rows: Sequence[Row]) -> Bars:
+    """Every line of the speed table: floor, ours and the peer over what must be reached."""
+    found = []
+    for work, target in TARGETS.items():
+        line = line_of(work, rows)
+        if line.ours is None:
+            continue
+        values = {"modelmill": line.ours.value / target.must, "dream": target.dream / target.must}
+        if target.floor is not None:
+            values["floor"] = target.floor / target.must
+        if line.first is not None and line.first is not line.ours and line.first.row["date"] != line.ours.row["date"]:
+            values["first"] = line.first.value / target.must
+        values |= {name: each.value / target.must for name, each in line.peers.items() if name in _COLOURS}
+        found.append((target.title, values))
+    return found
+
+
+def states(rows: Sequence[Row]) -> Bars:
+    """Every state of the code that was compared, over the first of its group; the label tells the figure itself."""
+    found: list[tuple[str, Mapping[str, float]]] = []
+    for (_, work), group in ideas(rows).items():
+        found.append((work, {}))
+        for row in group:
+            told = f"{row['state']}: {row['value']:.4g} {row.get('unit', '')}".rstrip()
+            found.append((told, {"over the first": row["value"] / group[0]["value"]}))
+    return found
+
+
+def fractions(rows: Sequence[Row]) -> Bars:
+    """Share of the copy bandwidth of every bfloat16 kernel on the cases that are bound by memory."""
+    found: dict[str, dict[str, float]] = {}
+    for row in kernels(rows):
+        if row["dtype"] == "bfloat16" and row["fraction"] >= BIG and not _computes(row):
+            found.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["fraction"]
+    return list(found.items())
+
+
+def rates(rows: Sequence[Row]) -> Bars:
+    """TFLOP/s of the bfloat16 kernels on the cases that are bound by products."""
+    found: dict[str, dict[str, float]] = {}
+    for row in kernels(rows):
+        if row["dtype"] == "bfloat16" and _computes(row):
+            found.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["tflops"]
+    return list(found.items())
+
+
+def _computes(row: Row) -> bool:
+    """More than 100 TFLOP/s: what memory gives with a few rows never reaches that."""
+    return (row.get("tflops") or 0) > 100
+
+
+def cpu(rows: Sequence[Row]) -> Bars:
+    """Ours over llama.cpp by engine and work."""
+    return [
+        (f"{engine.replace('`', '')}: {work}", {"modelmill": pair.now["ratio"]})
+        for engine, works in cpu_groups(rows).items()
+        for work, pair in works.items()
+    ]
+
+
+def digest(bars: Bars) -> str:
+    """What tells whether a drawn file shows this data, drawn by this file."""
+    told = json.dumps([[label, dict(values)] for label, values in bars])
+    return hashlib.sha256((told + Path(__file__).read_text(encoding="utf-8")).encode()).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """The digest that a drawn file carries; empty where there is none."""
+    if not path.exists():
+        return ""
+    found = re.search(r"data ([0-9a-f]{64})", path.read_text(encoding="utf-8"))
+    return found.group(1) if found else ""
+
+
+def draw(path: Path, bars: Bars, kind: str, title: str, axis: str, mark: float | None = None) -> None:
+    """Write an SVG, the same bytes for the same data. kind: "dots" or "bars"; mark: a line across all.
+
+    Raises ImportError without matplotlib (``pip install 'modelmill[report]'``).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"svg.hashsalt": "modelmill", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
+    with matplotlib.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.28 * max(len(bars), 3)), layout="constrained")
+        (_dots if kind == "dots" else _bars)(axes, bars)
+        if mark is not None:
+            axes.axvline(mark, color=_COLOURS["must"], linewidth=1)
+        axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+        for label, (_, values) in zip(axes.get_yticklabels(), bars, strict=True):
+            label.set_fontweight("normal" if values else "bold")
+        axes.set_ylim(-0.7, len(bars) - 0.3)
+        axes.invert_yaxis()
+        axes.set_title(title)
+        axes.set_xlabel(axis)
+        axes.grid(axis="x", alpha=0.3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about: dict[str, Any] = {"Date": None, "Description": f"data {digest(bars)}"}
+        figure.savefig(path, metadata=about, facecolor="white")
+        pyplot.close(figure)
+
+
+def _dots(axes: Any, bars: Bars) -> None:
+    markers = {"floor": "|", "dream": "|"}
+    for name in dict.fromkeys(name for _, values in bars for name in values):
+        places = [(values[name], number) for number, (_, values) in enumerate(bars) if name in values]
+        axes.scatter(
+            [x for x, _ in places], [y for _, y in places], label=name, color=_COLOURS.get(name), zorder=3,
+            marker=markers.get(name, "o"), s=90 if name in markers else 36,
+        )  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _bars(axes: Any, bars: Bars) -> None:
+    names = list(dict.fromkeys(name for _, values in bars for name in values))
+    height = 0.8 / max(len(names), 1)
+    for place, name in enumerate(names):
+        for number, (_, values) in enumerate(bars):
+            if name in values:
+                y = number + (place - (len(names) - 1) / 2) * height
+                drawn = axes.barh(y, values[name], height, color=f"C{place}", label=name)
+                axes.bar_label(drawn, labels=[f"{values[name]:.3g}"], padding=2, fontsize=7)
+    if len(names) > 1:
+        handles, labels = axes.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))
+        axes.legend(once.values(), once.keys(), loc="best")

@@ -1,0 +1,171 @@
+"""The measured rows, and the newest, the first and the paired ones of each figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+OURS = "modelmill"
+_LATENCIES = {"decode": "latency.per_token_ms", "gpt2": "latency.per_token_ms", "first": "latency.first_token_ms"}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a jsonl file in order; none where there is no file. Raises ValueError naming a line that is none."""
+    found: list[Row] = []
+    if not path.exists():
+        return found
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                raise ValueError(f"{path}, line {number} is not JSON") from None
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure with the least and most of its runs (None where a row kept none)."""
+
+    value: float
+    least: float | None
+    most: float | None
+    runs: int | None
+    row: Row
+
+    @staticmethod
+    def of(row: Row) -> Measured:
+        """The figure of a row of ``benchmarks/table.py`` or ``modelmill bench``."""
+        spread = row.get("spread") or {}
+        return Measured(row["value"], spread.get("min"), spread.get("max"), spread.get("runs"), row)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is known of one line of the speed table.
+
+    ours: the newest; first: the oldest. peers: by name, from the same run and by the same statistic as ours.
+    """
+
+    ours: Measured | None
+    first: Measured | None
+    peers: Mapping[str, Measured]
+
+
+def line_of(work: str, rows: Sequence[Row]) -> Line:
+    """The line of a work of ``benchmarks/targets.py``. Runs beside a peer come before newer ones without."""
+    tables = [row for row in rows if row.get("bench") == "table" and row["work"] == work and "layers" not in row]
+    benches = [row for row in rows if _benched(work, row)]
+    runs = {row["run"]: row["date"] for row in tables if row["subject"] == OURS}
+    paired = {row["run"] for row in tables if row["subject"] != OURS and row["run"] in runs}
+    wanted = [(run in paired, date, run) for run, date in runs.items()]
+    mine = [row for row in tables if row["subject"] == OURS]
+    first = min([*mine, *benches], key=lambda row: row["date"], default=None)
+    if not wanted:
+        newest = max(benches, key=lambda row: row["date"], default=None)
+        return Line(_maybe(newest), _maybe(first), {})
+    run = max(wanted)[2]
+    of_run = {row["subject"]: Measured.of(row) for row in tables if row["run"] == run}
+    return Line(of_run.pop(OURS), _maybe(first), of_run)
+
+
+def _maybe(row: Row | None) -> Measured | None:
+    return None if row is None else Measured.of(row)
+
+
+def _benched(work: str, row: Row) -> bool:
+    """Whether a row of ``modelmill bench``, plain options on one GPU, is a measurement of this work."""
+    if row.get("subject", OURS) != OURS or "engine" not in row:
+        return False
+    command, figure = str(row.get("command", "")), row.get("figure")
+    if any(each in command for each in ("--tp", "--kv", "--kernel", "-q ")):
+        return False
+    gpt2 = str(row["engine"]).startswith("gpt2")
+    kind, _, size = work.partition("-")
+    if kind == "startup":
+        return figure == "startup.total_s" and not gpt2
+    if kind == "trace":
+        return figure == "throughput.seconds" and "--trace" in command and "--num-prompts" not in command
+    if figure != _LATENCIES.get(kind) or gpt2 != (kind == "gpt2"):
+        return False
+    batch, _, prompt = size.rpartition("x")
+    shape = row["shape"]
+    return (shape["batch"], shape["input"]) == (int(batch or 1), int(prompt))
+
+
+def newest(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """The last row of each combination of keys, in the order in which the combinations first came."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        found[json.dumps([row.get(key) for key in keys])] = row
+    return list(found.values())
+
+
+def kernels(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each op, case, type and variant, references left out."""
+    ops = [row for row in rows if row.get("bench") == "op" and row["variant"] != "torch"]
+    return newest(ops, "op", "dtype", "case", "variant")
+
+
+def ideas(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Rows that name a ``state`` of the code, by (run, work), those with something to compare only."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if "state" in row and "run" in row and "value" in row:
+            found.setdefault((row["run"], what(row)), []).append(row)
+    return {key: group for key, group in found.items() if len(group) > 1}
+
+
+def what(row: Row) -> str:
+    """The work of a row with a state, in words."""
+    if "context" in row:
+        return f"decode, batch {row['batch']}, context {row['context']:,}"
+    if "tokens" in row:
+        return f"prefill, batch {row['batch']}, {row['tokens']:,} tokens"
+    if row.get("op"):
+        return " ".join(str(row[key]) for key in ("op", "dtype", "case") if key in row)
+    return str(row.get("figure", "?"))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The newest row of a figure, and the newest of those whose note says that they are from before the changes."""
+
+    before: Row | None
+    now: Row
+
+
+def cpu_groups(rows: Iterable[Row]) -> dict[str, dict[str, Pair]]:
+    """Rows of ``benchmarks/llamacpp_peer.py`` by engine and work."""
+    found: dict[str, dict[str, dict[bool, Row]]] = {}
+    for row in rows:
+        if row.get("op") == "llamacpp_peer" and (row["phase"], row["prompt"]) in CPU_WORKS:
+            work = CPU_WORKS[row["phase"], row["prompt"]]
+            before = str(row.get("note", "")).startswith("before ")
+            found.setdefault(cpu_engine(row), {}).setdefault(work, {})[before] = row
+    ordered = {engine: {w: works[w] for w in CPU_WORKS.values() if w in works} for engine, works in found.items()}
+    return {
+        engine: {work: Pair(each.get(True), each[False]) for work, each in works.items() if False in each}
+        for engine, works in ordered.items()
+    }
+
+
+CPU_WORKS = {
+    ("decode", 16): "decode after 16 tokens",
+    ("decode", 512): "decode after 512 tokens",
+    ("prefill", 512): "prefill of 512 tokens",
+}
+
+
+def cpu_engine(row: Row) -> str:
+    """How the engine of a row was built, and what else ran."""
+    engine = row["engine"]
+    flags = [f"-q {engine['quantization']}"] if engine["quantization"] != "none" else []
+    flags += ["--quantize-head"] if engine["quantize_head"] else []
+    flags += [f"--dtype {engine['dtype']}"]
+    busy = {0: "", 1: ", one other process busy"}.get(row["busy"], f", {row['busy']} other processes busy")
+    return f"`{' '.join(flags)}`{busy}"
