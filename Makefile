@@ -41,7 +41,7 @@ $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python tools/setup_venv.py install $(VENV) test,eval,report
+	$(BIN)/python tools/setup_venv.py install $(VENV) test,eval,report,serve
 	@touch $@ $(VENV)/.core
 
 clean:
