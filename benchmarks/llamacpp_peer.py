@@ -6,7 +6,7 @@ ENGINE is a modelmill engine, GGUF the file that llama.cpp runs, and peer-python
 wheel (``pip install xllamacpp`` in a virtual environment of its own). Each round runs every prompt once on either
 side, the first side changing from round to round. Both sides tell the same numbers: prefill is the prompt's tokens
 over the time to the first token, decode the tokens after the first over the time from the first to the last. Medians
-of the rounds and their spread are printed, and appended to benchmarks/results/cpu.jsonl. --busy N keeps N processes
+of the rounds and their spread are printed, and appended to --out. --busy N keeps N processes
 counting meanwhile, to see what a shared machine does to either side.
 """
 
@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--busy", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows are appended")
     parser.add_argument("--note", default="", help="what else is to be said of this run, such as its priority")
     options = parser.parse_args()
     measure, engine = open_ours(options.engine, options.threads)
@@ -210,7 +211,7 @@ def record(
         f"{common['device']}; {options.threads} threads, {options.busy} busy processes, load {common['load_average']}"
     )
     print(f"{'':24}{'ours':>8}{'least':>8}{'most':>8}{'llama.cpp':>12}{'least':>8}{'most':>8}{'ratio':>8}")
-    with RESULTS.open("a", encoding="utf-8") as file:
+    with options.out.open("a", encoding="utf-8") as file:
         for length in PROMPTS:
             for phase in ("prefill", "decode"):
                 ours, theirs = (sorted(speeds[length, phase, side]) for side in ("ours", "llama.cpp"))

@@ -55,6 +55,13 @@ class Stage:
             self._do("modelmill", "build", str(checkpoint), "-o", str(engine), "--dtype", dtype, *check)
         return engine
 
+    def cpu_engine(self, gguf: Path) -> Path:
+        """The engine that stands beside llama.cpp: int8 weights, bfloat16 activations."""
+        engine = self.work / f"{gguf.stem}.int8.engine"
+        if not engine.exists():
+            self._do("modelmill", "build", str(gguf.resolve()), "-o", str(engine), "--dtype", "bfloat16", "-q", "int8")
+        return engine
+
     def proxy(self, shape: str) -> Path:
         """A folder with the shape's config as peers read it."""
         return write_proxy(of_layers(shape, self.layers), self.work / f"{shape}-proxy")

@@ -10,7 +10,7 @@
 | startup | process start to first token | vLLM |
 | eager | decode at batch 1 | transformers |
 | gpt2 | decode of GPT-2 medium's shape, float16, batch 1 | transformers |
-| cpu | SmolLM2 on 2 threads (--engine, --gguf, --peer-python) | llama.cpp |
+| cpu | SmolLM2 on 2 threads (--gguf FILE, --peer-python PYTHON) | llama.cpp |
 
 --peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is one); otherwise
 --peer-python: an interpreter that has vLLM; with neither, only ours is measured. The model is made and built once in
@@ -39,8 +39,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.side import Lengths, Side  # noqa: E402
 from benchmarks.stage import ALONE, OURS, SHARED, Stage  # noqa: E402
 from benchmarks.statistic import Figure, ratio  # noqa: E402
-from benchmarks.targets import TARGETS  # noqa: E402
+from benchmarks.targets import CPU_MUST, TARGETS  # noqa: E402
 from benchmarks.works import PARTS, PEER_OF, Work, in_turn, warm_up, works_of  # noqa: E402
+
+CPU_SIDES = ("ours", "llamacpp")
 
 
 class Bench:
@@ -54,6 +56,7 @@ class Bench:
         self.stage = Stage(options.work.resolve(), *peers, **more)
         self.run = datetime.now(UTC).strftime("table-%Y%m%dT%H%M%S")
         self.lines: list[tuple[str, dict[str, Figure]]] = []
+        self.cpu_rows: list[dict[str, Any]] = []
 
     def names(self, part: str) -> list[str]:
         """The sides of a part: ours, then its peer where there is one."""
@@ -123,13 +126,16 @@ class Bench:
         self.tell("startup", work, {name: work.figure({1: found}) for name, found in seconds.items()}, facts)
 
     def cpu(self) -> None:
-        """The comparison with llama.cpp, which prints and records by itself."""
+        """The comparison with llama.cpp in turn, by ``llamacpp_peer.py``: its rows, and their table."""
         options = self.options
-        if None in (options.engine, options.gguf, options.peer_python):
-            raise SystemExit("part cpu needs --engine ENGINE, --gguf FILE and --peer-python PYTHON (with xllamacpp)")
-        peer = ["--peer-python", str(options.peer_python), "--rounds", str(max(options.rounds, 5))]
-        command = [sys.executable, str(ROOT / "benchmarks" / "llamacpp_peer.py"), options.engine, options.gguf, *peer]
-        subprocess.run([str(each) for each in command], check=True)
+        if None in (options.gguf, options.peer_python):
+            raise SystemExit("part cpu needs --gguf FILE and --peer-python PYTHON (that has xllamacpp)")
+        engine = options.engine or self.stage.cpu_engine(options.gguf)
+        before = len(options.cpu_out.read_text().splitlines()) if options.cpu_out.exists() else 0
+        more = ["--peer-python", str(options.peer_python), "--rounds", str(options.rounds), "--out", options.cpu_out]
+        command = [sys.executable, ROOT / "benchmarks" / "llamacpp_peer.py", engine, options.gguf, *more]
+        subprocess.run([str(each) for each in command], check=True, stdout=subprocess.DEVNULL)
+        self.cpu_rows = [json.loads(line) for line in options.cpu_out.read_text().splitlines()[before:]]
 
     def room_for(self, seconds: float) -> bool:
         """Whether that much more still ends before --limit."""
@@ -159,17 +165,26 @@ class Bench:
         }  # fmt: skip
 
     def show(self) -> None:
-        """The table of this run."""
+        """The tables of this run."""
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"{self.run}: lower is better; (least … most) of the rounds")
-        peers = list(dict.fromkeys(name for _, found in self.lines for name in found if name != OURS))
-        for column in ("work", "unit", "floor", "must", OURS, *peers, "× ours"):
-            table.add_column(column, justify="left" if column == "work" else "right")
-        for name, found in self.lines:
-            table.add_row(*line_of(name, found, peers))
-        Console(width=160).print(table)
+        console = Console(width=160)
+        if self.lines:
+            table = Table(title=f"{self.run}: lower is better; (least … most) of the rounds")
+            peers = list(dict.fromkeys(name for _, found in self.lines for name in found if name != OURS))
+            for column in ("work", "unit", "floor", "must", OURS, *peers, "× ours"):
+                table.add_column(column, justify="left" if column == "work" else "right")
+            for name, found in self.lines:
+                table.add_row(*line_of(name, found, peers))
+            console.print(table)
+        if self.cpu_rows:
+            table = Table(title="On the CPU, tokens/s: higher is better; (least … most) of the rounds")
+            for column in ("work", OURS, "llama.cpp", "× llama.cpp", "must"):
+                table.add_column(column, justify="left" if column == "work" else "right")
+            for row in self.cpu_rows:
+                table.add_row(*cpu_line(row))
+            console.print(table)
 
 
 def line_of(name: str, found: Mapping[str, Figure], peers: Sequence[str]) -> list[str]:
@@ -179,6 +194,14 @@ def line_of(name: str, found: Mapping[str, Figure], peers: Sequence[str]) -> lis
     over = [ratio(found[peer], found[OURS]) for peer in peers if peer in found and OURS in found]
     cells = [spread(found[side]) if side in found else "–" for side in (OURS, *peers)]
     return [*about, *cells, " ".join(f"{each:.2f}×" for each in over) or "–"]
+
+
+def cpu_line(row: Mapping[str, Any]) -> list[str]:
+    """The cells of one line of the CPU table, from a row of ``llamacpp_peer.py``."""
+    work = f"{row['phase']}, prompt {row['prompt']}"
+    sides = [f"{row[side]:.0f} ({row[f'{side}_spread'][0]:.0f} … {row[f'{side}_spread'][1]:.0f})" for side in CPU_SIDES]
+    must = CPU_MUST.get((row["phase"], row["prompt"]))
+    return [work, *sides, f"{row['ratio']:.2f}", "–" if must is None else f"{must:g}"]
 
 
 def spread(figure: Figure) -> str:
@@ -222,7 +245,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="only this side: modelmill, vLLM or transformers")
     parser.add_argument("--no-check", action="store_true", help="build without the acceptance run")
     parser.add_argument("--layers", type=int, help="fewer layers, to rehearse; such rows are no evidence")
-    parser.add_argument("--engine", type=Path, help="part cpu: an engine of SmolLM2-135M-Instruct")
+    parser.add_argument("--engine", type=Path, help="part cpu: an engine of the model (default: built, -q int8)")
+    parser.add_argument("--cpu-out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu.jsonl")
     parser.add_argument("--gguf", type=Path, help="part cpu: the file llama.cpp runs")
     return parser.parse_args(arguments)
 
@@ -243,8 +267,7 @@ def main() -> None:
             if part in options.parts:
                 measure()
     finally:
-        if bench.lines:
-            bench.show()
+        bench.show()
 
 
 if __name__ == "__main__":

@@ -30,3 +30,6 @@ TARGETS: Mapping[str, Target] = {
     "eager-1x128": Target("decode, batch 1, prompt 128, beside transformers", "ms/token", 3.8, 3.5, 3.34),
     "gpt2-1x128": Target("GPT-2 medium, float16, batch 1, prompt 128", "ms/token", 0.8, 0.45, 0.19),
 }
+
+CPU_MUST: Mapping[tuple[str, int], float] = {("decode", 16): 1.0, ("decode", 512): 1.0, ("prefill", 512): 2.5}
+"""Times llama.cpp's speed on the same CPU, by phase and prompt."""
