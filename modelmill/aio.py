@@ -13,7 +13,8 @@ from modelmill.answer import Answer, Delta
 from modelmill.core.errors import ModelmillError
 from modelmill.core.types import SamplingParams
 from modelmill.dialogue import Dialogue
-from modelmill.llm import LLM, Messages, Prompt
+from modelmill.language import Messages, Prompt
+from modelmill.llm import LLM
 
 _Listener = Callable[[Delta | BaseException | None], None]
 

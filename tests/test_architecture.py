@@ -26,8 +26,10 @@ MAY = {
     "accept": {"core", "runtime", "checkpoint", "artifact", "text"},
     "answer": {"core"},
     "dialogue": {"core", "text", "answer"},
-    "llm": {"core", "runtime", "text", "artifact", "answer", "dialogue", "build", "accept", "checkpoint"},
-    "aio": {"core", "answer", "dialogue", "llm"},
+    "language": {"core", "text", "artifact.manifest", "dialogue"},
+    "llm": {"core", "runtime", "artifact", "answer", "dialogue", "language", "build", "accept", "checkpoint"},
+    "aio": {"core", "answer", "dialogue", "language", "llm"},
+    "serve": {"core", "text", "artifact", "runtime", "answer", "dialogue", "language", "llm"},
     "eval": {
         "core",
         "ops",
@@ -53,6 +55,11 @@ FOREIGN_HOME = {
     "tokenizers": ("text",),
     "jinja2": ("text",),
     "huggingface_hub": ("checkpoint/pull.py",),
+    "fastapi": ("serve",),
+    "starlette": ("serve",),
+    "uvicorn": ("serve",),
+    "prometheus_client": ("serve",),
+    "llguidance": ("text/grammar.py",),
     "typer": ("cli",),
     "rich": ("cli", "eval", "llm.py"),
 }
@@ -117,11 +124,13 @@ def test_foreign_packages_have_one_home(path: Path) -> None:
 
 
 def test_variants_know_nothing_of_ours() -> None:
-    """Triton kernels import triton and torch, not our rooms (core's switches excepted)."""
-    for path in (ROOT / "ops" / "triton").glob("*.py"):
-        for name, line in imports(path):
-            mine = name.startswith("modelmill.") and not name.startswith(("modelmill.core", "modelmill.ops.triton"))
-            assert not mine, f"{path.name}:{line} imports {name}"
+    """Kernels for GPUs import their language, torch and each other, not our rooms (core excepted)."""
+    for shelf in ("triton", "cuda"):
+        own = f"modelmill.ops.{shelf}"
+        for path in (ROOT / "ops" / shelf).glob("*.py"):
+            for name, line in imports(path):
+                allowed = not name.startswith("modelmill.") or name.startswith(("modelmill.core", own))
+                assert allowed, f"{path.name}:{line} imports {name}"
 
 
 def test_importing_is_light() -> None:

@@ -12,7 +12,8 @@ from modelmill import LLM, AsyncLLM, SamplingParams
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import ModelmillError, RequestError, TokenizerError, UsageError
 from modelmill.core.types import Finish
-from modelmill.llm import build_engine, sampling_defaults
+from modelmill.language import sampling_defaults
+from modelmill.llm import build_engine
 
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

@@ -1,0 +1,177 @@
+"""The text side of an engine: prompts and conversations become requests in ids. It holds no tensors and needs no torch.
+
+The class for Python and the server share it, so that a prompt means the same in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from modelmill.artifact.manifest import NAME, Manifest
+from modelmill.core.errors import CorruptArtifact, RequestError, TokenizerError, UsageError
+from modelmill.core.types import DEFAULTED, Request, SamplingParams
+from modelmill.dialogue import Dialogue
+from modelmill.text.chat import ChatFormat, load_chat
+from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_FOLDER = "tokenizer"
+
+
+class Language:
+    """Tokenizer, chat format, sampling defaults and ends of answers of one engine.
+
+    tokenizer, chat_format: None where the engine has none.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, files: Mapping[str, bytes], chat_template: str | Path | None = None
+    ) -> None:
+        """files: the tokenizer's, by name; none: an ids-only engine. chat_template: in place of the engine's own.
+
+        Raises TokenizerError, TemplateError; UsageError for a chat template that cannot be read.
+        """
+        files = dict(files)
+        if chat_template is not None:
+            files["chat_template.jinja"] = _template(chat_template)
+        self.path, self.manifest = path, manifest
+        self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
+        self.chat_format: ChatFormat | None = load_chat(files, self.tokenizer) if self.tokenizer else None
+        self.defaults = sampling_defaults(manifest.generation)
+        self.eos_ids = eos_ids(manifest, self.tokenizer)
+        self._base_stops = _base_stops(manifest)
+        self._count = itertools.count()
+
+    @staticmethod
+    def read(path: Path, chat_template: str | Path | None = None) -> Language:
+        """The text side of an engine folder. Raises ArtifactError as well."""
+        try:
+            manifest = Manifest.from_json((path / NAME).read_text("utf-8"), str(path))
+            names = [name for name in manifest.files if name.startswith(_FOLDER + "/")]
+            files = {name.removeprefix(_FOLDER + "/"): (path / name).read_bytes() for name in names}
+        except (OSError, UnicodeDecodeError):
+            raise CorruptArtifact(f"{path} cannot be read as an engine; rebuild it") from None
+        return Language(path, manifest, files, chat_template)
+
+    def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> Dialogue:
+        """A prompt in any form, or a conversation, as a request that has not been added yet."""
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+            return self.chat_request(prompt, params, **template)
+        if template:
+            raise UsageError(f"{', '.join(template)} belong(s) to a chat template, but this is no conversation")
+        request = self._request(self.ids(prompt), params, self.eos_ids, self._base_stops, _salt(prompt))
+        return Dialogue(request, text_of(prompt), self.tokenizer)
+
+    def chat_request(
+        self, messages: Messages, params: SamplingParams | None, *, cache_salt: str = "", **template: Any
+    ) -> Dialogue:
+        """One conversation as a request. Raises UsageError where the engine has no chat template."""
+        if self.chat_format is None:
+            raise UsageError(f"{self.path} has no chat template; give one (chatml, vicuna, a file), or a plain prompt")
+        ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
+        eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
+        request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
+        return Dialogue(request, None, self.tokenizer)
+
+    def ids(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt in any of its forms."""
+        if isinstance(prompt, Mapping):
+            if ("prompt" in prompt) + ("prompt_token_ids" in prompt) != 1 or set(prompt) - PROMPT_KEYS:
+                raise RequestError('a prompt object has "prompt" or "prompt_token_ids", and may have "cache_salt"')
+            if "prompt_token_ids" in prompt:
+                return _checked(prompt["prompt_token_ids"])
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TokenizerError(
+                    f"{self.path} is an ids-only engine (no tokenizer); give prompt_token_ids (run: in --file)"
+                )
+            return self.tokenizer.encode(prompt)
+        return _checked(prompt)
+
+    def _request(
+        self,
+        ids: list[int],
+        params: SamplingParams | None,
+        eos: tuple[int, ...],
+        stops: tuple[str, ...],
+        salt: str = "",
+    ) -> Request:
+        resolved = (params or SamplingParams()).resolved(self.defaults)
+        if stops:
+            resolved = replace(resolved, stop=tuple(dict.fromkeys((*resolved.stop, *stops))))
+        if resolved.stop and self.tokenizer is None:
+            raise TokenizerError(
+                f"{self.path} is an ids-only engine (no tokenizer); use stop_token_ids instead of stop"
+            )
+        return Request(id=f"r{next(self._count)}", prompt=tuple(ids), params=resolved, eos_ids=eos, cache_salt=salt)
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """SamplingParams fields from a generation_config; do_sample false means greedy, as in transformers."""
+    out = {name: generation[name] for name in DEFAULTED if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        out["temperature"] = 0.0
+    limit = generation.get("max_new_tokens")
+    if type(limit) is int and 0 < limit < 2**31:
+        out["max_tokens"] = limit
+    return out
+
+
+def eos_ids(manifest: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end an answer: generation_config's, else the config's, else the tokenizer's."""
+    for raw in (manifest.generation.get("eos_token_id"), manifest.config.get("eos_token_id")):
+        found = raw if isinstance(raw, list) else [raw]
+        ids = tuple(id for id in found if type(id) is int and id >= 0)
+        if ids:
+            return ids
+    return tuple(tokenizer.eos_ids) if tokenizer is not None else ()
+
+
+def text_of(prompt: Any) -> str | None:
+    """The text of a prompt, where it has one."""
+    if isinstance(prompt, Mapping):
+        return prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None
+
+
+def _base_stops(manifest: Any) -> tuple[str, ...]:
+    """Qwen v1's base models end a made-up dialogue at "Human:"."""
+    raw = manifest.model_type == "qwen" and manifest.generation.get("chat_format") == "raw"
+    return ("Human:",) if raw else ()
+
+
+def _salt(prompt: Any) -> str:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or len(salt) > 1024):
+        raise RequestError("cache_salt must be a text of up to 1024 characters")
+    return salt or ""
+
+
+def _checked(ids: Any) -> list[int]:
+    if not isinstance(ids, (list, tuple)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise RequestError("prompt_token_ids must be a list of whole numbers")
+    return list(ids)
+
+
+def _template(source: str | Path) -> bytes:
+    """A chat template: the name of one of ours (vicuna, chatml), a file, or the template's own text."""
+    shipped = resources.files("modelmill.text") / "templates" / f"{source}.jinja"
+    try:
+        if str(source).isidentifier() and shipped.is_file():
+            return shipped.read_bytes()
+        path = Path(source)
+        if len(str(source)) < 1024 and path.is_file():
+            return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--chat-template {source}: {error.strerror}") from None
+    if "{" not in str(source):
+        raise UsageError(f"--chat-template {source}: neither a file nor a template; shipped are vicuna and chatml")
+    return str(source).encode()
