@@ -5,7 +5,10 @@ computes. A faster variant is a file of the same name in ``ops/cpu``, ``ops/trit
 
 * ``available(device) -> str | None``: None where it can run, else the reason why it cannot;
 * ``run(...)``: the same signature and meaning as the reference;
-* optionally ``supports(...) -> bool``: whether these arguments are served; the reference serves the others.
+* optionally ``supports(...) -> bool``: whether these arguments are served; the next variant in the order of preference
+  serves the others, at last the reference;
+* optionally ``SHARES = True``: ``run`` also takes ``rest``, the next variant's ``run``, for the part of the work that
+  this one serves better.
 
 ``resolve`` picks once, at load; the result is passed in every Step and can be printed.
 """
@@ -125,7 +128,7 @@ def _pick_span(
     offered = variants(op).get(shelf or "")
     reason = "no such variant" if offered is None else offered.available(kind)
     if reason is None and offered is not None and wanted in (None, shelf):
-        return _guarded(op, offered, tuning)
+        return _guarded(offered, _tuned(op, offered, tuning), reference(op))
     if wanted is not None:
         raise UsageError(f"--kernel {op}={wanted} cannot be used on {kind}: it needs what it spans from the same shelf")
     return None
@@ -134,30 +137,50 @@ def _pick_span(
 def _pick(
     op: str, wanted: tuple[str, ...], kind: str, tuning: Tuning | None, *, forced: bool
 ) -> tuple[Callable[..., Any], str]:
+    """The first variant that can run, and its name; what it does not serve goes to those behind it."""
     offered = variants(op)
+    serve, chosen = reference(op), "torch"
+    behind: Callable[..., Any] | None = None
+    for name in reversed(_usable(op, wanted, kind, forced=forced)):
+        run = _tuned(op, offered[name], tuning)
+        if behind is not None and getattr(offered[name], "SHARES", False):
+            run = functools.partial(run, rest=behind)
+        serve, chosen, behind = _guarded(offered[name], run, serve), name, run
+    return serve, chosen
+
+
+def _usable(op: str, wanted: tuple[str, ...], kind: str, *, forced: bool) -> list[str]:
+    """Names of the variants that can run on ``kind``, best first; behind a forced one come those less preferred."""
+    offered = variants(op)
+    found = []
     for name in wanted:
         if name == "torch":
-            return reference(op), "torch"
+            break
         reason = offered[name].available(kind) if name in offered else "no such variant"
         if reason is None:
-            return _guarded(op, offered[name], tuning), name
-        if forced:
+            found.append(name)
+        elif forced:
             raise UsageError(
                 f"--kernel {op}={name} cannot be used on {kind}: {reason}; there are torch, {', '.join(offered)}"
             )
-    return reference(op), "torch"
+    if forced and found and found[0] in PREFERENCE[kind]:
+        order = PREFERENCE[kind]
+        found += _usable(op, order[order.index(found[0]) + 1 :], kind, forced=False)
+    return found
 
 
-def _guarded(op: str, module: ModuleType, tuning: Tuning | None) -> Callable[..., Any]:
-    """``module.run`` with its launch sizes, and the reference where the variant does not support the arguments."""
-    supports = getattr(module, "supports", None)
+def _tuned(op: str, module: ModuleType, tuning: Tuning | None) -> Callable[..., Any]:
+    """``module.run`` with the launch sizes that this device's tuning names."""
     run: Callable[..., Any] = module.run
     chosen = None if tuning is None else accepted(module, tuning.choices.get(op, {}))
-    if chosen:
-        run = functools.partial(run, chosen=chosen)
+    return functools.partial(run, chosen=chosen) if chosen else run
+
+
+def _guarded(module: ModuleType, run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, and ``plain`` where the variant does not support the arguments."""
+    supports = getattr(module, "supports", None)
     if supports is None:
         return run
-    plain = reference(op)
 
     @functools.wraps(module.run)
     def choose(*args: Any, **kwargs: Any) -> Any:

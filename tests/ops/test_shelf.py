@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from modelmill.core.errors import UsageError
@@ -41,3 +43,47 @@ def test_what_cannot_be_is_one_line(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError) as told:
         shelf.resolve("cpu", wrong)
     assert "\n" not in str(told.value)
+
+
+def _variant(name: str, log: list[tuple[str, object]], least: int, **more: object) -> SimpleNamespace:
+    """A variant that serves arguments ≥ ``least`` and writes down who ran, with what."""
+
+    def run(x: int, rest: object = None) -> str:
+        log.append((name, rest))
+        return name
+
+    return SimpleNamespace(available=lambda kind: None, supports=lambda x, **_: x >= least, run=run, **more)
+
+
+def _shelf_of(monkeypatch: pytest.MonkeyPatch, **offered: SimpleNamespace) -> None:
+    monkeypatch.setattr(shelf, "variants", lambda op: offered if op == "paged_attention" else {})
+    monkeypatch.setattr(shelf, "reference", lambda op: lambda *args, **kwargs: "torch")
+
+
+@pytest.mark.parametrize(("x", "who"), [(9, "cuda"), (5, "triton"), (1, "torch")])
+def test_what_a_variant_does_not_serve_goes_to_the_next(monkeypatch: pytest.MonkeyPatch, x: int, who: str) -> None:
+    _shelf_of(monkeypatch, cuda=_variant("cuda", [], 9), triton=_variant("triton", [], 5))
+    ops = shelf.resolve("cuda")
+    assert ops.chosen["paged_attention"] == "cuda"
+    assert ops.paged_attention(x) == who
+
+
+@pytest.mark.parametrize(
+    ("wanted", "served"), [("cuda", ["cuda", "triton"]), ("triton", ["triton", "triton"]), ("torch", ["torch"] * 2)]
+)
+def test_behind_a_forced_variant_stand_those_less_preferred(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, served: list[str]
+) -> None:
+    _shelf_of(monkeypatch, cuda=_variant("cuda", [], 9), triton=_variant("triton", [], 5))
+    ops = shelf.resolve("cuda", {"paged_attention": wanted})
+    assert [ops.paged_attention(x) for x in (9, 5)] == served
+
+
+def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, object]] = []
+    first, second = _variant("cuda", log, 0, SHARES=True), _variant("triton", log, 0)
+    _shelf_of(monkeypatch, cuda=first, triton=second)
+    shelf.resolve("cuda").paged_attention(3)
+    _shelf_of(monkeypatch, cuda=first)  # nobody but the reference behind it, which fills nothing in
+    shelf.resolve("cuda").paged_attention(3)
+    assert log == [("cuda", second.run), ("cuda", None)]

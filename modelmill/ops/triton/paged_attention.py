@@ -55,10 +55,15 @@ def run(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference. Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined."""
+    """As the reference. Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
+
+    out: filled and returned where given; with max_query 1 only in the rows of single queries, others are left alone.
+    """
     tokens, heads, dim = q.shape
-    out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     tensors = (q, k_cache, v_cache, block_tables, query_start, context_lens, out)
     # Single queries among longer stretches would each fill one row of a prefill tile: they are decoded.
     mixed = max_query > 1 and block_tables.shape[0] > 1

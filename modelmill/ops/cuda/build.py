@@ -1,0 +1,176 @@
+"""Compiles the CUDA C++ kernels of this folder once for this machine.
+
+NVRTC, the compiler as a library, comes with torch's CUDA packages, so no toolkit is needed; where it is absent, nvcc
+serves. The sources include nothing but this folder's headers. A compiled kernel's name in the cache is a digest of all
+that decides its code: source, headers, macros, architecture and the compiler's version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from modelmill.core import env
+from modelmill.core.errors import MissingDependency
+
+ARCHITECTURE = "sm_90a"  # "a": with the instructions that Hopper alone has (wgmma, setmaxnreg)
+FLAGS = ("--std=c++17",)
+FOLDER = Path(__file__).resolve().parent
+NVCC_PLACES = ("nvcc", "/usr/local/cuda/bin/nvcc")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """NVRTC (``library``) or nvcc (``path``), and the version that goes into the key."""
+
+    version: str
+    library: ctypes.CDLL | None = None
+    path: str | None = None
+
+
+class _Unavailable(Exception):
+    """Why there is no kernel; its text is one line."""
+
+
+def available(kind: str) -> str | None:
+    """None where kernels can be compiled and run on devices of this kind ("cuda", "cpu"), else the reason why not."""
+    if kind != "cuda":
+        return "CUDA kernels need a GPU"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the CUDA kernels are written for compute capability 9.0 (H100, H200)"
+    found = compiler()
+    return found if isinstance(found, str) else None
+
+
+def compiled(name: str, macros: tuple[str, ...] = ()) -> Path:
+    """Path of the cubin of ``<name>.cu`` with ``macros`` ("DIM=64", …), compiled now if it is not in the cache.
+
+    Raises MissingDependency where there is no compiler, or where it fails.
+    """
+    found = compiler()
+    if isinstance(found, str):
+        raise MissingDependency(f"the CUDA kernels cannot be compiled: {found}")
+    target = env.cache_dir() / "cuda" / f"{name}-{_key(name, macros, found.version)}.cubin"
+    if not target.exists():
+        try:
+            _publish(_cubin(found, name, macros), target)
+        except _Unavailable as problem:
+            raise MissingDependency(f"the CUDA kernel {name} cannot be compiled: {problem}") from None
+    return target
+
+
+@functools.cache
+def compiler() -> Compiler | str:
+    """The compiler to be used; a string says why there is none."""
+    return nvrtc() or nvcc() or "there is neither NVRTC (it comes with torch for CUDA) nor nvcc"
+
+
+def nvrtc() -> Compiler | None:
+    """NVRTC as torch's packages hold it, or as the system's loader finds it."""
+    beside_torch = sorted(Path(torch.__file__).parent.parent.glob("nvidia/*/lib/libnvrtc.so.*"), reverse=True)
+    for name in (*map(str, beside_torch), "libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            # It asks the loader for its builtins by their bare name, which finds them only where they are loaded.
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
+                ctypes.CDLL(str(builtins))
+            library = ctypes.CDLL(name)
+            major, minor = ctypes.c_int(), ctypes.c_int()
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            if library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0:
+                return Compiler(f"nvrtc {major.value}.{minor.value} {Path(name).name}", library=library)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def nvcc() -> Compiler | None:
+    """nvcc as the PATH or the toolkit's usual folder holds it."""
+    for name in NVCC_PLACES:
+        path = shutil.which(name)
+        if path is not None:
+            shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+            if shown.returncode == 0:
+                return Compiler(shown.stdout, path=path)
+    return None
+
+
+def _key(name: str, macros: tuple[str, ...], version: str) -> str:
+    digest = hashlib.sha256()
+    for part in (ARCHITECTURE, *FLAGS, *macros, version):
+        digest.update(part.encode() + b"\0")
+    for path in (FOLDER / f"{name}.cu", *sorted(FOLDER.glob("*.cuh"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _cubin(found: Compiler, name: str, macros: tuple[str, ...]) -> bytes:
+    flags = (*FLAGS, f"-I{FOLDER}", *(f"-D{macro}" for macro in macros))
+    if found.library is not None:
+        return _by_nvrtc(found.library, name, (f"--gpu-architecture={ARCHITECTURE}", *flags))
+    assert found.path is not None
+    number = ARCHITECTURE.removeprefix("sm_")
+    return _by_nvcc(found.path, name, (f"-gencode=arch=compute_{number},code=sm_{number}", *flags))
+
+
+def _by_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    source = (FOLDER / f"{name}.cu").read_bytes()
+
+    def call(function: str, *args: object) -> None:
+        failed = getattr(library, function)(*args)
+        if failed:
+            raise _Unavailable(f"{function}: {library.nvrtcGetErrorString(failed).decode()}")
+
+    call("nvrtcCreateProgram", ctypes.byref(program), source, f"{name}.cu".encode(), 0, None, None)
+    try:
+        options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        if library.nvrtcCompileProgram(program, len(flags), options):
+            call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            call("nvrtcGetProgramLog", program, log)
+            raise _Unavailable(f"NVRTC fails: {_first_error(log.value.decode(errors='replace'))}")
+        call("nvrtcGetCUBINSize", program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        call("nvrtcGetCUBIN", program, cubin)
+        return cubin.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _by_nvcc(path: str, name: str, flags: tuple[str, ...]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="modelmill-") as folder:
+        made = Path(folder) / "kernel.cubin"
+        command = [path, "-cubin", *flags, "-o", str(made), str(FOLDER / f"{name}.cu")]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        except subprocess.TimeoutExpired:
+            raise _Unavailable("nvcc did not finish within 300 s") from None
+        if done.returncode:
+            raise _Unavailable(f"nvcc fails: {_first_error(done.stderr)}")
+        return made.read_bytes()
+
+
+def _first_error(log: str) -> str:
+    lines = [line for line in log.splitlines() if line.strip()] or ["it does not say why"]
+    return next((line for line in lines if "error" in line), lines[0]).strip()
+
+
+def _publish(cubin: bytes, target: Path) -> None:
+    """Write under a name of our own and move it in place, so that two processes may compile at once."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix="building-", delete=False) as file:
+            file.write(cubin)
+        Path(file.name).replace(target)
+    except OSError as problem:
+        raise _Unavailable(f"{target.parent} cannot be written: {problem.strerror}") from None

@@ -1,0 +1,108 @@
+"""Loads compiled kernels and launches them on torch's current stream, through the driver (libcuda).
+
+Arguments travel as packed bytes in the layout of the kernel's parameters; the driver copies them at the call, so a
+launch may be captured in a CUDA graph. Functions run with the tensors' device current.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from modelmill.ops.cuda import build
+
+# Of the driver: CUtensorMapDataType, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_ELEMENTS = {torch.uint8: 0, torch.int8: 0, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_SWIZZLE_128, _PROMOTE_256, _MOST_SHARED = 3, 3, 8
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MOST_MAPS = 1024  # kept; each is a few hundred bytes, and making one takes microseconds
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded function: ``threads`` a block, ``shared`` bytes of dynamic shared memory."""
+
+    function: int
+    threads: int
+    shared: int
+
+    def launch(self, blocks: int, *arguments: bytes) -> None:
+        """Run ``blocks`` blocks; each argument is one parameter of the kernel, packed."""
+        pointers = (ctypes.c_char_p * len(arguments))(*arguments)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        sizes = (blocks, 1, 1, self.threads, 1, 1, self.shared)
+        _check(_driver().cuLaunchKernel(ctypes.c_void_p(self.function), *sizes, stream, pointers, None))
+
+
+@functools.cache
+def kernel(source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, device: int) -> Kernel:
+    """The kernel ``name`` of ``<source>.cu``, compiled if need be and loaded for ``device``, which is current.
+
+    Raises MissingDependency where it cannot be compiled.
+    """
+    return load(build.compiled(source, macros), name, threads, shared)
+
+
+def load(path: Path, name: str, threads: int, shared: int) -> Kernel:
+    """A kernel of a cubin, which stays loaded for as long as the process lives."""
+    driver = _driver()
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), path.read_bytes()))
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+    _check(driver.cuFuncSetAttribute(function, _MOST_SHARED, shared))
+    assert function.value is not None
+    return Kernel(function.value, threads, shared)
+
+
+@functools.lru_cache(_MOST_MAPS)
+def tensor_map(
+    address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """What the copy engine needs to know of a tensor: a CUtensorMap, with the 128-byte swizzle.
+
+    sizes and box run from the innermost dimension outwards, in elements; strides, in bytes, leave out the innermost,
+    whose elements lie side by side. address and strides are multiples of 16 bytes; the box is at most 128 bytes wide.
+    """
+    rank = len(sizes)
+    space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    place = -(-ctypes.addressof(space) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    _check(
+        _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(place),
+            _ELEMENTS[dtype],
+            rank,
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*sizes),
+            (ctypes.c_uint64 * (rank - 1))(*strides),
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0,
+            _SWIZZLE_128,
+            _PROMOTE_256,
+            0,
+        )
+    )
+    return ctypes.string_at(place, _MAP_BYTES)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"the CUDA driver refuses: {(text.value or b'?').decode()} ({code})")

@@ -1,0 +1,132 @@
+"""Prefill attention over a paged KV cache with Hopper's own instructions (paged_attention.cu); decoding is not served.
+
+A step that mixes prompts and single queries is shared: the kernel takes whole tiles of 128 queries, of which a single
+query would fill one row, so those are left to the variant behind this one, where there is one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import torch
+
+from modelmill.core.errors import MissingDependency
+from modelmill.ops.cuda import build, launch
+
+LOG2E = 1.4426950408889634
+SHARES = True
+FEW_QUERIES = 16  # up to here a tile of 128 would be almost empty
+TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
+# Sizes of paged_attention.cu.
+QUERIES, KEYS, STAGES, THREADS = 128, 128, 2, 384
+MOST_SEQUENCES, PLAN_BYTES = 1024, 13 * 1024
+# Keys and values of the heads that are served at the same time: what stays in an L2 cache of 50 MB beside all else.
+CACHED_BYTES = 32 << 20
+
+
+def available(kind: str) -> str | None:
+    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    reason = build.available(kind)
+    if reason is None:
+        try:
+            build.compiled("paged_attention", _macros(torch.bfloat16, 128, 16))
+        except MissingDependency as problem:
+            reason = str(problem)
+    return reason
+
+
+def supports(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query: int,
+    max_context: int,
+    scale: float,
+    window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> bool:
+    """Prompts in 16 bits with heads of 64 or 128, pages of 8 to 128 tokens, up to 1,024 sequences."""
+    page_size, dim = k_cache.shape[2:]
+    if max_query <= FEW_QUERIES or q.dtype not in TYPES or not q.is_cuda or q.shape[0] == 0:
+        return False
+    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or dim not in (64, 128):
+        return False
+    indices = (block_tables, query_start, context_lens)
+    packed = all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in indices)
+    page = 8 <= page_size <= KEYS and page_size & (page_size - 1) == 0
+    return packed and page and block_tables.shape[0] <= MOST_SEQUENCES and all(map(_copyable, (q, k_cache, v_cache)))
+
+
+def run(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query: int,
+    max_context: int,
+    scale: float,
+    window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    rest: Callable[..., torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """As the reference; ``rest``, a run that also takes max_query = 1 and ``out``, fills in the single queries.
+
+    Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
+    """
+    tokens, heads, dim = q.shape
+    pages, kv_heads, page_size, _ = k_cache.shape
+    batch, columns = block_tables.shape
+    out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+    mixed = rest is not None and batch > 1
+    with torch.cuda.device(q.device):
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+        pointers = [t.data_ptr() for t in (block_tables, query_start, context_lens, out, taken)]
+        at_once = _heads_at_once(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
+        counts = (batch, columns, block_tables.stride(0), heads, heads // kv_heads, pages, window or 0, mixed, at_once)
+        work = struct.pack("=5Q9if", *pointers, *counts, scale * LOG2E)
+        device = q.get_device()
+        blocks = min(launch.multiprocessors(device), (tokens // QUERIES + batch) * heads)
+        _kernel(q.dtype, dim, page_size, device).launch(
+            blocks, _map(q, (64, 1, QUERIES)), _map(k_cache, (64, page_size, 1, 1)),
+            _map(v_cache, (64, page_size, 1, 1)), work,
+        )  # fmt: skip
+    if mixed and rest is not None:
+        around = (block_tables, query_start, context_lens, 1, max_context, scale, window)
+        rest(q, k_cache, v_cache, *around, out=out)
+    return out
+
+
+def _kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.Kernel:
+    tile = 2 * dim * (QUERIES + 2 * STAGES * KEYS)
+    macros = _macros(dtype, dim, page_size)
+    return launch.kernel("paged_attention", "prefill_attention", macros, THREADS, tile + PLAN_BYTES, device)
+
+
+def _macros(dtype: torch.dtype, dim: int, page_size: int) -> tuple[str, ...]:
+    return (f"DIM={dim}", f"PAGE={page_size}", *TYPES[dtype])
+
+
+def _heads_at_once(kv_heads: int, each: int) -> int:
+    """The largest divisor of ``kv_heads`` whose keys and values, ``each`` bytes a head, stay in the cache together."""
+    most = max(1, min(kv_heads, CACHED_BYTES // max(each, 1)))
+    return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
+
+
+def _copyable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can read x: 16-byte steps, the last dimension packed."""
+    step = 16 // x.element_size()
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in x.stride()[:-1])
+
+
+def _map(x: torch.Tensor, box: tuple[int, ...]) -> bytes:
+    """x as the copy engine sees it, its last dimension innermost."""
+    strides = tuple(s * x.element_size() for s in reversed(x.stride()[:-1]))
+    return launch.tensor_map(x.data_ptr(), x.dtype, tuple(reversed(x.shape)), strides, box)
