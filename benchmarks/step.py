@@ -10,8 +10,8 @@ step of B prompts of N tokens, launched as the engine does, the median over runs
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -25,98 +25,28 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
-from modelmill.nn.kv import KVCache  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
+from modelmill.nn.trial import draw_weights, trial_step  # noqa: E402
+from modelmill.ops.clock import copy_rate, median, recorded  # noqa: E402
 from modelmill.ops.shelf import resolve  # noqa: E402
+from modelmill.ops.tuning import Tuning  # noqa: E402
 from modelmill.runtime.graph import bucket  # noqa: E402
 from modelmill.runtime.load import build  # noqa: E402
-from modelmill.weights import held  # noqa: E402
-
-PAGE = 16
 
 
 def random_model(shape: str, kind: str = "dense") -> nn.Module:
     """A model of a shape of ``make_checkpoint`` on the GPU, every weight drawn at random."""
     raw = SHAPES[shape]
-    dtype = getattr(torch, str(raw["torch_dtype"]))
     model = build(str(raw["model_type"]), raw)
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="cuda").normal_(0, scale, generator=generator)
-
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            chosen = "dense" if name == "head" else kind
-            module.held = held.pack(chosen, draw(*module.shape, scale=module.shape[1] ** -0.5), dtype)
-    for name, buffer in list(model.named_buffers()):
-        parent, _, leaf = name.rpartition(".")
-        value = draw(*buffer.shape) if buffer.is_meta else buffer.cuda()
-        norm = leaf == "weight" and buffer.dim() == 1
-        setattr(model.get_submodule(parent), leaf, value * 0.1 + 1 if norm else value)
-    return model.eval().requires_grad_(False)
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear) and name != "head"]
+    return draw_weights(model, dict.fromkeys(linears, kind), getattr(torch, str(raw["torch_dtype"])), "cuda")
 
 
-def make_step(model: nn.Module, batch: int, new: int, context: int, *, decode: bool) -> Step:
+def make_step(model: nn.Module, batch: int, new: int, context: int, tuning: Tuning | None = None) -> Step:
     """``batch`` sequences with ``new`` tokens each, the last at ``context``; pages in shuffled order."""
-    shape, dtype = model.kv, model.embed.weight.dtype  # type: ignore[union-attr]
-    bound = bucket(context) if decode else context
-    columns, pages = -(-bound // PAGE), -(-context // PAGE)
-    kv = KVCache.allocate(shape, batch * pages + 1, PAGE, dtype, "cuda")  # type: ignore[arg-type]
-    for cache in (*kv.k, *kv.v):
-        cache.normal_()
-    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).view(batch, pages)
-    tables = torch.zeros(batch, columns, dtype=torch.int32)
-    tables[:, :pages] = order
-    positions = torch.arange(context - new, context).repeat(batch)
-    sequence = torch.arange(batch).repeat_interleave(new)
-    slots = tables[sequence, positions // PAGE].long() * PAGE + positions % PAGE
-    ids = torch.randint(int(model.config.vocab), (batch * new,))  # type: ignore[union-attr, arg-type]
-    starts = torch.arange(batch + 1, dtype=torch.int32) * new
-    return Step(
-        ids=ids.cuda(), positions=positions.cuda(), slots=slots.cuda(), rope_keys=torch.zeros_like(ids).cuda(),
-        block_tables=tables.cuda(), query_start=starts.cuda(),
-        context_lens=torch.full((batch,), context, dtype=torch.int32).cuda(),
-        logit_rows=None if decode else (starts[1:] - 1).long().cuda(),
-        max_query=new, max_context=bound, kv=kv, ops=resolve("cuda"), whole=True,
-    )  # fmt: skip
-
-
-def recorded(model: nn.Module, step: Step) -> Callable[[], Any]:
-    """A replay of the step's graph, down to the greedy ids."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        model(step).argmax(-1)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        model(step).argmax(-1)
-    return graph.replay
-
-
-def median_ms(call: Callable[[], Any], repeats: int, queued: int = 1) -> float:
-    """Median milliseconds of a call; ``queued`` calls between two events."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(queued):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / queued)
-    return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes per second of a device-to-device copy, read plus written."""
-    source = torch.randint(0, 1 << 30, (1 << 28,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_ms(lambda: target.copy_(source), 10) * 1e3
+    bound = bucket(context) if new == 1 else context
+    return trial_step(model, resolve("cuda", tuning=tuning), (batch, new, context), bound=bound)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -125,25 +55,39 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def decode(model: nn.Module, batch: int, context: int, rate: float, profile: bool = False) -> dict[str, Any]:
+def decode(
+    model: nn.Module, batch: int, context: int, rate: float, *, tuning: Tuning | None = None, profile: bool = False
+) -> dict[str, Any]:
     """Milliseconds of one decode step and of its floor."""
-    step = make_step(model, batch, 1, context, decode=True)
-    replay = recorded(model, step)
-    ms = median_ms(replay, 15, 4)
+    step = make_step(model, batch, 1, context, tuning)
+    call = functools.partial(greedy, model, step)
+    call()  # compiles
+    replay = recorded(call)
+    ms = median(replay, 15, 4, "cuda") * 1e3
     if profile:
         kernels(replay)
-    floor = (weight_bytes(model) + step.kv.nbytes) / rate * 1e3
+    floor = (weight_bytes(model) + batch * context * kv_bytes(model)) / rate * 1e3
     return {"figure": "step.decode_ms", "batch": batch, "context": context, "value": ms, "floor_ms": floor}
 
 
 @torch.inference_mode()
 def prefill(model: nn.Module, batch: int, tokens: int, profile: bool = False) -> dict[str, Any]:
     """Milliseconds of a first step."""
-    step = make_step(model, batch, tokens, tokens, decode=False)
-    ms = median_ms(lambda: model(step).argmax(-1), 7)
+    call = functools.partial(greedy, model, make_step(model, batch, tokens, tokens))
+    ms = median(call, 7, 1, "cuda") * 1e3
     if profile:
-        kernels(lambda: model(step).argmax(-1))
+        kernels(call)
     return {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, "value": ms}
+
+
+def greedy(model: nn.Module, step: Step) -> torch.Tensor:
+    """The step down to the ids."""
+    return model(step).argmax(-1)
+
+
+def kv_bytes(model: nn.Module) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return model.kv.page_bytes(1, model.embed.weight.dtype)  # type: ignore[union-attr, operator]
 
 
 def kernels(call: Callable[[], Any]) -> None:
@@ -180,7 +124,7 @@ def main() -> None:
         "weights": options.weights, "copy_gbps": round(rate / 1e9), "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__}, "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
-    rows = [decode(model, b, c, rate, options.profile) for b, c in pairs(options.decode)]
+    rows = [decode(model, b, c, rate, profile=options.profile) for b, c in pairs(options.decode)]
     rows += [prefill(model, b, n, options.profile) for b, n in pairs(options.prefill)]
     for row in rows:
         print(json.dumps(row), flush=True)

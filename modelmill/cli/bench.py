@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmill.cli.bench_ops import check_ops, draw_ops, measure_ops, rows_of_ops, show_ops
 from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, changed, open_llm
 from modelmill.cli.figures import draw, rows_of, show
 from modelmill.cli.options import Common, config
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from modelmill.eval.texts import Work
     from modelmill.llm import LLM
 
-HELP = "Measure first token, time per output token, tokens per second and start-up, beside transformers if asked."
+HELP = "Measure first token, tokens per second, start-up, beside transformers if asked; every kernel by itself."
 MORE = """latency: all of a batch at once, prompt and answer of one length, for each batch size.
 
 throughput: many requests at once, of one length, of a data set or of a trace.
 
 startup: fresh processes, from their start to the first token.
+
+ops: every kernel against what the memory and the arithmetic units give, measured in the same run; no engine is needed.
 
 Examples:
 
@@ -36,17 +39,20 @@ Examples:
 
   modelmill bench throughput model.engine --dataset sharegpt.json --num-prompts 200
 
-  modelmill bench throughput model.engine --trace trace.csv --num-prompts 500"""
+  modelmill bench throughput model.engine --trace trace.csv --num-prompts 500
 
-KINDS = ("latency", "throughput", "startup")
+  modelmill bench ops --op linear --op rms_norm --dtype bfloat16"""
+
+KINDS = ("latency", "throughput", "startup", "ops")
+RUNS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(Common):
     """What to measure, with which requests, how often."""
 
-    what: str = option(help="latency, throughput or startup", positional=True, choices=KINDS, metavar="WHAT")
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    what: str = option(help="latency, throughput, startup or ops", positional=True, choices=KINDS, metavar="WHAT")
+    engine: Path | None = option(None, ENGINE_HELP + "; none for ops", positional=True, metavar="ENGINE")
     batch_size: tuple[int, ...] = option((1,), "latency: batch sizes, measured in turn until memory ends")
     input_len: int = option(128, "tokens of a prompt")
     output_len: int = option(64, "tokens of an answer (end-of-text is ignored)")
@@ -55,8 +61,11 @@ class Args(Common):
     trace: Path | None = option(
         None, "throughput: lengths from a csv with ContextTokens and GeneratedTokens", metavar="FILE.csv"
     )
-    runs: int = option(5, "measured runs")
+    runs: int | None = option(None, "measured runs (default: 5; ops: 15 rounds)")
     warmup: int = option(1, "runs before them that are not counted")
+    op: tuple[str, ...] = option((), "ops: only this one (repeatable)")
+    variant: tuple[str, ...] = option((), "ops: only this variant, torch, triton, cuda or cpu (repeatable)")
+    case: str = option("", "ops: only cases whose name contains this")
     reference: str | None = option(None, "measure transformers, too, in turn with the engine", choices=("hf",))
     checkpoint: Path | None = option(
         None, "checkpoint for the reference (default: ENGINE, where that is one)", metavar="CHECKPOINT"
@@ -73,19 +82,22 @@ class Args(Common):
 def run(args: Args) -> int:
     """Measure, print, plot and keep the rows."""
     _check(args)
-    measured = {"latency": _latency, "throughput": _throughput, "startup": _startup}[args.what](args)
+    kinds = {"latency": _latency, "throughput": _throughput, "startup": _startup, "ops": measure_ops}
+    measured = kinds[args.what](args)
     command = shlex.join(["modelmill", *sys.argv[1:]])
-    rows = rows_of(command, measured)
+    ops = args.what == "ops"
+    rows = (rows_of_ops if ops else rows_of)(command, measured)
     if args.save is not None:
         from modelmill.eval.report import save
 
         save(args.save, rows)
-    emit_json({"command": command, **measured, "rows": rows}) if args.json else show(measured)
+    emit_json({"command": command, **measured, "rows": rows}) if args.json else (show_ops if ops else show)(measured)
     if args.plot is not None:
         from modelmill.eval.report import plot
 
-        plot(args.plot, lambda axes: draw(axes, measured), f"{args.what}: {args.engine.name} on {measured['device']}")
-    return 0
+        title = f"{args.what}: {'' if args.engine is None else args.engine.name + ' '}on {measured['device']}"
+        plot(args.plot, lambda axes: (draw_ops if ops else draw)(axes, measured), title)
+    return 1 if ops and any(each["failed"] for each in measured["results"]) else 0
 
 
 def _check(args: Args) -> None:
@@ -99,8 +111,21 @@ def _check(args: Args) -> None:
         raise UsageError("give one of --dataset and --trace")
     if args.what != "throughput" and (args.dataset or args.trace):
         raise UsageError("--dataset and --trace belong to bench throughput")
-    if args.reference is not None and args.what == "startup":
+    if args.reference is not None and args.what in ("startup", "ops"):
         raise UsageError("--reference belongs to bench latency and throughput")
+    if args.what == "ops":
+        check_ops(args.engine, args.op, args.variant)
+        return
+    _engine(args)
+    if args.op or args.variant or args.case:
+        raise UsageError("--op, --variant and --case belong to bench ops")
+
+
+def _engine(args: Args) -> Path:
+    """The engine, which all but ops need."""
+    if args.engine is None:
+        raise UsageError(f"ENGINE is missing: bench {args.what} measures an engine; bench ops needs none")
+    return args.engine
 
 
 def _open(args: Args, **more: Any) -> tuple[LLM, list[Subject]]:
@@ -110,14 +135,14 @@ def _open(args: Args, **more: Any) -> tuple[LLM, list[Subject]]:
     settings = replace(args.run, enable_prefix_caching=args.enable_prefix_caching, **more)
     if args.reference is not None:
         settings = beside_reference(settings)
-    llm = open_llm(args.engine, args.build, settings)
+    llm = open_llm(_engine(args), args.build, settings)
     subjects: list[Subject] = [EngineSubject(llm.loop)]
     if args.reference is not None:
         from modelmill.artifact.store import is_engine
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.eval.hf import load_reference
 
-        source = args.checkpoint or args.engine
+        source = args.checkpoint or _engine(args)
         if is_engine(source):
             raise UsageError("--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from")
         dtype = args.reference_dtype or str(llm.loop.dtype).removeprefix("torch.")
@@ -134,7 +159,7 @@ def _latency(args: Args) -> dict[str, Any]:
     llm, subjects = _open(args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size))
     shapes = [Shape(batch, args.input_len, args.output_len) for batch in args.batch_size]
     with progress("latency", quiet=args.json) as told:
-        how = {"runs": args.runs, "warmup": args.warmup, "seed": args.run.seed, "progress": told}
+        how = {"runs": args.runs or RUNS, "warmup": args.warmup, "seed": args.run.seed, "progress": told}
         found = sweep(subjects, shapes, llm.loop.vocab, **how)
     if found.ended is not None:
         note(f"the sweep ended before its last batch size: {found.ended}")
@@ -148,7 +173,7 @@ def _throughput(args: Args) -> dict[str, Any]:
     llm, subjects = _open(args)
     work = _work(args, llm)
     with progress("throughput", quiet=args.json) as told:
-        found = measure(subjects, work, runs=args.runs, warmup=args.warmup, progress=told)
+        found = measure(subjects, work, runs=args.runs or RUNS, warmup=args.warmup, progress=told)
     results = [each.to_dict() for each in found]
     return {**_about(args, llm), "results": results, "speedups": _speedups(results, lambda each: each["seconds"])}
 
@@ -179,12 +204,13 @@ def _startup(args: Args) -> dict[str, Any]:
     from modelmill.runtime.loop import pick_device
 
     # A checkpoint is built first: its build is no part of a start.
-    engine = args.engine if is_engine(args.engine) else open_llm(args.engine, args.build, args.run).path
+    given = _engine(args)
+    engine = given if is_engine(given) else open_llm(given, args.build, args.run).path
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
     with progress("startup", quiet=args.json) as told:
-        found = measure(engine, changed(args.run), input_length=args.input_len, runs=args.runs, progress=told)
+        found = measure(engine, changed(args.run), input_length=args.input_len, runs=args.runs or RUNS, progress=told)
     build = open_artifact(engine).manifest.build
     facts = {"engine": str(args.engine), "device": device_name(device), "dtype": build["dtype"]}
     facts["quantization"] = build["quantization"]

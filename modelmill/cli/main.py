@@ -18,10 +18,13 @@ from modelmill.core import env
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.find import find, names, nearest
 
-SUPPORT = ("main", "options", "output", "values", "engine", "figures")
+SUPPORT = ("main", "options", "output", "values", "engine", "figures", "bench_ops")
 """Modules of this folder that are no verbs."""
 
-ORDER = ("pull", "inspect", "build", "run", "chat", "serve", "compare", "perplexity", "summarize", "bench", "doctor")
+ORDER = (
+    *("pull", "inspect", "build", "run", "chat", "serve", "compare", "perplexity", "summarize", "bench", "profile"),
+    "doctor",
+)
 """The order of the help page; a verb that is not named here stands behind these."""
 
 

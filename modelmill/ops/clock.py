@@ -68,7 +68,7 @@ def queue_for(call: Call, least: float, device: str = "cpu", most: int = 1000) -
     return max(1, min(most, int(least / max(once, 1e-7))))
 
 
-def copy_rate(device: str) -> float:
+def copy_rate(device: str = "cuda") -> float:
     """Bytes per second of a copy on the device, bytes read plus bytes written."""
     source = torch.randint(0, 1 << 30, (COPY_BYTES[_kind(device)] // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
@@ -97,11 +97,17 @@ def memory_rate(device: str) -> float:
     return max(size / _best(read, device), copy_rate(device))
 
 
-def product_rate(device: str, dtype: torch.dtype) -> float:
-    """Operations per second of a large square matrix product of random values, as torch computes it."""
+def multiplying(device: str, dtype: torch.dtype) -> tuple[Call, int]:
+    """A large square matrix product of random values, as torch computes it, and its operations."""
     side = SIDE[_kind(device)]
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / _best(lambda: a @ b, device)
+    return lambda: a @ b, 2 * side**3
+
+
+def product_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations per second of such a product."""
+    multiply, operations = multiplying(device, dtype)
+    return operations / _best(multiply, device)
 
 
 def _best(call: Call, device: str) -> float:

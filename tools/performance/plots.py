@@ -54,7 +54,7 @@ def fractions(rows: Sequence[Row]) -> Bars:
     """Share of the copy bandwidth of every bfloat16 kernel on the cases that are bound by memory."""
     found: dict[str, dict[str, float]] = {}
     for row in kernels(rows):
-        if row["dtype"] == "bfloat16" and row["fraction"] >= BIG and not _computes(row):
+        if row["dtype"] == "bfloat16" and row.get("fraction", 0.0) >= BIG and not _computes(row):
             found.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["fraction"]
     return list(found.items())
 

@@ -1,0 +1,127 @@
+"""``bench ops``: every kernel against what the device gives at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelmill.cli.output import progress, table
+from modelmill.core.errors import UsageError
+from modelmill.core.find import nearest
+
+if TYPE_CHECKING:
+    from modelmill.eval.op_bench import Timed
+
+COLUMNS = ("op", "case", "variant", "µs (min … max)", "GB/s", "TFLOP/s", "bound by", "of ceiling", "timed by")
+
+
+def check_ops(engine: Path | None, ops: Sequence[str], variants: Sequence[str]) -> None:
+    """Raises UsageError for what is no op or no variant."""
+    from modelmill.ops import shelf
+
+    if engine is not None:
+        raise UsageError(f"bench ops takes no engine ({engine}); name ops with --op")
+    known = (*shelf.OPS, *shelf.SPANS)
+    for op in ops:
+        if op not in known:
+            hint = nearest(op, list(known))
+            more = f"did you mean {hint}?" if hint else f"there are {', '.join(known)}"
+            raise UsageError(f"no op is called {op!r}; {more}")
+    for variant in variants:
+        if variant not in ("torch", *shelf.SHELVES):
+            raise UsageError(f"--variant {variant!r} is not one of torch, {', '.join(shelf.SHELVES)}")
+
+
+def measure_ops(args: Any) -> dict[str, Any]:
+    """Time what was asked for; the facts that ``bench`` prints, saves and draws."""
+    import torch
+
+    from modelmill.eval.ceilings import measure
+    from modelmill.eval.op_bench import Wanted, bench
+    from modelmill.eval.report import device_name
+    from modelmill.ops import shelf
+    from modelmill.runtime.device import pick_device, use_threads
+
+    device = pick_device(args.run.device)
+    if device == "cpu":
+        use_threads(args.run.threads)
+    name = args.build.dtype if args.build.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    dtype = getattr(torch, name)
+    ops = (*shelf.OPS, *shelf.SPANS)
+    wanted = Wanted(tuple(args.op), tuple(args.variant), args.case, args.runs)
+    done: list[Timed] = []
+    with torch.inference_mode(), progress("ops", quiet=args.json) as told:
+        ceilings = measure(device, [dtype])
+        for each in bench(ceilings, dtype, wanted):
+            done.append(each)
+            told(each.op, ops.index(each.op) + 1, len(ops))
+    return {
+        "what": "ops",
+        "device": device_name(device),
+        "dtype": name,
+        "ceilings": ceilings.to_dict(),
+        "results": [each.to_dict() for each in done],
+    }
+
+
+def rows_of_ops(command: str, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row of benchmarks/results for each time; what is not counted for a case is left out."""
+    from modelmill.eval.report import row
+
+    rows = []
+    for each in measured["results"]:
+        us = each["us"]
+        if us is None:
+            continue
+        said = {name: each[name] for name in ("op", "dtype", "case", "variant", "chosen", "bound")}
+        figures = {name: round(each[name], 4) for name in ("gbps", "tflops", "fraction") if each[name] is not None}
+        spread = {"min": us["min"], "max": us["max"], "runs": us["runs"]}
+        more = {"bench": "op", "timed": each["how"], "spread": spread, "ceilings": measured["ceilings"]}
+        rows.append(row(command, "op", round(us["median"], 3), "us", measured["device"], **said, **figures, **more))
+    return rows
+
+
+def show_ops(measured: dict[str, Any]) -> None:
+    """A line a variant and case; ▸ marks what the shelf picks."""
+    ceilings = measured["ceilings"]
+    memory, products = ceilings["memory_gbps"], ceilings["products_tflops"]
+    rates = ", ".join(f"{rate:.4g} TFLOP/s in {name}" for name, rate in products.items())
+    title = f"ops in {measured['dtype']} on {measured['device']}; ceilings: {memory:.4g} GB/s, {rates}"
+    table(COLUMNS, [_line(each) for each in measured["results"]], title=title)
+    print("▸ what the shelf picks; the ceiling is the larger of the times for the bytes and for the operations")
+
+
+def _line(each: dict[str, Any]) -> list[Any]:
+    head = [each["op"], each["case"], ("▸ " if each["chosen"] else "  ") + each["variant"]]
+    if each["failed"]:
+        return [*head, f"failed: {each['failed']}", *["–"] * 5]
+    us, fraction = each["us"], each["fraction"]
+    time = f"{_short(us['median'])} ({_short(us['min'])} … {_short(us['max'])})"
+    rates = [_cell(each["gbps"]), _cell(each["tflops"])]
+    return [*head, time, *rates, each["bound"] or "–", "–" if fraction is None else f"{fraction:.0%}", each["how"]]
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else _short(value)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def draw_ops(axes: Any, measured: dict[str, Any]) -> None:
+    """A bar for each case of the picked variant: its fraction of the ceiling."""
+    chosen = [each for each in measured["results"] if each["chosen"] and each["fraction"] is not None]
+    names = [f"{each['op']} {each['case']} ({each['variant']})" for each in chosen]
+    axes.figure.set_size_inches(9, max(4, 0.22 * len(names) + 1))
+    axes.barh(range(len(names)), [each["fraction"] for each in chosen], color=_colours(chosen))
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("fraction of the ceiling (blue: memory, orange: products)")
+    axes.grid(alpha=0.3, axis="x")
+
+
+def _colours(chosen: Sequence[dict[str, Any]]) -> list[str]:
+    return ["tab:blue" if each["bound"] == "memory" else "tab:orange" for each in chosen]

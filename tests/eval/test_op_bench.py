@@ -1,0 +1,113 @@
+"""Timing of ops against ceilings: every op on the shelf, the figures, and what fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelmill.eval import op_bench
+from modelmill.eval.ceilings import Ceilings, measure
+from modelmill.eval.op_bench import Timed, Wanted, argument_sets, bench, judged, serving
+from modelmill.eval.op_cases import MORE, cases
+from modelmill.ops import shelf
+from modelmill.ops.case import Case
+
+CEILINGS = Ceilings("cpu", 10e9, {"float32": 100e9})
+POSITIVE = st.floats(1.0, 1e12)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small case an op, few copies, small ceilings."""
+    monkeypatch.setattr(op_bench, "cases", lambda op, kind, dtype: [next(iter(cases(op, kind, dtype)))])
+    monkeypatch.setattr(op_bench, "COLD_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    monkeypatch.setattr(op_bench, "LEAST_ROUNDS", 1)
+    monkeypatch.setattr("modelmill.ops.clock.COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.clock.SIDE", {"cpu": 32, "cuda": 32})
+
+
+def test_every_op_of_the_shelf_is_timed(quick: None) -> None:
+    found = list(bench(measure("cpu", [torch.float32]), torch.float32, Wanted(rounds=2)))
+    assert {each.op for each in found} == {*shelf.OPS, *shelf.SPANS}
+    assert not [each for each in found if each.failed]
+    for each in found:
+        assert each.us is not None
+        assert each.us.median > 0
+        assert each.fraction is None or each.fraction > 0
+    for op in shelf.OPS:
+        assert [each.op for each in found if each.op == op and each.chosen] == [op]
+
+
+def test_only_what_is_wanted_is_timed(quick: None) -> None:
+    wanted = Wanted(ops=("rms_norm", "linear"), variants=("torch",), rounds=1)
+    found = list(bench(measure("cpu", [torch.float32]), torch.float32, wanted))
+    assert [(each.op, each.variant) for each in found] == [("rms_norm", "torch"), ("linear", "torch")]
+    assert list(bench(CEILINGS, torch.float32, Wanted(case="no such case"))) == []
+
+
+def test_the_fraction_is_the_floor_over_the_time() -> None:
+    """10 GB/s, 100 GFLOP/s: 1 MB takes 100 µs, 2 MFLOP 20 µs; of a call of 200 µs the floor is a half."""
+    base = Timed("linear", "x", "float32", "torch", True, "graph")
+    found = judged(base, Case("x", {}, 1_000_000, 2_000_000), [300e-6, 200e-6, 150e-6], CEILINGS)
+    assert found.fraction == pytest.approx(0.5)
+    assert found.bound == "memory"
+    assert found.gbps == pytest.approx(5.0)
+    assert found.tflops == pytest.approx(0.01)
+    many = judged(base, Case("x", {}, 1_000_000, 40_000_000), [800e-6], CEILINGS)
+    assert (many.bound, many.fraction) == ("products", pytest.approx(0.5))
+    best = judged(
+        Timed("linear", "x", "float32", "torch", True, "host"), Case("x", {}, 1_000_000), [200e-6, 125e-6], CEILINGS
+    )
+    assert best.fraction == pytest.approx(0.8)
+
+
+def test_what_counts_no_bytes_has_no_fraction() -> None:
+    found = judged(Timed("decode", "x", "float32", "cpu", True, "host"), Case("x", {}), [1e-3], CEILINGS)
+    assert (found.fraction, found.gbps, found.bound) == (None, None, None)
+
+
+@given(POSITIVE, POSITIVE, st.floats(1.0, 1e9), st.floats(1.0, 1e9))
+def test_a_floor_is_the_larger_of_two_times(memory: float, products: float, nbytes: float, operations: float) -> None:
+    found = Ceilings("cpu", memory, {"float32": products})
+    floor = found.floor(nbytes, operations, "float32")
+    assert floor == max(nbytes / memory, operations / products)
+    assert found.floor(nbytes, operations, "int4") == nbytes / memory
+    assert (floor == nbytes / memory) == (found.bound(nbytes, operations, "float32") == "memory")
+
+
+def test_copies_leave_the_cache_and_share_nothing() -> None:
+    case = next(iter(cases("linear", "cpu", torch.float32)))
+    sets = argument_sets(case, "cpu")
+    assert sum(each["weight"].nbytes + each["x"].nbytes for each in sets) >= op_bench.COLD_BYTES["cpu"]
+    assert len({each["weight"].data_ptr() for each in sets}) == len(sets)
+    assert all(torch.equal(each["weight"], case.args["weight"]) for each in sets)
+
+
+def test_a_kernel_that_fails_is_told_and_the_others_are_timed(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**args: Any) -> None:
+        raise RuntimeError("out\nof order")
+
+    real = serving
+    monkeypatch.setattr(op_bench, "serving", lambda *args: {**real(*args), "odd": broken})
+    found = list(bench(measure("cpu", [torch.float32]), torch.float32, Wanted(ops=("rms_norm",), rounds=1)))
+    assert {each.variant: each.failed for each in found}["odd"] == "out of order"
+    assert [each for each in found if each.variant == "torch" and each.us]
+
+
+@pytest.mark.parametrize("device", MORE)
+def test_the_extra_shapes_belong_to_ops_of_the_shelf(device: str) -> None:
+    assert set(MORE[device]) <= {*shelf.OPS, *shelf.SPANS}
+
+
+def test_extra_cases_are_right_for_their_ops() -> None:
+    """Every shape for a CPU runs through its reference, but for the head, which only takes time."""
+    with torch.inference_mode():
+        for op, make in MORE["cpu"].items():
+            for case in make("cpu", torch.float32):
+                if "49152" not in case.name and "4096" not in case.name:
+                    shelf.reference(op)(**case.args)
+                assert case.bytes_moved > 0
