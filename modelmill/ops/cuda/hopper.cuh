@@ -118,23 +118,23 @@ __device__ inline void take_registers() {
 // A matrix in shared memory is named by a descriptor. All of ours lie as the copy engine's 128-byte swizzle writes
 // them: rows of 128 bytes (64 values), whose 16-byte pieces are exchanged within every 8 rows (piece p of row r lies at
 // p ^ (r % 8)), so that eight rows' pieces of one column fall in eight different groups of banks. Tiles start at
-// multiples of 1,024 bytes, and a wider matrix is a column of such tiles for each 64 values of width.
+// multiples of 1,024 bytes: 8 rows of 64 values. A larger matrix is several of these, in an order of its own.
 
 __device__ inline u64 descriptor(u32 address, u32 across, u32 down) {
     const u64 swizzle_128 = 1ull << 62;
     return swizzle_128 | u64(down >> 4) << 32 | u64(across >> 4) << 16 | u64((address & 0x3FFFF) >> 4);
 }
 
-// The summed-over values run along the rows (Q and K: 64 values of the head's dimension side by side). 16 values further
-// is 32 bytes further, even though swizzled: the hardware exchanges pieces by the address that results.
-__device__ inline u64 along_rows(u32 address) {
-    return descriptor(address, 16, 1024);
+// The summed-over values run along the rows (Q and K: the head's dimension). The next 8 rows lie ``down`` bytes further.
+// 16 values further is 32 bytes further, even though swizzled: the hardware exchanges pieces by the address that results.
+__device__ inline u64 along_rows(u32 address, u32 down) {
+    return descriptor(address, 16, down);
 }
 
-// The summed-over index is the row (V: a row for each key): 8 rows take 1,024 bytes, the next 64 columns lie ``across``
-// bytes further. 16 keys further is 2,048 bytes further.
-__device__ inline u64 along_columns(u32 address, u32 across) {
-    return descriptor(address, across, 1024);
+// The summed-over index is the row (V: a row for each key). The next 64 columns lie ``across`` bytes further, the next
+// 8 rows ``down``.
+__device__ inline u64 along_columns(u32 address, u32 across, u32 down) {
+    return descriptor(address, across, down);
 }
 
 // Registers that the warpgroup has written may be read by the products that follow.

@@ -35,10 +35,13 @@ constexpr int HALVES = DIM / 64;     // columns of 128 bytes, the widest that th
 constexpr int PAGES = KEYS / PAGE;   // of a block
 constexpr int MOST_SEQUENCES = 1024; // known to paged_attention.py
 constexpr int THREADS = 384, MIXERS = 2, MIXER_WARPS = 8;
-constexpr u32 Q_COLUMN = QUERIES * 128, K_COLUMN = KEYS * 128, PAGE_BYTES = PAGE * 128;
-constexpr u32 Q_BYTES = HALVES * Q_COLUMN, BLOCK_BYTES = HALVES * K_COLUMN;
+constexpr u32 TILE = 1024; // 8 rows of 128 bytes
+// Queries: all rows of the first half, then those of the second. Keys and values: both halves of 8 rows, then of the
+// next 8, so that one request brings a whole page.
+constexpr u32 Q_HALF = QUERIES * 128, K_ROWS = HALVES * TILE;
+constexpr u32 Q_BYTES = QUERIES * DIM * 2, BLOCK_BYTES = KEYS * DIM * 2, PAGE_BYTES = PAGE * DIM * 2;
 constexpr int TURN = 1, CLEANED = TURN + MIXERS; // named barriers, one of each for each mixer
-static_assert(PAGES * HALVES <= 32, "a lane copies one half of one page");
+static_assert(PAGES <= 32 && PAGE >= 8, "a lane copies a page");
 
 // Everything but the tensors' descriptors; paged_attention.py packs the same.
 struct Work {
@@ -133,17 +136,13 @@ __device__ int find_tile(Tile &tile, const Plan &plan, const Work &work, int tot
     return b;
 }
 
-// Lane's share of a block of keys or values: one half (of the head's dimension) of one page. A page past the context is
-// asked for by a number that does not exist, and arrives as zeros.
-__device__ inline void load_block(
-    u32 target, const TensorMap &map, u32 full, u32 empty, u32 parity, int page, int kv_head, int lane) {
+// Lane's share of a block of keys or values: one page. A page past the context is asked for by a number that does not
+// exist, and arrives as zeros.
+__device__ inline void load_block(u32 target, const TensorMap &map, u32 full, u32 empty, u32 parity, int rows, int lane) {
     wait(empty, parity ^ 1);
     if (lane == 0) arrive_expecting(full, BLOCK_BYTES);
     __syncwarp();
-    if (lane < PAGES * HALVES) {
-        const int half = lane / PAGES, number = lane % PAGES;
-        load_box(target + half * K_COLUMN + number * PAGE_BYTES, map, full, half * 64, 0, kv_head, page);
-    }
+    if (lane < PAGES) load_box(target + lane * PAGE_BYTES, map, full, 0, 0, 0, rows);
 }
 
 __device__ void load(
@@ -160,35 +159,37 @@ __device__ void load(
         Tile tile;
         const int b = find_tile(tile, plan, work, total, index);
         const int *table = work.tables + b * static_cast<long long>(work.table_stride);
-        const int kv_head = tile.head / work.group, number = lane % PAGES;
-        const int reach = (tile.context + PAGE - 1) / PAGE; // pages that exist
-        auto page_of = [&](int block) {
-            const int column = block * PAGES + number;
-            return block >= tile.first && column < smaller(reach, work.columns) ? table[column] : work.pages;
+        const int kv_heads = work.heads / work.group, kv_head = tile.head / work.group;
+        const int reach = smaller((tile.context + PAGE - 1) / PAGE, work.columns); // pages that exist
+        // Of the lane's page in a block: where its rows begin in the cache, in eights.
+        auto rows_of = [&](int block) {
+            const int column = block * PAGES + lane;
+            const int page = lane < PAGES && block >= tile.first && column < reach ? table[column] : work.pages;
+            return (page * kv_heads + kv_head) * (PAGE / 8);
         };
-        int page = page_of(tile.last), page_behind = 0;
+        int rows = rows_of(tile.last), rows_behind = 0;
         wait(shared_address(&barriers.q_empty), parity ^ 1);
         if (lane == 0) {
             plan.tile = tile;
             const u32 full = shared_address(&barriers.q_full);
             arrive_expecting(full, Q_BYTES);
             for (int half = 0; half < HALVES; ++half)
-                load_box(base + half * Q_COLUMN, q_map, full, half * 64, tile.head, tile.row);
+                load_box(base + half * Q_HALF, q_map, full, half * 64, tile.head, tile.row);
         }
         // In the order in which they are used: the values of a block after the keys of the next.
         for (int block = tile.last; block >= tile.first - 1; --block) {
-            const int page_ahead = page_of(block - 1);
+            const int rows_ahead = rows_of(block - 1);
             if (block >= tile.first) {
                 load_block(base + AT_K + k.stage * BLOCK_BYTES, k_map, shared_address(&barriers.k_full[k.stage]),
-                           shared_address(&barriers.k_empty[k.stage]), k.parity, page, kv_head, lane);
+                           shared_address(&barriers.k_empty[k.stage]), k.parity, rows, lane);
                 k.advance();
             }
             if (block < tile.last) {
                 load_block(base + AT_V + v.stage * BLOCK_BYTES, v_map, shared_address(&barriers.v_full[v.stage]),
-                           shared_address(&barriers.v_empty[v.stage]), v.parity, page_behind, kv_head, lane);
+                           shared_address(&barriers.v_empty[v.stage]), v.parity, rows_behind, lane);
                 v.advance();
             }
-            page_behind = page, page = page_ahead;
+            rows_behind = rows, rows = rows_ahead;
         }
         index = __shfl_sync(~0u, next, 0);
     }
@@ -211,9 +212,19 @@ struct Softmax {
     __device__ void weigh(float (&s)[SCORES], float scale) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
+#if TREE
+            float most = top[row], others = s[2 * row + 1]; // two chains: each step waits for the one before
+#pragma unroll
+            for (int i = 2 * row; i < SCORES; i += 4) {
+                most = fmaxf(most, s[i]);
+                others = fmaxf(others, s[i + 1]);
+            }
+            most = fmaxf(most, others);
+#else
             float most = top[row];
 #pragma unroll
             for (int i = 2 * row; i < SCORES; i += 4) most = fmaxf(most, fmaxf(s[i], s[i + 1]));
+#endif
             // A row's columns are spread over four neighbouring lanes.
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
@@ -248,8 +259,8 @@ __device__ inline void issue_scores(float (&s)[SCORES], u32 q, u32 k) {
     products_begin();
 #pragma unroll
     for (int step = 0; step < DIM / 16; ++step) {
-        const u32 inside = step % 4 * 32;
-        product(s, along_rows(q + step / 4 * Q_COLUMN + inside), along_rows(k + step / 4 * K_COLUMN + inside), step > 0);
+        const int half = step / 4, inside = step % 4 * 32;
+        product(s, along_rows(q + half * Q_HALF + inside, TILE), along_rows(k + half * TILE + inside, K_ROWS), step > 0);
     }
     products_end();
 }
@@ -260,7 +271,7 @@ __device__ inline void issue_mixture(float (&o)[MIXED], u32 (&p)[WEIGHTS], u32 v
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step)
         product(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
-                along_columns(v + step * 2048, K_COLUMN));
+                along_columns(v + step * 2 * K_ROWS, TILE, K_ROWS));
     products_end();
 }
 
@@ -280,7 +291,8 @@ __device__ inline void clean_values(u32 offset, int begin, int mixer, int thread
     const int end = (begin + PAGE - 1) / PAGE * PAGE;
     for (int i = thread; i < (end - begin) * 8 * HALVES; i += 128) {
         const int piece = i % 8, half = i / 8 % HALVES, row = begin + i / (8 * HALVES);
-        reinterpret_cast<uint4 *>(shared + offset + half * K_COLUMN + row * 128)[piece] = make_uint4(0, 0, 0, 0);
+        const u32 at = offset + row / 8 * K_ROWS + half * TILE + row % 8 * 128;
+        reinterpret_cast<uint4 *>(shared + at)[piece] = make_uint4(0, 0, 0, 0);
     }
     fence_async();
     meet(CLEANED + mixer, 128);

@@ -50,7 +50,7 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """Prompts in 16 bits with heads of 64 or 128, pages of 8 to 128 tokens, up to 1,024 sequences."""
+    """Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to 1,024 sequences."""
     page_size, dim = k_cache.shape[2:]
     if max_query <= FEW_QUERIES or q.dtype not in TYPES or not q.is_cuda or q.shape[0] == 0:
         return False
@@ -59,7 +59,14 @@ def supports(
     indices = (block_tables, query_start, context_lens)
     packed = all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in indices)
     page = 8 <= page_size <= KEYS and page_size & (page_size - 1) == 0
-    return packed and page and block_tables.shape[0] <= MOST_SEQUENCES and all(map(_copyable, (q, k_cache, v_cache)))
+    return (
+        packed
+        and page
+        and block_tables.shape[0] <= MOST_SEQUENCES
+        and _copyable(q)
+        and _paged(k_cache)
+        and _paged(v_cache)
+    )
 
 
 def run(
@@ -94,10 +101,7 @@ def run(
         work = struct.pack("=5Q9if", *pointers, *counts, scale * LOG2E)
         device = q.get_device()
         blocks = min(launch.multiprocessors(device), (tokens // QUERIES + batch) * heads)
-        _kernel(q.dtype, dim, page_size, device).launch(
-            blocks, _map(q, (64, 1, QUERIES)), _map(k_cache, (64, page_size, 1, 1)),
-            _map(v_cache, (64, page_size, 1, 1)), work,
-        )  # fmt: skip
+        _kernel(q.dtype, dim, page_size, device).launch(blocks, _queries(q), _pages(k_cache), _pages(v_cache), work)
     if mixed and rest is not None:
         around = (block_tables, query_start, context_lens, 1, max_context, scale, window)
         rest(q, k_cache, v_cache, *around, out=out)
@@ -126,7 +130,23 @@ def _copyable(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in x.stride()[:-1])
 
 
-def _map(x: torch.Tensor, box: tuple[int, ...]) -> bytes:
-    """x as the copy engine sees it, its last dimension innermost."""
-    strides = tuple(s * x.element_size() for s in reversed(x.stride()[:-1]))
-    return launch.tensor_map(x.data_ptr(), x.dtype, tuple(reversed(x.shape)), strides, box)
+def _paged(cache: torch.Tensor) -> bool:
+    return cache.is_contiguous() and cache.data_ptr() % 16 == 0
+
+
+def _queries(q: torch.Tensor) -> bytes:
+    """q [T, heads, D] as the copy engine sees it; it takes 64 values of one head in all rows of a tile at a time."""
+    tokens, heads, dim = q.shape
+    size = q.element_size()
+    strides = (q.stride(1) * size, q.stride(0) * size)
+    return launch.tensor_map(q.data_ptr(), q.dtype, (dim, heads, tokens), strides, (64, 1, QUERIES))
+
+
+def _pages(cache: torch.Tensor) -> bytes:
+    """A cache as the copy engine sees it: [eights of rows, halves of a row, 8 rows, 64]; it takes a page at a time."""
+    pages, kv_heads, page_size, dim = cache.shape
+    row = dim * cache.element_size()
+    sizes = (64, 8, dim // 64, pages * kv_heads * page_size // 8)
+    return launch.tensor_map(
+        cache.data_ptr(), cache.dtype, sizes, (row, 128, 8 * row), (64, 8, dim // 64, page_size // 8)
+    )
