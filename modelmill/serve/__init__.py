@@ -1,0 +1,1 @@
+"""Engines behind an HTTP API: each runs in a process of its own, the API in another."""

@@ -1,0 +1,43 @@
+"""One memory budget for several engines: they load one after another, and each takes its part of what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from modelmill.core.config import RunConfig
+
+
+def share(left: int, mine: int, others: Sequence[int]) -> int:
+    """Bytes for an engine with ``mine`` bytes of weights, of ``left``, while ``others`` are still to come.
+
+    Every engine gets room for its weights; what remains is divided equally.
+    """
+    spare = left - mine - sum(others)
+    return mine + spare // (1 + len(others))
+
+
+def on_cpu(config: RunConfig, free: int, others: Sequence[int]) -> RunConfig:
+    """``config`` with this engine's part of the KV bytes. free: what KV caches may take now, all together."""
+    if config.kv_cache_bytes is not None or not others:
+        return config
+    return replace(config, kv_cache_bytes=max(free // (1 + len(others)), 1))
+
+
+def on_cuda(config: RunConfig, free: int, total: int, mine: int, others: Sequence[int]) -> RunConfig:
+    """``config`` with this engine's part of the GPU. free, total: bytes of the device now; other engines hold the rest.
+
+    gpu_memory_utilization bounds all of them together.
+    """
+    if config.kv_cache_bytes is not None or not others:
+        return config
+    used = total - free
+    mine_now = share(int(total * config.gpu_memory_utilization) - used, mine, others)
+    return replace(config, gpu_memory_utilization=min(max((used + mine_now) / total, 1e-6), 1.0))
+
+
+def parted(config: RunConfig, count: int) -> RunConfig:
+    """``config`` for one of ``count`` engines: KV bytes that were given are for all of them."""
+    if config.kv_cache_bytes is None or count < 2:
+        return config
+    return replace(config, kv_cache_bytes=max(config.kv_cache_bytes // count, 1))

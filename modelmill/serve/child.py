@@ -1,0 +1,65 @@
+"""Starting worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from typing import Protocol
+
+
+class Child(Protocol):
+    """A running worker."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def kill(self) -> None:
+        """End it now; nothing happens where it has ended."""
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended; negative: the signal that ended it."""
+
+
+class Launch(Protocol):
+    """Starts a worker: its end of the socket belongs to it, ours is returned."""
+
+    async def __call__(self) -> tuple[socket.socket, Child]: ...
+
+
+class Process:
+    """A worker in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it now."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def wait(self) -> int:
+        """Its exit code."""
+        return await self._process.wait()
+
+
+async def launch() -> tuple[socket.socket, Child]:
+    """A worker process that waits for its ``Open``. It holds no descriptor of ours but its end of the socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "modelmill.serve.worker",
+            str(theirs.fileno()),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+        )
+    return ours, Process(process)

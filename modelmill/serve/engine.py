@@ -1,0 +1,324 @@
+"""One served engine, seen from the API: its worker is started, supervised and talked to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from modelmill.core import log
+from modelmill.core.errors import CapacityError, ModelmillError, RequestError, UsageError
+from modelmill.core.types import Finish, Token
+from modelmill.dialogue import Dialogue
+from modelmill.language import Language
+from modelmill.runtime.check import Bounds, check
+from modelmill.runtime.stats import Stats
+from modelmill.serve.child import Child, Launch, launch
+from modelmill.serve.message import (
+    HEAD,
+    Abort,
+    Add,
+    Ask,
+    Count,
+    End,
+    Failed,
+    Loading,
+    Message,
+    Open,
+    Ready,
+    Refused,
+    Told,
+    decode,
+    encode,
+)
+from modelmill.serve.ticket import Ticket, WorkerLost
+
+SHORT = 30.0
+"""A worker that lived for fewer seconds counts as a failed start."""
+TRIES = 5
+_log = log.get("serve")
+
+
+class State(StrEnum):
+    """Where an engine stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class NotReady(ModelmillError):
+    """The engine is loading or restarting."""
+
+
+class Busy(CapacityError):
+    """As many requests wait as may."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far loading has come; done and total in the stage's own unit."""
+
+    stage: str = "starting"
+    done: int = 0
+    total: int = 0
+
+
+class Engine:
+    """A worker and the requests it answers. Belongs to one asyncio event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        order: Open,
+        *,
+        queue: int,
+        chat_template: str | Path | None = None,
+        start: Launch = launch,
+        read: Callable[[Path, str | Path | None], Language] = Language.read,
+        pause: float = 0.2,
+    ) -> None:
+        """queue: sequences that may wait beyond those of a step. pause: seconds before the first restart."""
+        self.name, self.state, self.progress = name, State.LOADING, Progress()
+        self.error: str | None = None
+        self.usage = False
+        self.restarts = 0
+        self.facts: Ready | None = None
+        self.since = int(time.time())
+        self.settled = asyncio.Event()
+        self._order, self._queue, self._template = order, queue, chat_template
+        self._start, self._read, self._pause = start, read, pause
+        self._language: Language | None = None
+        self._child: Child | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._running: dict[str, tuple[Dialogue, Ticket]] = {}
+        self._seqs = 0
+        self._asked: dict[int, asyncio.Future[Stats]] = {}
+        self._numbers = itertools.count()
+        self._stats: Stats | None = None
+        self._before = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._closing = False
+
+    # -- asking
+
+    @property
+    def language(self) -> Language:
+        """The engine's text side. Raises NotReady before it is known."""
+        if self._language is None:
+            raise NotReady(f"the engine {self.name} is still loading")
+        return self._language
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, while there is one."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def bounds(self) -> Bounds:
+        """What requests are checked against. Raises NotReady."""
+        facts = self.facts
+        if self.state is not State.READY or facts is None:
+            raise NotReady(f"the engine {self.name} is {self.state.value}; try again soon")
+        return Bounds(facts.vocab, facts.max_model_len, facts.pages * facts.page_size, facts.seqs)
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may run and wait."""
+        return self._queue + (self.facts.seqs if self.facts is not None else 0)
+
+    def submit(self, dialogues: Sequence[Dialogue]) -> Ticket:
+        """Queue requests, all or none.
+
+        Raises RequestError for what can never be served, Busy where too many wait, NotReady without a worker.
+        """
+        bounds = self.bounds
+        for dialogue in dialogues:
+            check(dialogue.request, bounds)
+        ticket = Ticket(dialogues, self._abandon)
+        if ticket.weight > self.capacity:
+            raise RequestError(f"{ticket.weight} answers at once are more than the {self.capacity} this server queues")
+        if self._seqs + ticket.weight > self.capacity:
+            raise Busy(f"the engine {self.name} has {self._seqs} answers to give; try again soon")
+        for dialogue in dialogues:
+            self._running[dialogue.request.id] = dialogue, ticket
+            self._seqs += dialogue.request.params.n
+            self._send(Add(dialogue.request))
+        return ticket
+
+    async def stats(self, seconds: float = 1.0) -> Stats | None:
+        """Counters since the server was started and gauges of now; of the last time where the worker is slow to tell.
+
+        None before the first.
+        """
+        if self._writer is not None and self.state is State.READY:
+            number = next(self._numbers)
+            future = self._asked[number] = asyncio.get_running_loop().create_future()
+            self._send(Ask(number))
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(future, seconds)
+            finally:
+                self._asked.pop(number, None)
+        return None if self._stats is None else _plus(self._stats, self._before)
+
+    def abort_all(self, why: str) -> None:
+        """End every request with an error."""
+        for _, ticket in list(self._running.values()):
+            ticket.fail(NotReady(why))
+
+    # -- the worker's life
+
+    async def run(self) -> None:
+        """Keep a worker alive until ``close``. Returns as well where none can be started: state FAILED, ``error``."""
+        short = 0
+        try:
+            while not self._closing:
+                began = time.monotonic()
+                code = await self._life()
+                if self._closing:
+                    break
+                short = short + 1 if time.monotonic() - began < SHORT else 0
+                if self.facts is None or short >= TRIES:
+                    self.error = self.error or f"the worker of {self.name} ended with status {code}"
+                    self.state = State.FAILED
+                    return
+                self.restarts += 1
+                _log.error("worker ended", extra={"data": {"engine": self.name, "status": code, "again": True}})
+                await asyncio.sleep(self._pause * 2 ** min(short, 6))
+            if self.state is not State.FAILED:
+                self.state = State.STOPPED
+        finally:
+            self.settled.set()
+
+    async def close(self) -> None:
+        """End the worker; what it answers ends with an error."""
+        self._closing = True
+        if self._child is not None:
+            self._child.kill()
+
+    async def _life(self) -> int:
+        """One worker from start to end; returns its exit code."""
+        sock, self._child = await self._start()
+        reader, self._writer = await asyncio.open_connection(sock=sock)
+        try:
+            self._send(self._again())
+            while True:
+                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                message = decode(await reader.readexactly(size))
+                if isinstance(message, Ready):
+                    await self._opened(message)
+                else:
+                    self._hear(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            child, self._child = self._child, None
+            self._lost()
+            child.kill()
+        return await child.wait()
+
+    def _again(self) -> Open:
+        """The order for a worker; one that follows another takes the same memory again."""
+        if self.facts is None:
+            return self._order
+        run = {**self._order.run, "kv_cache_bytes": (self.facts.pages + 1) * self.facts.page_bytes}
+        return replace(self._order, run=run)
+
+    async def _opened(self, facts: Ready) -> None:
+        if self._language is None:
+            try:
+                self._language = await asyncio.to_thread(self._read, Path(facts.path), self._template)
+            except ModelmillError as error:
+                self.error, self.usage, self._closing = str(error), isinstance(error, UsageError), True
+                self.state = State.FAILED
+                raise ConnectionAbortedError from None
+        self.facts, self.state, self.error = facts, State.READY, None
+        self.settled.set()
+        _log.info("ready", extra={"data": {"engine": self.name, "device": facts.device, "pages": facts.pages}})
+
+    def _lost(self) -> None:
+        """The worker is gone: everyone who waits is told."""
+        if self.state is State.READY:
+            self.state = State.RESTARTING
+        self.progress = Progress()
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        for _, ticket in list(self._running.values()):
+            ticket.fail(WorkerLost(f"the engine {self.name} ended while it answered; it is being restarted"))
+        self._running.clear()
+        self._seqs = 0
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(TimeoutError())
+        if self._stats is not None:
+            self._before, self._stats = _plus(replace(self._stats, running=0, waiting=0), self._before), None
+
+    # -- messages
+
+    def _send(self, message: Message) -> None:
+        if self._writer is not None:
+            self._writer.write(encode(message))
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, Told):
+            for token in message.tokens:
+                self._push(token)
+        elif isinstance(message, Count):
+            self._stats = Stats(**message.stats)
+            future = self._asked.get(message.number)
+            if future is not None and not future.done():
+                future.set_result(self._stats)
+        elif isinstance(message, Loading):
+            self.progress = Progress(message.stage, message.done, message.total)
+        elif isinstance(message, Refused):
+            entry = self._forget(message.id)
+            if entry is not None:
+                entry[1].fail(RequestError(message.message))
+        elif isinstance(message, Failed):
+            self.error, self.usage = message.message, message.usage
+
+    def _push(self, token: Token) -> None:
+        entry = self._running.get(token.request)
+        if entry is None:
+            return
+        dialogue, ticket = entry
+        delta, stopped = dialogue.push(token)
+        if stopped:
+            self._send(End(token.request, token.index))
+        if dialogue.answer.finished:
+            self._forget(token.request)
+        if token.finish is Finish.ABORT:
+            ticket.fail(CapacityError("the engine has no memory left for this request; shorten it"))
+            return
+        ticket.tell(token.request, delta, 1 + len(token.logprobs or ()) + len(token.replay or ()))
+
+    def _forget(self, id: str) -> tuple[Dialogue, Ticket] | None:
+        entry = self._running.pop(id, None)
+        if entry is not None:
+            self._seqs -= entry[0].request.params.n
+        return entry
+
+    def _abandon(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            if self._forget(id) is not None:
+                self._send(Abort(id))
+
+
+def _plus(now: Stats, before: Stats) -> Stats:
+    """Gauges of now, counters of both."""
+    return replace(
+        now,
+        steps=now.steps + before.steps,
+        prompt_tokens=now.prompt_tokens + before.prompt_tokens,
+        output_tokens=now.output_tokens + before.output_tokens,
+        cached_tokens=now.cached_tokens + before.cached_tokens,
+        preemptions=now.preemptions + before.preemptions,
+    )

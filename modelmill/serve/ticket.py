@@ -1,0 +1,99 @@
+"""What one HTTP request waits for: the answers to its prompts, as they come.
+
+News are gathered until they are fetched, so a client that reads slowly costs memory for what it has not read yet and
+nothing else; there is a bound to that too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from modelmill.answer import Delta
+from modelmill.core.errors import CapacityError, ModelmillError
+from modelmill.dialogue import Dialogue
+
+BEHIND = 16384
+"""Most pieces of news that wait for a client; with log-probabilities each counts as many as it tells."""
+
+
+class News(NamedTuple):
+    """A delta, and of which of the ticket's prompts."""
+
+    prompt: int
+    delta: Delta
+
+
+class WorkerLost(ModelmillError):
+    """The engine's process ended while it answered."""
+
+
+class TooSlow(CapacityError):
+    """A client did not fetch its answer."""
+
+
+class Ticket:
+    """The prompts of one HTTP request. ``close`` gives up what has not ended."""
+
+    def __init__(self, dialogues: Sequence[Dialogue], abandon: Callable[[Sequence[str]], None]) -> None:
+        """abandon: called with the engine's ids of what is given up."""
+        self.dialogues = list(dialogues)
+        self.weight = sum(each.request.params.n for each in dialogues)
+        self._abandon = abandon
+        self._open = {each.request.id: place for place, each in enumerate(dialogues)}
+        self._news: list[News] = []
+        self._behind = 0
+        self._error: BaseException | None = None
+        self._wake = asyncio.Event()
+
+    # -- for who asked
+
+    async def fetch(self) -> list[News]:
+        """What came since the last call, waiting for something; [] once all has ended. Raises what went wrong."""
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return []
+            self._wake.clear()
+            await self._wake.wait()
+        news, self._news, self._behind = self._news, [], 0
+        return news
+
+    async def finish(self) -> None:
+        """Wait until everything has ended."""
+        while await self.fetch():
+            pass
+
+    def close(self) -> None:
+        """Give up what has not ended; closing twice is closing once."""
+        left, self._open = list(self._open), {}
+        self._news = []
+        if left:
+            self._abandon(left)
+        self._wake.set()
+
+    # -- for the engine
+
+    def tell(self, id: str, delta: Delta, weight: int = 1) -> None:
+        """One more piece of news of the request ``id``."""
+        place = self._open.get(id)
+        if place is None:
+            return
+        self._news.append(News(place, delta))
+        self._behind += weight
+        if delta.answer.finished:
+            del self._open[id]
+        elif self._behind > BEHIND:
+            self.fail(TooSlow("the client does not read its answer; the request was given up"))
+        self._wake.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come."""
+        if self._error is None:
+            self._error = error
+        left, self._open = list(self._open), {}
+        if left:
+            self._abandon(left)
+        self._wake.set()

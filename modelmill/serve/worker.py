@@ -1,0 +1,219 @@
+"""An engine in a process of its own: requests come in over a socket, tokens go out over it.
+
+Started by ``serve.child``; it ends when the other end of its socket is closed, however that came about, so no worker
+outlives its server. What goes wrong inside a step ends the process: the server answers for it and starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from modelmill.artifact.store import Artifact, is_engine, open_artifact
+from modelmill.artifact.verify import verify
+from modelmill.core.config import BuildConfig, RunConfig, from_dict
+from modelmill.core.errors import ModelmillError, RequestError, UsageError
+from modelmill.runtime.device import pick_device
+from modelmill.runtime.loop import Loop
+from modelmill.runtime.memory import free_on_cpu
+from modelmill.serve import budget
+from modelmill.serve.message import (
+    HEAD,
+    Abort,
+    Add,
+    Ask,
+    Count,
+    End,
+    Failed,
+    Loading,
+    Message,
+    Open,
+    Ready,
+    Refused,
+    Told,
+    decode,
+    encode,
+)
+
+BUFFER = 4 << 20
+LOST = 3
+"""Exit code of a worker whose server is gone."""
+
+
+class Wire:
+    """The worker's end of the socket: blocking, one thread reads, one writes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        self._sock = sock
+        self._file = sock.makefile("rb", buffering=1 << 16)
+
+    def send(self, message: Message) -> None:
+        """Blocks while the server does not read: the engine is to run no further ahead than that."""
+        self._sock.sendall(encode(message))
+
+    def receive(self) -> Message | None:
+        """The next message; None when the server is gone."""
+        try:
+            head = self._file.read(HEAD.size)
+            body = self._file.read(HEAD.unpack(head)[0]) if len(head) == HEAD.size else b""
+        except (OSError, ValueError):
+            return None
+        return decode(body) if body else None
+
+
+class Inbox:
+    """Reads the wire on a thread of its own, so that a server that is gone is noticed whatever the engine does."""
+
+    def __init__(self, wire: Wire, lost: Callable[[], None]) -> None:
+        """lost: called once the server is gone; after it, ``messages`` ends with None."""
+        self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._wire, self._lost = wire, lost
+        threading.Thread(target=self._listen, name="modelmill-worker-in", daemon=True).start()
+
+    def _listen(self) -> None:
+        while (message := self._wire.receive()) is not None:
+            self.messages.put(message)
+        self._lost()
+        self.messages.put(None)
+
+
+class Worker:
+    """Steps a loop for as long as its server is there."""
+
+    def __init__(self, loop: Loop, wire: Wire, inbox: Inbox) -> None:
+        self.loop, self._wire, self._inbox = loop, wire, inbox
+
+    def run(self) -> None:
+        """Until the server is gone."""
+        loop, inbox = self.loop, self._inbox.messages
+        try:
+            while True:
+                while not (loop.has_work and inbox.empty()):
+                    message = inbox.get()
+                    if message is None:
+                        return
+                    self._obey(message)
+                tokens = loop.step()
+                if tokens:
+                    self._wire.send(Told(tokens))
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def _obey(self, message: Message) -> None:
+        if isinstance(message, Add):
+            try:
+                self.loop.add(message.request)
+            except RequestError as error:
+                self._wire.send(Refused(message.request.id, str(error)))
+        elif isinstance(message, Abort):
+            self.loop.abort(message.id)
+        elif isinstance(message, End):
+            self.loop.finish(message.id, message.index)
+        elif isinstance(message, Ask):
+            self._wire.send(Count(message.number, asdict(self.loop.stats())))
+
+
+def ready(loop: Loop, path: str) -> Ready:
+    """What the server has to know of an open loop."""
+    bounds = loop.bounds
+    page_bytes = loop.model.kv.page_bytes(loop.page_size, loop.kv_dtype)  # type: ignore[operator, union-attr]
+    return Ready(
+        path, loop.device, bounds.vocab, bounds.longest, loop.num_pages, loop.page_size, page_bytes, bounds.seqs
+    )
+
+
+def opened(order: Open, told: Callable[[str, int, int], None]) -> tuple[Loop, str]:
+    """The loop and the path of its engine; a checkpoint is built into the cache first. Raises ModelmillError."""
+    path = Path(order.model)
+    if not is_engine(path):
+        if not path.exists():
+            raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
+        from modelmill.llm import cached_engine
+
+        path = cached_engine(path, from_dict(BuildConfig, order.build, "build"), told)
+    elif order.build:
+        raise UsageError(f"{', '.join(order.build)}: decided when an engine is built, and {path} is one already")
+    artifact = open_artifact(path)
+    verify(artifact, progress=lambda done, total: told("checking", done, total))
+    config = _budgeted(from_dict(RunConfig, order.run, "run"), artifact.nbytes(), order.others)
+    loop = Loop.open(_Watched(artifact, told), config)
+    if order.warm:
+        told("warming up", 0, 1)
+        loop.warm_up()
+    return loop, str(path)
+
+
+def _budgeted(config: RunConfig, mine: int, others: Sequence[int]) -> RunConfig:
+    """``config`` with this engine's part of the memory."""
+    device = pick_device(config.device)
+    if device == "cpu":
+        return budget.on_cpu(config, free_on_cpu(), others)
+    import torch
+
+    free, total = torch.cuda.mem_get_info(torch.device(device))
+    return budget.on_cuda(config, free, total, mine, others)
+
+
+class _Watched(Artifact):
+    """An artifact that tells how many of its bytes have been read."""
+
+    def __init__(self, artifact: Artifact, told: Callable[[str, int, int], None]) -> None:
+        super().__init__(artifact.path, artifact.manifest)
+        self._told, self._done, self._total = told, 0, artifact.nbytes()
+
+    def tensor(self, name: str) -> Any:
+        found = super().tensor(name)
+        self._done += found.numel() * found.element_size()
+        self._told("loading", min(self._done, self._total), self._total)
+        return found
+
+
+def _progress(wire: Wire, seconds: float = 0.1) -> Callable[[str, int, int], None]:
+    """Sends Loading, at most every ``seconds`` for each stage."""
+    last: dict[str, float] = {}
+
+    def told(stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - last.get(stage, 0.0) >= seconds or done >= total:
+            last[stage] = now
+            wire.send(Loading(stage, done, total))
+
+    return told
+
+
+def main(argv: list[str]) -> int:
+    """``python -m modelmill.serve.worker FD``."""
+    # whoever started the server tells the server; it tells us by closing the socket
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    wire = Wire(socket.socket(fileno=int(argv[0])))
+    order = wire.receive()
+    if not isinstance(order, Open):
+        return LOST
+    inbox = Inbox(wire, lost=lambda: os._exit(LOST))
+    try:
+        loop, path = opened(order, _progress(wire))
+    except ModelmillError as error:
+        wire.send(Failed(str(error), isinstance(error, UsageError)))
+        return 1
+    except BrokenPipeError:
+        return LOST
+    wire.send(ready(loop, path))
+    Worker(loop, wire, inbox).run()
+    return LOST
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,37 @@
+"""Several engines share one memory."""
+
+from __future__ import annotations
+
+from modelmill.core.config import RunConfig
+from modelmill.serve import budget
+
+GIB = 1 << 30
+
+
+def test_engines_that_load_in_turn_fill_the_device_and_no_more() -> None:
+    """Each takes exactly the bytes it may; the last one gets what is left."""
+    total, weights = 80 * GIB, [14 * GIB, 2 * GIB, 1 * GIB]
+    used = GIB // 2
+    config = RunConfig(gpu_memory_utilization=0.9)
+    kv = []
+    for place, mine in enumerate(weights):
+        own = budget.on_cuda(config, total - used, total, mine, weights[place + 1 :])
+        taken = int(total * own.gpu_memory_utilization) - used
+        kv.append(taken - mine)
+        used += taken
+    assert abs(used - 0.9 * total) < 1024
+    assert max(kv) - min(kv) < 1024
+
+
+def test_kv_bytes_that_were_given_are_for_all() -> None:
+    assert budget.parted(RunConfig(kv_cache_bytes=9000), 3).kv_cache_bytes == 3000
+    assert budget.parted(RunConfig(kv_cache_bytes=9000), 1).kv_cache_bytes == 9000
+    assert budget.parted(RunConfig(), 3).kv_cache_bytes is None
+    given = RunConfig(kv_cache_bytes=3000)
+    assert budget.on_cpu(given, 10**9, [1, 2]) is given
+    assert budget.on_cuda(given, 10**9, 10**9, 5, [1, 2]) is given
+
+
+def test_on_a_cpu_the_rest_is_divided() -> None:
+    assert budget.on_cpu(RunConfig(), 900, [1, 1]).kv_cache_bytes == 300
+    assert budget.on_cpu(RunConfig(), 900, []).kv_cache_bytes is None

@@ -1,0 +1,61 @@
+"""Messages survive the wire."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from modelmill.core.types import Finish, Logprob, Request, SamplingParams, Token
+from modelmill.serve.message import (
+    HEAD,
+    Abort,
+    Add,
+    Ask,
+    Count,
+    End,
+    Failed,
+    Loading,
+    Message,
+    Open,
+    Ready,
+    Refused,
+    Told,
+    decode,
+    encode,
+)
+
+PARAMS = SamplingParams(n=2, temperature=0.5, seed=2**63, logit_bias={5: -100.0}, stop_token_ids=(3,), ignore_eos=True)
+TOP = Logprob(-math.inf, 2)
+MESSAGES: list[Message] = [
+    Open("a b", {"dtype": "float32"}, {"kernels": {"linear": "torch"}}, False, [5]),  # type: ignore[arg-type]
+    Add(Request(id="r1", prompt=(1, 2), params=PARAMS, eos_ids=(7,), cache_salt="tenant")),
+    Abort("r1"),
+    End("r1", 3),
+    Ask(9),
+    Loading("checking", 3, 2**40),
+    Ready("p", "cpu", 10, 20, 30, 16, 4096, 8),
+    Told([
+        Token("r1", 0, 5),
+        Token("r1", 1, None, finish=Finish.ABORT, cached_tokens=3),
+        Token("r1", 0, 6, {6: Logprob(-0.5, 1), 9: TOP}, Finish.STOP, 6, [None, {1: Logprob(-1.0, 1)}]),
+        Token("r1", 0, None, finish=Finish.LENGTH, replay=(1, 2), score=-2.25),
+    ]),
+    Refused("r1", "the prompt is empty"),
+    Count(9, {"running": 1}),
+    Failed("no such file", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
+    frame = encode(message)
+    assert HEAD.unpack(frame[: HEAD.size])[0] == len(frame) - HEAD.size
+    assert decode(frame[HEAD.size :]) == message
+
+
+def test_stop_strings_stay_with_the_text_side() -> None:
+    request = Request(id="r", prompt=(1,), params=SamplingParams(stop=("secret",)))
+    frame = encode(Add(request))
+    assert b"secret" not in frame
+    assert decode(frame[HEAD.size :]).request.params.stop == ()  # type: ignore[union-attr]
