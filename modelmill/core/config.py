@@ -53,6 +53,7 @@ class RunConfig:
     """What may differ from one start of an engine to the next."""
 
     device: str = option("auto", "cpu, cuda or cuda:N")
+    tp: int = option(1, "GPUs that compute the model together, from the device on (on a CPU: processes)")
     max_model_len: int | None = option(None, "lower the engine's longest sequence")
     max_num_seqs: int = option(256, "most sequences computed in one step")
     max_num_batched_tokens: int = option(8192, "most tokens computed in one step (longer prompts go in chunks)")
@@ -77,10 +78,11 @@ class RunConfig:
             "max_model_len",
             "kv_cache_bytes",
             "threads",
+            "tp",
         )
         for name in counts:
             value = getattr(self, name)
-            if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
+            if value is None and name not in ("max_num_seqs", "max_num_batched_tokens", "tp"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise UsageError(f"--{name.replace('_', '-')} must be a whole number, not {value!r}")

@@ -16,6 +16,7 @@
     │   └── IncompatibleArtifact   another schema or packing; rebuild
     ├── AcceptanceError            the built engine does not compute what the checkpoint computes
     ├── CapacityError              it does not fit: memory, length, batch
+    ├── RankError                  one of several ranks has ended; the engine is over
     └── MissingDependency          a package, compiler or device is absent
 
 A user's mistake raises one of these and the command line prints its single line. Anything else is a bug
@@ -79,6 +80,10 @@ class AcceptanceError(ModelmillError):
 
 class CapacityError(ModelmillError):
     """Something does not fit: memory, length or batch."""
+
+
+class RankError(ModelmillError):
+    """One of the processes that compute a model together has ended: the engine must be opened again."""
 
 
 class MissingDependency(ModelmillError):

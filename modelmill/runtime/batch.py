@@ -18,6 +18,7 @@ from modelmill.core.types import Insert
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
+from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime.pages import PageTables
 from modelmill.runtime.sequence import Sequence
 
@@ -117,7 +118,7 @@ class Batch:
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None
 
-    def step(self, kv: KVCache, ops: Ops, ids: torch.Tensor, whole: bool = False) -> Step:
+    def step(self, kv: KVCache, ops: Ops, ids: torch.Tensor, whole: bool = False, mesh: Mesh = ALONE) -> Step:
         """The Step of this batch. whole: nobody watches single modules."""
         v = self.views
         return Step(
@@ -134,6 +135,7 @@ class Batch:
             kv=kv,
             ops=ops,
             whole=whole,
+            mesh=mesh,
             embeds=self.embeds,
             embed_mask=self.embed_mask,
         )
@@ -204,7 +206,7 @@ class Packer:
         else:
             fed = self._mixed(out, work)
         self._wanted(out, want, samples)
-        self._send(views)
+        self.send(views)
         embeds, mask = _inserted(work, tokens, self.device)
         every = decode and samples == tokens and (pad is not None or tokens == 1 or [*want.rows] == [*range(tokens)])
         max_query = 1 if decode else max(c for _, c in work)
@@ -218,15 +220,27 @@ class Packer:
             section[:] = 0
         out.feed[:], out.slots[:], out.outs[:] = -1, -1, -1
         out.block_tables[:] = 0
-        self._send(views)
+        self.send(views)
         return Batch(views, query, False, query, 2 * query, False)
+
+    def take(self, layout: Layout) -> tuple[Views, memoryview]:
+        """The place of a step that another process packed: where to put its bytes before ``send``."""
+        views = self.views(layout)
+        return views, self._bytes(self._next(), views)
+
+    def packed(self, batch: Batch) -> memoryview:
+        """The bytes of the batch that was packed last."""
+        return self._bytes(self._turn, batch.views)
 
     def _columns(self, context: int) -> int:
         """Columns of the block tables: a power of two, so that few layouts occur."""
         need = -(-context // self.page_size)
         return min(1 << max(need - 1, 7).bit_length(), max(self.tables.table.shape[1], need))
 
-    def _send(self, views: Views) -> None:
+    def _bytes(self, turn: int, views: Views) -> memoryview:
+        return self._host[turn][: views.words].numpy().data.cast("B")
+
+    def send(self, views: Views) -> None:
         """Start copying what was written; on the CPU it is there already."""
         if self.cuda:
             assert self._there is not None
@@ -234,10 +248,15 @@ class Packer:
             self._there[:words].copy_(self._host[self._turn][:words], non_blocking=True)
             self._sent[self._turn].record()
 
-    def _write_to(self, layout: Layout) -> Arrays:
+    def _next(self) -> int:
+        """The turn of the host buffer that may be written now."""
         self._turn = (self._turn + 1) % len(self._host)
         if self.cuda:
             self._sent[self._turn].synchronize()
+        return self._turn
+
+    def _write_to(self, layout: Layout) -> Arrays:
+        self._next()
         arrays = self._arrays.get((self._turn, layout))
         if arrays is None:
             if len(self._arrays) > 512:

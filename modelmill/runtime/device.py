@@ -25,9 +25,24 @@ def pick_device(name: str) -> str:
     return "cuda:0" if name == "cuda" else name
 
 
-def use_threads(wanted: int | None) -> int:
-    """Set torch's threads to ``wanted``, or to the physical cores that this process may use; returns the number."""
-    count = wanted if wanted is not None else available_cores()
+def devices(first: str, count: int) -> list[str]:
+    """``count`` devices from ``first`` on, one a rank. Raises MissingDependency where there are not so many GPUs."""
+    if first == "cpu":
+        return ["cpu"] * count
+    start, there = torch.device(first).index or 0, torch.cuda.device_count()
+    if start + count > there:
+        raise MissingDependency(
+            f"--tp {count} needs {count} GPUs from {first} on, this torch sees {there - start}; lower --tp"
+        )
+    return [f"cuda:{i}" for i in range(start, start + count)]
+
+
+def use_threads(wanted: int | None, ranks: int = 1) -> int:
+    """Set torch's threads to ``wanted``, or to the physical cores that this process may use; returns the number.
+
+    Several ranks on one CPU share them.
+    """
+    count = max((wanted if wanted is not None else available_cores()) // ranks, 1)
     torch.set_num_threads(count)
     return count
 

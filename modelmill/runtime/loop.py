@@ -7,7 +7,8 @@ follows from counts alone. A sequence that turns out to have ended costs one was
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,16 +25,18 @@ from modelmill.core.types import Finish, Request, Token
 from modelmill.nn.kv import KVCache, held_dtype
 from modelmill.ops.shelf import resolve
 from modelmill.ops.tuning import Tuning
+from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import chance, memory
 from modelmill.runtime.batch import Layout, Packer
 from modelmill.runtime.beams import BeamSearch
 from modelmill.runtime.check import Bounds, check
+from modelmill.runtime.device import devices, use_threads
 from modelmill.runtime.device import pick_device as pick_device
-from modelmill.runtime.device import use_threads
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.ledger import Ledger
 from modelmill.runtime.load import load
 from modelmill.runtime.pages import PagePool
+from modelmill.runtime.ranks import Crew
 from modelmill.runtime.runner import After, Before, Flight, Runner
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Limits, Schedule, Scheduler
@@ -60,10 +63,11 @@ class Loop:
         artifact: Artifact | None = None,
         overlap: bool | None = None,
         tuning: Tuning | None = None,
+        mesh: Mesh = ALONE,
     ) -> None:
         """A loop around a loaded model. digest: identifies the weights in prefix keys. overlap: launch steps ahead.
 
-        tuning: launch sizes for this device.
+        tuning: launch sizes for this device. mesh: of which rank this is the loop; above 0 only its runner is used.
         """
         self.config = config = config or RunConfig()
         self.artifact = artifact
@@ -77,7 +81,7 @@ class Loop:
         self.page_size = config.page_size
         self._digest = digest
         self._rope = RopeRule.of(model)
-        self.num_pages = self._count_pages()
+        self.num_pages = self._count_pages(mesh)
         self.bounds = Bounds(
             self.vocab,
             self.max_model_len,
@@ -94,8 +98,8 @@ class Loop:
         # the last page is scrap: some variants write padding there
         kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
         packer = Packer(self.scheduler.tables, self.page_size, self.device)
-        self.sampler = Sampler(self.vocab, self.device, self.ops.sample)
-        self.runner = Runner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs)
+        self.sampler = Sampler(self.vocab, self.device, self.ops)
+        self.runner = Runner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs, mesh)
         self._overlap = cuda if overlap is None else overlap
         self.runner.keep = self._overlap or cuda
         if cuda:
@@ -108,6 +112,7 @@ class Loop:
                     self.runner.forward, self.sampler.pick, self.runner.last, packer, largest, width * self.page_size
                 )
         self.ledger = Ledger(self.scheduler, self.sampler)
+        self._end: Callable[[], Any] | None = None
         self._events: list[Token] = []
         self._flight: Flight | None = None
         self._arrivals = 0
@@ -119,20 +124,42 @@ class Loop:
         """Load an engine; a path's files are checked against their sha256 first (``artifact.verify``).
 
         Kernels switched at build stay switched unless ``config`` switches them again. Raises ArtifactError,
-        CapacityError, MissingDependency, UsageError.
+        CapacityError, MissingDependency, UsageError, RankError.
         """
         config = config or RunConfig()
         artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
-        if not isinstance(engine, Artifact):
-            verify(artifact)
+        check = verify if not isinstance(engine, Artifact) else lambda _: None
         config = replace(config, kernels={**artifact.manifest.build["kernels"], **config.kernels})
         device = pick_device(config.device)
+        if config.tp == 1:
+            check(artifact)
+            return cls.part(artifact, config, device)
+        crew = Crew(artifact.path, config, devices(device, config.tp))
+        try:
+            with crew.guard():
+                check(artifact)
+                loop = cls.part(artifact, config, device, crew.meet())
+        except BaseException:
+            crew.close()
+            raise
+        loop.runner.crew = crew
+        loop._end = weakref.finalize(loop, crew.close)
+        return loop
+
+    @classmethod
+    def part(cls, artifact: Artifact, config: RunConfig, device: str, mesh: Mesh = ALONE) -> Loop:
+        """The loop of one rank."""
         if device == "cpu":
-            use_threads(config.threads)
-        model = load(artifact, device)
+            use_threads(config.threads, mesh.size)
+        model = load(artifact, device, mesh)
         manifest = artifact.manifest
         length, digest, tuning = manifest.max_model_len, manifest.digest(), tuning_for(artifact.path, device)
-        return cls(model, config, max_model_len=length, digest=digest, artifact=artifact, tuning=tuning)
+        return cls(model, config, max_model_len=length, digest=digest, artifact=artifact, tuning=tuning, mesh=mesh)
+
+    def close(self) -> None:
+        """End the other ranks, where there are any; the loop is of no use then. Called when it is forgotten, too."""
+        if self._end is not None:
+            self._end()
 
     @property
     def has_work(self) -> bool:
@@ -207,7 +234,11 @@ class Loop:
                 self.ledger.drop(seq, Finish.STOP)
 
     def step(self) -> list[Token]:
-        """Schedule, run, sample, and tell what came of it."""
+        """Schedule, run, sample, and tell what came of it. Raises RankError where another rank has ended."""
+        with self.runner.guarded():
+            return self._step()
+
+    def _step(self) -> list[Token]:
         events, self._events = self._events, []
         flight = self._flight or self._launch(self.scheduler.schedule())
         self._flight = self._launch_ahead(flight)
@@ -275,6 +306,8 @@ class Loop:
         try:
             flight = self.runner.launch(plan)
         except OUT_OF_MEMORY:
+            if self.runner.crew is not None:
+                raise  # the other ranks are in this step: it cannot be made smaller
             return self._relieve(plan)
         self._count_step(plan)
         return flight
@@ -295,6 +328,8 @@ class Loop:
         try:
             ahead = self.runner.launch(plan)
         except OUT_OF_MEMORY:
+            if self.runner.crew is not None:
+                raise
             return None
         self._count_step(plan)
         return ahead
@@ -324,22 +359,22 @@ class Loop:
             self.scheduler.budget = self.config.max_num_batched_tokens
         return Flight(Schedule(ended=plan.ended))
 
-    def _count_pages(self) -> int:
+    def _count_pages(self, mesh: Mesh) -> int:
         config, model = self.config, self.model
         held = memory.weight_bytes(model)
         if config.kv_cache_bytes is not None:
             free = config.kv_cache_bytes
         elif self.device.startswith("cuda"):
             try:
-                free = memory.free_on_cuda(model, self.ops, config, self.device, config.max_num_seqs)
+                free = memory.free_on_cuda(model, self.ops, config, self.device, config.max_num_seqs, mesh)
             except torch.OutOfMemoryError:
                 raise CapacityError(
                     f"a step of {config.max_num_batched_tokens} tokens does not fit beside {held / 2**30:.2f} GiB of "
                     "weights; lower --max-num-batched-tokens or --max-num-seqs"
                 ) from None
         else:
-            free = memory.free_on_cpu()
-        return memory.page_count(model.kv, self.kv_dtype, config, self.max_model_len, free, held)  # type: ignore[arg-type]
+            free = memory.free_on_cpu(mesh.size)
+        return memory.page_count(model.kv, self.kv_dtype, config, self.max_model_len, free, held, mesh)  # type: ignore[arg-type]
 
 
 def mixed_tokens(weight_bytes: int) -> int:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from modelmill.core import log
+from modelmill.core.errors import UsageError
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
+from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import logprobs
 from modelmill.runtime.batch import Batch, Packer, Wanted
 from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS, Graphs, NotRecordable
+from modelmill.runtime.orders import COPY, FORWARD, Order
 from modelmill.runtime.sampler import Plan, Sampler
 from modelmill.runtime.scheduler import Schedule, Scheduler
 from modelmill.runtime.sequence import Sequence
@@ -70,10 +73,32 @@ class _Rows:
     prompts: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
 
 
-class Runner:
-    """What is needed to run a step. ``graphs`` is None where there are none (CPU, or switched off)."""
+class Crew(Protocol):
+    """The other ranks, as rank 0 reaches them (``ranks.Crew``)."""
 
-    def __init__(self, model: nn.Module, ops: Ops, kv: KVCache, packer: Packer, sampler: Sampler, rows: int) -> None:
+    def tell(self, order: Order, words: memoryview) -> None: ...
+
+    def guard(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Runner:
+    """What is needed to run a step. ``graphs`` is None where there are none (CPU, or switched off).
+
+    Of several ranks, rank 0 launches; through ``crew`` every step reaches the others, where ``follow`` runs it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ops: Ops,
+        kv: KVCache,
+        packer: Packer,
+        sampler: Sampler,
+        rows: int,
+        mesh: Mesh = ALONE,
+    ) -> None:
+        self.mesh = mesh
+        self.crew: Crew | None = None
         self.model, self.ops, self.kv = model, ops, kv
         self.packer, self.sampler = packer, sampler
         self.device = packer.device
@@ -96,7 +121,59 @@ class Runner:
         ids = views.ids
         if batch.fed:
             ids = torch.where(views.feed >= 0, self.last[views.feed], ids)
-        return self.model(batch.step(self.kv, self.ops, ids, whole=not self.tapped))
+        return self.model(batch.step(self.kv, self.ops, ids, whole=not self.tapped, mesh=self.mesh))
+
+    def guarded(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, what goes wrong because another rank has ended is a RankError."""
+        return contextlib.nullcontext() if self.crew is None else self.crew.guard()
+
+    def score(self, batch: Batch) -> torch.Tensor:
+        """Logits of a packed batch, for measuring."""
+        self._order(batch, FORWARD)
+        return self.forward(batch)
+
+    @torch.inference_mode()
+    def follow(self, order: Order, batch: Batch) -> None:
+        """Run what rank 0 runs after it has told ``order``."""
+        if order.inserts:
+            batch = self._inserts(batch, order.inserts)
+        if order.kind == FORWARD:
+            self.forward(batch)
+        elif self.graphs is not None:
+            try:
+                self.graphs.replay(batch, order.kind)
+            except NotRecordable as error:
+                # rank 0 meets the same and tells the step again
+                self._without_graphs(error)
+                return
+        if order.keep:
+            self._keep(batch, torch.empty(order.keep, dtype=torch.int64, device=self.device))
+
+    def _order(self, batch: Batch, kind: str, keep: int = 0) -> None:
+        """Have the other ranks, where there are any, run this batch, which was packed last."""
+        if self.crew is None:
+            return
+        order = Order.of(batch, kind, keep)
+        self.crew.tell(order, self.packer.packed(batch))
+        if order.inserts:
+            self._inserts(batch, order.inserts)
+
+    def _inserts(self, batch: Batch, width: int) -> Batch:
+        """Foreign embeddings go from rank 0 to all."""
+        size = (batch.tokens, width)
+        embeds, mask = batch.embeds, batch.embed_mask
+        if embeds is None or mask is None:
+            embeds = torch.empty(size, dtype=torch.float32, device=self.device)
+            mask = torch.empty(size[0], dtype=torch.uint8, device=self.device)
+        embeds = self.mesh.broadcast(embeds.float())
+        mask = self.mesh.broadcast(mask.to(torch.uint8))
+        return replace(batch, embeds=embeds, embed_mask=mask.bool())
+
+    def _keep(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+        """Sampled ids stay on the device, by row, on every rank."""
+        ids = self.mesh.broadcast(ids)
+        self.last[batch.views.outs[: len(ids)]] = ids
+        return ids
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Flight:
@@ -136,13 +213,14 @@ class Runner:
         """
         for query in WARM_QUERIES:
             for seqs in WARM_BATCHES:
-                self.forward(self.packer.blank(query, seqs))
+                self.score(self.packer.blank(query, seqs))
         for size in [s for s in self.graphs.sizes if s <= largest] if self.graphs is not None else []:
             assert self.graphs is not None
             batch = self.packer.pack([], Wanted([], []), self.graphs.pad(size, 1))
             try:
-                self.graphs.replay(batch, GREEDY)
-                self.graphs.replay(batch, DRAWN)
+                for kind in (GREEDY, DRAWN):
+                    self._order(batch, kind)
+                    self.graphs.replay(batch, kind)
             except NotRecordable as error:
                 self._without_graphs(error)
                 return
@@ -155,7 +233,10 @@ class Runner:
         """Copy whole pages, all layers, with their scales."""
         if not copies:
             return
-        pairs = torch.tensor(copies, dtype=torch.int64).to(self.device)
+        pairs = torch.tensor(copies, dtype=torch.int64)
+        if self.crew is not None:
+            self.crew.tell(Order(COPY, pairs.numel()), pairs.numpy().data.cast("B"))
+        pairs = pairs.to(self.device)
         source, target = pairs[:, 0], pairs[:, 1]
         for cache in self.kv.tensors:
             cache[target] = cache[source]
@@ -164,8 +245,11 @@ class Runner:
     def tap(self, before: Before | None = None, after: After | None = None) -> Iterator[None]:
         """See every module at work, by its name in the model; graphs and fused layers are off meanwhile.
 
-        before: (name, args) → other arguments, or None to keep them. after: (name, args, output).
+        before: (name, args) → other arguments, or None to keep them. after: (name, args, output). Raises UsageError
+        where a module is spread over several ranks, none of which sees the whole of it.
         """
+        if self.mesh.size > 1:
+            raise UsageError("single modules can be watched on one rank only; use --tp 1")
         handles = []
         was, self.tapped = self.tapped, True
         for name, module in self.model.named_modules():
@@ -220,8 +304,10 @@ class Runner:
         rows = [s.row for s in flight.seqs]
         batch = self.packer.pack(work, Wanted(range(n), rows, plan.draws()), pad)
         inside = plan.plain and plan.told_rows is None
+        kind = (GREEDY if plan.greedy else DRAWN) if inside else LOGITS
+        self._order(batch, kind, 0 if inside else n)
         try:
-            found = self.graphs.replay(batch, (GREEDY if plan.greedy else DRAWN) if inside else LOGITS)
+            found = self.graphs.replay(batch, kind)
         except NotRecordable as error:
             self._without_graphs(error)
             return False
@@ -230,17 +316,18 @@ class Runner:
             return True
         flight.ids = self.sampler.sample(found[:n], plan, batch.views.how(n))
         flight.told = self.sampler.told(found[:n], plan, flight.ids)
-        self.last[batch.views.outs[:n]] = flight.ids
+        self._keep(batch, flight.ids)
         return True
 
     def _finish(self, flight: Flight, found: _Rows, plan: Plan, batch: Batch) -> None:
-        logits = self.forward(batch)
         n = len(found.seqs)
+        self._order(batch, FORWARD, n if self.keep else 0)
+        logits = self.forward(batch)
         if n:
             flight.ids = self.sampler.sample(logits[:n], plan, batch.views.how(n))
             flight.told = self.sampler.told(logits[:n], plan, flight.ids)
             if self.keep:
-                self.last[batch.views.outs[:n]] = flight.ids
+                self._keep(batch, flight.ids)
         start = n
         for members in found.beams.values():
             seqs = [seq for seq, _ in members]

@@ -56,8 +56,9 @@ class Score:
         while todo:
             seqs, todo = self._fitting(ids, starts, todo)
             try:
-                self._prefill(seqs, take, rows)
-                self._decode(seqs, ids, take, rows)
+                with self.runner.guarded():
+                    self._prefill(seqs, take, rows)
+                    self._decode(seqs, ids, take, rows)
             finally:
                 for seq in seqs:
                     if seq.row >= 0:
@@ -140,7 +141,7 @@ class Score:
                     picked.extend(range(at, at + n))
             start += count
         batch = self.runner.packer.pack(Schedule(work).work, Wanted(picked or [0], [-1] * max(len(picked), 1)))
-        logits = self.runner.forward(batch)
+        logits = self.runner.score(batch)
         for seq, count in work:
             seq.computed += count
         if take is not None:

@@ -1,0 +1,242 @@
+"""Several processes compute one model: the same answers as one, and none outlives another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.errors import MissingDependency, RankError, UsageError
+from modelmill.core.types import Request
+from modelmill.llm import build_engine
+from modelmill.runtime.device import devices
+from modelmill.runtime.loop import Loop
+from modelmill.runtime.orders import COPY, Order
+from tests.models import tiny_models
+from tests.runtime import tiny
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS = 120  # nothing here takes as long; what does has hung
+
+
+@pytest.fixture(autouse=True)
+def _end_what_hangs() -> Iterator[None]:
+    """A hang is a failure after two minutes, not a run that never ends."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError("hung")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny engines by family, built when first asked for."""
+    made: dict[str, Path] = {}
+
+    def engine(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            checkpoint = folder / "checkpoint"
+            quantization = "int8" if name.endswith("-int8") else "none"
+            tiny_models.save_hf(name.removesuffix("-int8"), checkpoint)
+            config = BuildConfig(dtype="float32", target="cpu", quantization=quantization)
+            made[name] = folder / "tiny.engine"
+            build_engine(checkpoint, made[name], config, check=False)
+        return made[name]
+
+    return engine
+
+
+def opened(engine: Path, tp: int, **more: Any) -> Loop:
+    options = {"threads": 1, "kv_cache_bytes": 1 << 21, "max_num_batched_tokens": 48, "max_num_seqs": 8, **more}
+    return Loop.open(engine, RunConfig(device="cpu", tp=tp, page_size=8, **options))
+
+
+def work(vocab: int) -> list[Request]:
+    hows = [
+        tiny.params(max_tokens=14),
+        tiny.params(temperature=0.9, seed=3, top_p=0.9, max_tokens=10),
+        tiny.params(n=3, temperature=1.0, seed=1, max_tokens=8),
+        tiny.params(num_beams=3, n=2, max_tokens=6),
+        tiny.params(repetition_penalty=1.3, max_tokens=10, logprobs=1),
+        tiny.params(max_tokens=20),
+    ]
+    given = tiny.prompts(len(hows), 1, 60, vocab=vocab)
+    return [Request(id=str(i), prompt=p, params=h, eos_ids=(1,)) for i, (p, h) in enumerate(zip(given, hows))]
+
+
+def answered(loop: Loop) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Everything at once, then the first request again, from cached pages."""
+    found = tiny.run(loop, work(loop.vocab))
+    again = tiny.run(loop, [replace(work(loop.vocab)[-1], id="again")])
+    assert again["again", 0] == found["5", 0]
+    return found
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2)])
+def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: int) -> None:
+    alone = opened(engines(name), 1)
+    expected, logits = answered(alone), alone.score([[5, 6, 7, 8]], decode_from=2)[0]
+    loop = opened(engines(name), tp)
+    try:
+        # as on a GPU: sampled ids stay on the device, on every rank, for a step that is launched before they are read
+        loop._overlap = loop.runner.keep = True
+        assert answered(loop) == expected
+        torch.testing.assert_close(loop.score([[5, 6, 7, 8]], decode_from=2)[0], logits, rtol=1e-4, atol=1e-4)
+        with pytest.raises(UsageError, match="use --tp 1"):
+            loop.trace([[5, 6]])
+    finally:
+        loop.close()
+
+
+def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> None:
+    """Preemption, and forks that write into shared pages."""
+    few = {"max_model_len": 96, "kv_cache_bytes": 1 << 17}
+    expected = answered(opened(engines("llama"), 1, **few))
+    loop = opened(engines("llama"), 2, **{**few, "kv_cache_bytes": 1 << 16})
+    told = []
+    crew: Any = loop.runner.crew
+    send, crew.tell = crew.tell, lambda order, words: (told.append(order.kind), send(order, words))
+    assert answered(loop) == expected
+    assert COPY in told
+    loop.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [4, 8])
+def test_a_trained_model_on_many_ranks(shared: Path, tmp_path: Path, tp: int) -> None:
+    """8 heads over 4 KV heads: with 8 ranks, two hold each KV head."""
+    build_engine(
+        shared / "data/models/stories260K", tmp_path / "e", BuildConfig(dtype="float32", target="cpu"), check=False
+    )
+    greedy = [tiny.params(max_tokens=24)] * 3
+    found = []
+    for ranks in (1, tp):
+        loop = opened(tmp_path / "e", ranks)
+        given = tiny.prompts(3, 4, 20, vocab=loop.vocab)
+        todo = [Request(id=str(i), prompt=p, params=h) for i, (p, h) in enumerate(zip(given, greedy))]
+        found.append(tiny.run(loop, todo))
+        loop.close()
+    assert found[0] == found[1]
+
+
+def endless(loop: Loop) -> None:
+    loop.add(Request(id="long", prompt=(3, 4, 5), params=tiny.params(max_tokens=200, ignore_eos=True)))
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: str) -> None:
+    loop = opened(engines(name), 3)
+    endless(loop)
+    for _ in range(4):
+        loop.step()
+    crew: Any = loop.runner.crew
+    crew._processes[1].kill()
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 2 of 3 was killed by signal 9; open the engine again$"):
+        tiny.drain(loop)
+    assert time.monotonic() - began < 10
+    with pytest.raises(RankError, match="rank 2 of 3"):
+        loop.step()
+    with pytest.raises(RankError, match="rank 2 of 3"):
+        loop.score([[1, 2]])
+    loop.close()
+    assert all(process.poll() is not None for process in crew._processes)
+
+
+def test_what_a_rank_says_last_is_told(engines: Callable[[str], Path]) -> None:
+    """An order that no rank can carry out: the error comes back as one line."""
+    loop = opened(engines("llama"), 2)
+    crew: Any = loop.runner.crew
+    crew.tell(Order(COPY, 2), torch.tensor([0, 1 << 40]).numpy().data.cast("B"))
+    with pytest.raises(RankError, match=r"^rank 1 of 2 ended: [^\n]+; open the engine again$"):
+        crew.check(20)
+    loop.close()
+
+
+def test_rank_0_may_be_killed(engines: Callable[[str], Path], tmp_path: Path) -> None:
+    """The others notice, in the middle of a step too, and leave."""
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tests.runtime.test_ranks import endless, opened
+loop = opened(Path({str(engines("llama"))!r}), 3)
+print(*[p.pid for p in loop.runner.crew._processes], flush=True)
+while True:
+    endless(loop)
+    while loop.has_work:
+        loop.step()
+"""
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    pids = [int(word) for word in caller.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(0.2)
+    caller.kill()
+    caller.wait()
+    caller.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlive rank 0"
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    """Running: neither gone nor a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_forgotten_loops_leave_no_processes(engines: Callable[[str], Path]) -> None:
+    loop = opened(engines("llama"), 2)
+    crew: Any = loop.runner.crew
+    del loop
+    assert all(process.poll() is not None for process in crew._processes)
+
+
+def test_what_cannot_be_split_is_one_line(engines: Callable[[str], Path]) -> None:
+    with pytest.raises(UsageError, match=r"^--tp 5: the model has 4 attention heads; use --tp 4 or less$"):
+        opened(engines("llama"), 5)
+    with pytest.raises(UsageError, match="--tp must be at least 1"):
+        RunConfig(tp=0)
+    with pytest.raises(MissingDependency, match=r"^--tp 2 needs 2 GPUs from cuda:98 on"):
+        devices("cuda:98", 2)
+
+
+def test_a_killed_rank_while_loading(engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from modelmill.runtime import loop as module
+
+    def die(*_: object) -> None:
+        os.kill(crews[0]._processes[0].pid, signal.SIGKILL)
+
+    crews: list[Any] = []
+    made = module.Crew
+
+    def note(*args: Any) -> Any:
+        crews.append(made(*args))
+        return crews[0]
+
+    monkeypatch.setattr(module, "Crew", note)
+    monkeypatch.setattr(module, "verify", die)
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by signal 9"):
+        opened(engines("llama"), 2)
