@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def _mend_interpreter() -> None:
-    """Three faults of Triton 3.6's interpreter that compiled kernels do not have.
+    """Four faults of Triton 3.6's interpreter that compiled kernels do not have.
 
     Loop bounds are read with int(array of one element), which NumPy 2.4 refuses; a dot of bfloat16 multiplies the bit
-    patterns; an integer becomes a bfloat16 bit pattern unconverted.
+    patterns; an integer becomes a bfloat16 bit pattern unconverted; a float32 that rounds up to a power of two becomes
+    half of it in fp8, and is cut where it should round in bfloat16.
     """
     try:
         import triton.language as tl
@@ -21,6 +23,8 @@ def _mend_interpreter() -> None:
         return
     builder = interpreter.InterpreterBuilder
     patch, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
+    convert = builder.create_fp_to_fp
+    narrow = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
 
     def mended(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -35,13 +39,25 @@ def _mend_interpreter() -> None:
     def mended_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)
 
+    def rounded(source: Any, kind: Any) -> Any:
+        number, bits = narrow[kind.scalar]
+        values = torch.from_numpy(np.ascontiguousarray(source.data)).to(number)
+        return interpreter.TensorHandle(values.view(bits).numpy().reshape(source.data.shape), kind.scalar)
+
+    def mended_convert(self: Any, source: Any, kind: Any, mode: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and kind.scalar in narrow:
+            return rounded(source, kind)
+        return convert(self, source, kind, mode)
+
     def mended_cast(self: Any, source: Any, kind: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
+            return rounded(source, kind)
         if kind.scalar == tl.bfloat16 and source.dtype.scalar.is_int():
             source = interpreter.TensorHandle(source.data.astype("float32"), tl.float32)
         return cast(self, source, kind)
 
     interpreter._patch_lang_tensor = mended
-    builder.create_dot, builder.cast_impl = mended_dot, mended_cast
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = mended_dot, mended_cast, mended_convert
 
 
 if not torch.cuda.is_available():

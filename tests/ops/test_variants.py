@@ -12,6 +12,7 @@ import torch
 
 from modelmill.ops import shelf
 from modelmill.ops.case import Case, randn
+from modelmill.ops.eight_bit import by_row
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED_AT_MOST = 200_000  # elements in and out: the interpreter runs one program after another
@@ -78,7 +79,8 @@ def _fresh(case: Case, seed: int) -> dict[str, Any]:
             args[name] = torch.full_like(value, float("nan"))
         elif value.numel() > 1 << 20:
             turn = int(torch.randint(value.numel(), (1,), generator=generator))
-            args[name] = value.flatten().roll(turn).view(value.shape)
+            bits = value.view(torch.uint8) if value.element_size() == 1 else value  # fp8 cannot be rolled on a GPU
+            args[name] = bits.flatten().roll(turn).view(value.dtype).view(value.shape)
         else:
             order = torch.randperm(value.numel(), generator=generator).to(value.device)
             dealt = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
@@ -220,6 +222,26 @@ def _attention_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
         yield _paged(name, (heads, kv_heads, dim, page), lengths, window, bound, device, dtype, number)
 
 
+def _eight_bit_attention(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """The edges over pages of int8 and of fp8; one value in four has a scale of 1e-5 to 1 times its own."""
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        for number, case in enumerate(_attention_edges(device, dtype)):
+            if device == "cpu" and number % 2 == (kind is torch.int8):
+                continue  # the interpreter is slow: each type takes every second
+            held = {}
+            for name in ("k", "v"):
+                held[f"{name}_cache"], scale = by_row(case.args[f"{name}_cache"], kind)
+                held[f"{name}_scale"] = scale
+            draw = torch.rand(scale.shape, generator=torch.Generator().manual_seed(1)).to(device)
+            held["v_scale"] = torch.where(draw < 0.25, scale * 10 ** (-20 * draw), scale)
+            yield replace(case, name=f"{case.name}-{str(kind)[6:10]}", args=case.args | held)
+
+
+def _attention(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    yield from _attention_edges(device, dtype)
+    yield from _eight_bit_attention(device, dtype)
+
+
 def _paged(
     name: str,
     sizes: tuple[int, int, int, int],
@@ -281,7 +303,7 @@ EDGES = {
     "add_rms_norm": _add_norm_edges,
     "layer_norm": _layer_norm_edges,
     "rope_cache": _rope_edges,
-    "paged_attention": _attention_edges,
+    "paged_attention": _attention,
     "linear": _linear_edges,
     "int8_linear": _int8_edges,
 }

@@ -9,6 +9,9 @@ import triton.language as tl
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.eight_bit import rounded, scale_of
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def supports(
@@ -26,9 +29,10 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """Even head sizes up to 256, k and v caches of one layout with contiguous heads' channels."""
+    """Even head sizes up to 256, k and v caches of one layout with contiguous heads' channels; packed scales."""
     same = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
-    same = same and k_scale is None
+    if k_scale is not None and v_scale is not None:
+        same = same and k_cache.dtype in LARGEST and k_scale.is_contiguous() and v_scale.is_contiguous()
     return same and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
 
 
@@ -57,7 +61,7 @@ def run(
     # Two or four values a thread: one token alone must still spread over many multiprocessors.
     share = max(1, min(512 // half, power_of_two(total)))
     _kernel[(tokens, triton.cdiv(total, share))](
-        flat, q, k_cache, v_cache, slots,
+        flat, q, k_cache, v_cache, flat if k_scale is None else k_scale, flat if v_scale is None else v_scale, slots,
         cos.contiguous() if cos is not None and rotate else flat,
         sin.contiguous() if sin is not None and rotate else flat,
         flat if q_scale is None else q_scale,
@@ -65,6 +69,7 @@ def run(
         flat.stride(0), *k_cache.stride()[:3], eps,
         HEADS=heads, KV_HEADS=kv_heads, PAGE=page_size, DIM=dim, SHARE=share, HALF=half,
         ROTATE=rotate, NORM=norm, SCALE=q_scale is not None,
+        LARGEST=0.0 if k_scale is None else LARGEST[k_cache.dtype],
         num_warps=max(1, min(4, share * half // 128)), **launch(qkv.device, tokens),
     )  # fmt: skip
     return q
@@ -72,11 +77,11 @@ def run(
 
 @triton.jit
 def _kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, cos_ptr, sin_ptr, scale_ptr, q_norm_ptr, k_norm_ptr,
-    stride, page_stride, head_stride, token_stride, eps,
+    qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, cos_ptr, sin_ptr, scale_ptr,
+    q_norm_ptr, k_norm_ptr, stride, page_stride, head_stride, token_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr,
     HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
-    EARLY: tl.constexpr,
+    LARGEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * SHARE + tl.arange(0, SHARE))[:, None]
@@ -112,11 +117,23 @@ def _kernel(
     place = (slot // PAGE) * page_stride + (slot % PAGE) * token_stride + d
     k_at = k_ptr + place + (head - HEADS) * head_stride
     v_at = v_ptr + place + (head - HEADS - KV_HEADS) * head_stride
-    held = k_ptr.dtype.element_ty
-    tl.store(k_at, first.to(held), mask=kept & is_k)
-    tl.store(k_at + DIM // 2, second.to(held), mask=kept & is_k)
-    tl.store(v_at, first.to(held), mask=kept & is_v)
-    tl.store(v_at + DIM // 2, second.to(held), mask=kept & is_v)
+    held: tl.constexpr = k_ptr.dtype.element_ty
+    if LARGEST > 0.0:
+        # What is stored is what the reference rounds: the values in the activations' dtype.
+        size = tl.where(inside, tl.maximum(tl.abs(first), tl.abs(second)), 0.0)
+        scale = scale_of(tl.max(size, axis=1, keep_dims=True), LARGEST)
+        first = rounded(tl.div_rn(first, scale), held, LARGEST)
+        second = rounded(tl.div_rn(second, scale), held, LARGEST)
+        beside = (slot // PAGE) * KV_HEADS * PAGE + slot % PAGE
+        one = (head < HEADS + 2 * KV_HEADS) & (slot >= 0)
+        tl.store(k_scale_ptr + beside + (head - HEADS) * PAGE, scale, mask=one & is_k)
+        tl.store(v_scale_ptr + beside + (head - HEADS - KV_HEADS) * PAGE, scale, mask=one & is_v)
+    else:
+        first, second = first.to(held), second.to(held)
+    tl.store(k_at, first, mask=kept & is_k)
+    tl.store(k_at + DIM // 2, second, mask=kept & is_k)
+    tl.store(v_at, first, mask=kept & is_v)
+    tl.store(v_at + DIM // 2, second, mask=kept & is_v)
 
 
 @triton.jit

@@ -1,0 +1,120 @@
+"""Prompts over a paged cache: tiles of queries, each over all the keys that it sees, on the tensor cores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.eight_bit import floats, halves, log2, shrunk
+from modelmill.ops.triton.paged_decode import places
+
+
+@triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
+def tiles(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
+    batch, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # The last queries have the most keys: started first for all heads, they do not end last.
+    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b = tl.arange(0, BLOCK_B)
+    first = tl.load(starts_ptr + b, mask=b < batch, other=0) // BLOCK_M + b
+    sequence = tl.sum(((first <= tile) & (b < batch)).to(tl.int32), axis=0) - 1
+    row = tl.load(starts_ptr + sequence)
+    block = tile - (row // BLOCK_M + sequence)
+    count = tl.load(starts_ptr + sequence + 1) - row
+    if block * BLOCK_M >= count or (MIXED and count == 1):
+        return
+    m, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    history = tl.load(lengths_ptr + sequence) - count  # negative for padding: no key is visited then
+    at = (row + m).to(tl.int64)
+    mask = (m < count)[:, None] & (d < DIM)[None, :]
+    q = tl.load(q_ptr + at[:, None] * q_stride + head * q_head + d[None, :], mask=mask, other=0.0)
+    if SCALED and q.dtype != tl.float32:
+        q, most = shrunk(q)
+        scale *= most
+    kv = (head // GROUP).to(tl.int64) * head_stride
+    if SCALED:
+        k_scale_ptr += kv // DIM
+        v_scale_ptr += kv // DIM
+    tables_ptr += sequence * table_stride
+    position = history + m
+    end = history + tl.minimum((block + 1) * BLOCK_M, count)
+    plain = (history + block * BLOCK_M + 1) // BLOCK_N * BLOCK_N  # keys before this one are seen by every query
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(history + block * BLOCK_M + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        plain = begin
+    top = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    place = places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
+    for start in range(begin, plain, BLOCK_N):
+        after = places(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
+        top, mass, mixed = attend(
+            q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, place, start + n, end, position,
+            top, mass, mixed, scale, False, 0, SCALED, DIM, BLOCK_D,
+        )  # fmt: skip
+        place = after
+    for start in range(tl.maximum(plain, begin), end, BLOCK_N):
+        after = places(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
+        top, mass, mixed = attend(
+            q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, place, start + n, end, position,
+            top, mass, mixed, scale, True, WINDOW, SCALED, DIM, BLOCK_D,
+        )  # fmt: skip
+        place = after
+    out = mixed / tl.where(mass > 0.0, mass, 1.0)[:, None]
+    target = out_ptr + (at[:, None] * HEADS + head) * DIM + d[None, :]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def attend(
+    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, place, key, end, position, top, mass, mixed, scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One block of keys at ``place`` in the cache: the running maximum, sum and mixture after it."""
+    d = tl.arange(0, BLOCK_D)
+    at = place[:, None] + d[None, :]
+    if MASKED:
+        inside = (key < end)[:, None] & (d < DIM)[None, :]
+        k = tl.load(k_ptr + at, mask=inside, other=0.0)
+        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+    elif BLOCK_D != DIM:
+        k = tl.load(k_ptr + at, mask=(d < DIM)[None, :], other=0.0)
+        v = tl.load(v_ptr + at, mask=(d < DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(k_ptr + at)
+        v = tl.load(v_ptr + at)
+    if SCALED:
+        if MASKED:
+            k_scale = tl.load(k_scale_ptr + place // DIM, mask=key < end, other=1.0) * scale
+            v_scale = tl.load(v_scale_ptr + place // DIM, mask=key < end, other=1.0)
+        else:
+            k_scale = tl.load(k_scale_ptr + place // DIM) * scale
+            v_scale = tl.load(v_scale_ptr + place // DIM)
+        if q.dtype == tl.float32:
+            k, v = floats(k), floats(v)
+        else:
+            k, v = halves(k), halves(v)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SCALED:
+        # As in decoding: the value's scale goes into its weight's exponent, and out of the sum of the weights.
+        score = score * k_scale[None, :] + log2(v_scale)[None, :]
+    if MASKED:
+        allowed = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            allowed = allowed & (key[None, :] > position[:, None] - WINDOW)
+        score = tl.where(allowed, score, float("-inf"))
+    if SCALED:
+        new = tl.maximum(top, tl.max(score, axis=1))
+        keep, add = tl.exp2(top - new), tl.exp2(score - new[:, None])
+        mass = mass * keep + tl.sum(add * (1.0 / v_scale)[None, :], axis=1)
+    else:
+        new = tl.maximum(top, tl.max(score, axis=1) * scale)
+        keep, add = tl.exp2(top - new), tl.exp2(score * scale - new[:, None])
+        mass = mass * keep + tl.sum(add, axis=1)
+    mixed = tl.dot(add.to(v.dtype), v, mixed * keep[:, None], input_precision="ieee")
+    return new, mass, mixed
