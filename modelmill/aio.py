@@ -75,6 +75,7 @@ class AsyncLLM:
         """Abort everything and stop the thread; closing twice is closing once."""
         self._commands.put(None)
         self._thread.join()
+        self.llm.close()
 
     # -- on the engine's thread -------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class LLM:
 
     model: an engine folder, or a checkpoint, which is built into the cache first (and said on stderr). dtype,
     quantization and the other fields of BuildConfig apply to that build; the fields of RunConfig to this start.
-    Raises the errors of the artifact, checkpoint and runtime rooms; UsageError for an unknown option.
+    tensor_parallel_size: RunConfig's tp. Raises the errors of the artifact, checkpoint and runtime rooms; UsageError for an unknown option.
     """
 
     def __init__(
@@ -38,9 +38,7 @@ class LLM:
         progress: Callable[[str, int, int], None] | None = None,
         **options: Any,
     ) -> None:
-        if tensor_parallel_size != 1:
-            raise UsageError("tensor_parallel_size > 1 is not supported yet; use one GPU")
-        build, run = _split(options)
+        build, run = _split({"tp": tensor_parallel_size, **options})
         engine = Path(model)
         if not is_engine(engine):
             engine = cached_engine(engine, BuildConfig(**build), progress)
@@ -58,6 +56,10 @@ class LLM:
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
         self._running: dict[str, Dialogue] = {}
         self._news: dict[str, deque[Delta]] = {}
+
+    def close(self) -> None:
+        """End the other ranks, where there are any; the engine answers no more then."""
+        self.loop.close()
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
