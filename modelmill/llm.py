@@ -26,7 +26,9 @@ class LLM:
 
     model: an engine folder, or a checkpoint, which is built into the cache first (and said on stderr). dtype,
     quantization and the other fields of BuildConfig apply to that build; the fields of RunConfig to this start.
-    tensor_parallel_size: RunConfig's tp. Raises the errors of the artifact, checkpoint and runtime rooms; UsageError for an unknown option.
+    tensor_parallel_size: RunConfig's tp.
+
+    Raises the errors of the artifact, checkpoint and runtime rooms; UsageError for an unknown option.
     """
 
     def __init__(
