@@ -38,11 +38,13 @@ OPS = (
     "gelu_tanh",
     "linear",
     "int8_linear",
+    "int4_linear",
     "sample",
 )
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed.
-SPANS = {"decode": tuple(op for op in OPS if op != "sample"), "gated_linear": ("linear", "silu_mul")}
+_ALONE = ("int4_linear", "sample")  # what ops.decode does not do
+SPANS = {"decode": tuple(op for op in OPS if op not in _ALONE), "gated_linear": ("linear", "silu_mul")}
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
@@ -63,6 +65,7 @@ class Ops:
     gelu_tanh: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     int8_linear: Callable[..., torch.Tensor]
+    int4_linear: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
     chosen: Mapping[str, str]
     decode: Callable[..., torch.Tensor] | None = None

@@ -7,7 +7,7 @@ delegates to it and knows nothing else about quantization.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,9 +45,9 @@ class HeldWeight(Protocol):
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> HeldWeight: ...
 
 
-def pack(kind: str, weight: torch.Tensor, dtype: torch.dtype) -> HeldWeight:
-    """Hold a dense weight [N, K] as ``kind``; ``dtype`` is the activations' type."""
-    return _kind(kind).pack(weight, dtype)
+def pack(kind: str, weight: torch.Tensor, dtype: torch.dtype, **layout: Any) -> HeldWeight:
+    """Hold a dense weight [N, K] as ``kind``; ``dtype`` is the activations' type; layout: the kind's own options."""
+    return _kind(kind).pack(weight, dtype, **layout)
 
 
 def from_tensors(kind: str, tensors: Mapping[str, torch.Tensor]) -> HeldWeight:
@@ -55,11 +55,9 @@ def from_tensors(kind: str, tensors: Mapping[str, torch.Tensor]) -> HeldWeight:
     return _kind(kind).from_tensors(tensors)
 
 
-def packed_info(
-    kind: str, shape: tuple[int, int], dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def packed_info(kind: str, shape: tuple[int, int], dtype: torch.dtype, **layout: Any) -> PackedInfo:
     """Shapes and dtypes of the tensors that ``pack`` of a matrix of this shape stores, by suffix."""
-    return _kind(kind).packed_info(shape, dtype)
+    return _kind(kind).packed_info(shape, dtype, **layout)
 
 
 def cut(tensor: torch.Tensor, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None = None) -> torch.Tensor:

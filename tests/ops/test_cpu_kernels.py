@@ -23,6 +23,7 @@ from modelmill.core.errors import MissingDependency
 from modelmill.ops import shelf
 from modelmill.ops.case import Case, randn
 from modelmill.ops.cpu import build
+from modelmill.ops.int4_linear import drawn
 from modelmill.ops.int8_linear import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,6 +133,9 @@ def test_products_of_any_size(rows: int, k: int, n: int, dtype: torch.dtype, bia
     _check("linear", args | {"weight": weight.to(dtype)}, dtype)
     held, scale = quantize(weight)
     _check("int8_linear", args | {"weight": held, "scale": scale}, dtype)
+    for group in (32, 96):
+        four = drawn(n, k, group, device="cpu", symmetric=bias) | {"group": group}
+        _check("int4_linear", args | four, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -141,7 +145,10 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, isa:
     weight = randn(45, 333, device="cpu", dtype=dtype, seed=2)
     held, scale = quantize(weight)
     alone = KERNELS["linear"].run(x[:1], weight), KERNELS["int8_linear"].run(x[:1], held, scale)
+    four = drawn(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
+    fourth = KERNELS["int4_linear"].run(x[:1], **four)
     for rows in batches:
+        assert torch.equal(KERNELS["int4_linear"].run(x[:rows], **four)[:1], fourth)
         assert torch.equal(KERNELS["linear"].run(x[:rows], weight)[:1], alone[0])
         assert torch.equal(KERNELS["int8_linear"].run(x[:rows], held, scale)[:1], alone[1])
 
