@@ -32,7 +32,7 @@ def recorded(call: Call, repeats: int = 1) -> Call:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(repeats):
             call()
     return graph.replay

@@ -81,7 +81,8 @@ class Graphs:
                 self._rehearse(batch, kind)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # other threads (NCCL's watchdog, a second engine) go on meanwhile: only what this one does is recorded
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = self._run(batch, kind)
             if kind != LOGITS:
                 self._last[batch.views.outs] = out

@@ -240,3 +240,47 @@ def test_a_killed_rank_while_loading(engines: Callable[[str], Path], monkeypatch
     monkeypatch.setattr(module, "verify", die)
     with pytest.raises(RankError, match="rank 1 of 2 was killed by signal 9"):
         opened(engines("llama"), 2)
+
+
+def on_gpus(engine: Path, tp: int, **more: Any) -> Loop:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options = {"kv_cache_bytes": 1 << 22, "max_num_batched_tokens": 48, "max_num_seqs": 8, "page_size": 8, **more}
+    return Loop.open(engine, RunConfig(device="cuda", tp=tp, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_same_answers_on_gpus(engines: Callable[[str], Path], name: str) -> None:
+    """In float32, with graphs: the same ids as on one GPU, on as many as there are and the heads allow."""
+    tp = min(torch.cuda.device_count(), 4)
+    if tp < 2:
+        pytest.skip("needs two GPUs")
+    expected = answered(on_gpus(engines(name), 1))
+    loop = on_gpus(engines(name), tp)
+    mesh: Any = loop.runner.mesh
+    assert mesh.peers is not None, "sums go through NCCL"
+    assert answered(loop) == expected
+    assert loop.runner.graphs is not None
+    assert loop.runner.graphs._graphs
+    loop.close()
+
+
+@pytest.mark.gpu
+def test_a_rank_killed_on_gpus(engines: Callable[[str], Path]) -> None:
+    """A kernel that waits for a sum that never comes is released."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    loop = on_gpus(engines("llama"), 2)
+    endless(loop)
+    for _ in range(20):
+        loop.step()
+    crew: Any = loop.runner.crew
+    crew._processes[0].kill()
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 1 of 2 was killed by signal 9; open the engine again$"):
+        tiny.drain(loop)
+    assert time.monotonic() - began < 10
+    loop.close()
+    torch.cuda.synchronize()
+    # the GPU is free for another engine
+    assert tiny.run(on_gpus(engines("llama"), 1), work(160)[:1])
