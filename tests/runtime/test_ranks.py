@@ -58,7 +58,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             tiny_models.save_hf(name.removesuffix("-int8"), checkpoint)
             config = BuildConfig(dtype="float32", target="cpu", quantization=quantization)
             made[name] = folder / "tiny.engine"
-            build_engine(checkpoint, made[name], config, check=False)
+            build_engine(checkpoint, made[name], config, check=False, tune=False)
         return made[name]
 
     return engine
@@ -124,7 +124,7 @@ def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> N
 def test_a_trained_model_on_many_ranks(shared: Path, tmp_path: Path, tp: int) -> None:
     """8 heads over 4 KV heads: with 8 ranks, two hold each KV head."""
     build_engine(
-        shared / "data/models/stories260K", tmp_path / "e", BuildConfig(dtype="float32", target="cpu"), check=False
+        shared / "data/models/stories260K", tmp_path / "e", BuildConfig(dtype="float32", target="cpu"), check=False, tune=False
     )
     greedy = [tiny.params(max_tokens=24)] * 3
     found = []
