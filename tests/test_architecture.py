@@ -22,6 +22,7 @@ MAY = {
     "artifact": {"core", "weights"},
     "models": {"core", "ops", "nn", "checkpoint.rename"},
     "runtime": {"core", "parallel", "ops", "weights", "nn", "artifact"},
+    "vision": {"core", "ops", "nn", "artifact"},
     "build": {"core", "checkpoint", "weights", "nn", "artifact", "text.tokenizer", "ops"},
     "accept": {"core", "runtime", "checkpoint", "artifact", "text"},
     "answer": {"core"},
@@ -33,6 +34,7 @@ MAY = {
     "eval": {
         "core",
         "ops",
+        "nn",
         "text",
         "checkpoint",
         "artifact",
@@ -50,6 +52,7 @@ FOREIGN_HOME = {
     "transformers": ("eval",),
     "rouge_score": ("eval",),
     "matplotlib": ("eval",),
+    "PIL": ("vision", "cli"),
     "tiktoken": ("text",),
     "sentencepiece": ("text",),
     "tokenizers": ("text",),

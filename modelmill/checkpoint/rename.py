@@ -31,6 +31,8 @@ class Rule:
         "cat1"        the sources' columns side by side
         "transpose"   [a, b] -> [b, a]
         "part0:i/n"   the i-th (from 0) of n equal parts of the rows
+        "fold_weight" a convolution's weight with the batch norm behind it: weight; its weight, running_var
+        "fold_bias"   the bias that the batch norm leaves: its bias, weight, running_mean, running_var
         so "transpose+part0:0/3" takes q out of GPT-2's c_attn; `STEPS` is the list.
     optional: sources that are all absent make no target instead of an error.
     """
@@ -222,6 +224,30 @@ def _part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return (shape[0] // count, *shape[1:])
 
 
+FOLD_EPS = 1e-5  # torch's default for batch norms, which no state dict records
+
+
+def _fold_shape(shapes: Sequence[Shape], _: str) -> Shape:
+    if any(len(s) != 1 or s[0] != shapes[0][0] for s in shapes[1:]):
+        raise TensorMismatch(
+            f"shapes {', '.join(map(str, map(list, shapes)))} are not a convolution and its batch norm"
+        )
+    return shapes[0]
+
+
+def _fold_weight(sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str) -> torch.Tensor:
+    """weight [O, …], the norm's weight, variance: in float64, so that folding adds no error of its own."""
+    weight, gain, variance = (source.double() for source in sources)
+    factor = gain * torch.rsqrt(variance + FOLD_EPS)
+    return (weight * factor.view(-1, *[1] * (weight.dim() - 1))).to(dtype)
+
+
+def _fold_bias(sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str) -> torch.Tensor:
+    """The norm's bias, weight, mean, variance."""
+    bias, gain, mean, variance = (source.double() for source in sources)
+    return (bias - mean * gain * torch.rsqrt(variance + FOLD_EPS)).to(dtype)
+
+
 STEPS: dict[str, Step] = {
     "copy": Step(lambda shapes, _: _one(shapes), lambda sources, *_: next(sources)),
     "cat0": Step(_cat_shape(0), _cat(0)),
@@ -231,4 +257,6 @@ STEPS: dict[str, Step] = {
         _part_shape,
         lambda sources, shape, _, argument: next(sources).narrow(0, _part(argument)[0] * shape[0], shape[0]),
     ),
+    "fold_weight": Step(_fold_shape, _fold_weight),
+    "fold_bias": Step(_fold_shape, _fold_bias),
 }

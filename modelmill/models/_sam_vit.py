@@ -1,0 +1,143 @@
+"""SAM's plain ViT encoder: windows in most layers, the whole image in a few (Li et al. 2022, arXiv:2203.16527)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from modelmill.nn.conv import ChannelNorm, Conv2d, PlainNorm
+from modelmill.nn.linear import Linear
+from modelmill.nn.still import Still
+from modelmill.ops.image_attention import image_attention
+
+
+@dataclass(frozen=True)
+class VitSpec:
+    """Sizes. whole: layers that attend to the whole image; the others to windows of ``window`` tokens a side."""
+
+    width: int
+    depth: int
+    heads: int
+    whole: tuple[int, ...]
+    inner: int
+    out: int = 256
+    image: int = 1024
+    patch: int = 16
+    window: int = 14
+    eps: float = 1e-6
+
+    @property
+    def grid(self) -> int:
+        """Tokens a side."""
+        return self.image // self.patch
+
+
+class Patches(nn.Module):
+    """The image cut into patches, each made a token."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.proj = Conv2d(3, spec.width, spec.patch, stride=spec.patch)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 3, S, S] → [B, H, W, C]."""
+        return self.proj(x).permute(0, 2, 3, 1)
+
+
+class VitAttention(nn.Module):
+    """qkv → scores with relative positions → output projection."""
+
+    rel_pos_h: torch.Tensor
+    rel_pos_w: torch.Tensor
+
+    def __init__(self, spec: VitSpec, window: int | None) -> None:
+        super().__init__()
+        self.heads, self.window = spec.heads, window
+        self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
+        self.proj = Linear(spec.width, spec.width, bias=True)
+        side = spec.grid if window is None else window
+        for name in ("rel_pos_h", "rel_pos_w"):
+            self.register_buffer(name, torch.empty(2 * side - 1, spec.width // spec.heads, device="meta"))
+
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[B, H, W, C], the same shape.
+
+        Windows over the edge hold zeros there, put in after the norm, so that q, k and v of those tokens are the bias.
+        """
+        batch, height, width, channels = x.shape
+        qkv = still.linear(self.qkv, x).view(batch, height, width, 3, self.heads, channels // self.heads)
+        assert self.qkv.bias is not None
+        tall, wide = (height, width) if self.window is None else (self.window, self.window)
+        mixed = image_attention(
+            qkv, self.heads, self.window, self.qkv.bias.view(3, self.heads, -1),
+            stretched(self.rel_pos_h, 2 * tall - 1), stretched(self.rel_pos_w, 2 * wide - 1),
+        )  # fmt: skip
+        return still.linear(self.proj, mixed)
+
+
+class VitMLP(nn.Module):
+    """Up, GELU, down."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.lin1 = Linear(spec.width, spec.inner, bias=True)
+        self.lin2 = Linear(spec.inner, spec.width, bias=True)
+
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[…, C], the same shape."""
+        return still.linear(self.lin2, F.gelu(still.linear(self.lin1, x)))
+
+
+class VitBlock(nn.Module):
+    """norm → attention → add, norm → MLP → add."""
+
+    def __init__(self, spec: VitSpec, index: int) -> None:
+        super().__init__()
+        self.norm1 = PlainNorm(spec.width, spec.eps)
+        self.attn = VitAttention(spec, None if index in spec.whole else spec.window)
+        self.norm2 = PlainNorm(spec.width, spec.eps)
+        self.mlp = VitMLP(spec)
+
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[B, H, W, C], the same shape."""
+        x = x + self.attn(self.norm1(x), still)
+        return x + self.mlp(self.norm2(x), still)
+
+
+class Encoder(nn.Module):
+    """An image to its embedding."""
+
+    pos_embed: torch.Tensor
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.patch_embed = Patches(spec)
+        self.register_buffer("pos_embed", torch.empty(1, spec.grid, spec.grid, spec.width, device="meta"))
+        self.blocks = nn.ModuleList(VitBlock(spec, i) for i in range(spec.depth))
+        self.neck = make_neck(spec.width, spec.out)
+
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[B, 3, S, S] → [B, 256, S/16, S/16]."""
+        x = self.patch_embed(x) + self.pos_embed
+        for block in self.blocks:
+            x = block(x, still)
+        return self.neck(x.permute(0, 3, 1, 2))
+
+
+def make_neck(width: int, out: int) -> nn.Sequential:
+    """To 256 channels: 1×1, norm, 3×3, norm."""
+    return nn.Sequential(
+        Conv2d(width, out, 1, bias=False), ChannelNorm(out), Conv2d(out, out, 3, pad=1, bias=False), ChannelNorm(out)
+    )
+
+
+def stretched(table: torch.Tensor, length: int) -> torch.Tensor:
+    """A table of relative positions for another size, linearly interpolated. [L, D] → [length, D]."""
+    if table.shape[0] == length:
+        return table
+    wide = F.interpolate(table.float().t()[None], size=length, mode="linear")[0].t()
+    return wide.to(table.dtype)

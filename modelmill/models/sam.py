@@ -1,0 +1,213 @@
+"""Segment Anything (Kirillov et al. 2023, arXiv:2304.02643): ViT-B, -L, -H, and MobileSAM's TinyViT.
+
+Modules are called what the original checkpoints call them; transformers' names are translated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.errors import UnknownArchitecture
+from modelmill.models import _sam_tiny, _sam_vit
+from modelmill.models._sam_decoder import MaskDecoder
+from modelmill.models._sam_prompt import PromptEncoder
+from modelmill.models._sam_tiny import TinySpec
+from modelmill.models._sam_vit import VitSpec
+from modelmill.nn.linear import Linear
+from modelmill.nn.still import Still
+
+PREFIXES = ("", "module.", "model.")
+WIDTH = 256  # of the embeddings that encoder, prompts and decoder share
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+# a head's size is not written anywhere in the original files
+HEADS = {768: 12, 1024: 16, 1280: 16}
+
+
+@dataclass(frozen=True)
+class SamConfig:
+    """encoder: its sizes. layout: whose names the checkpoint has, "original" or "transformers"."""
+
+    encoder: VitSpec | TinySpec
+    layout: str = "original"
+
+    @property
+    def image(self) -> int:
+        """Pixels a side of what the encoder sees."""
+        return self.encoder.image
+
+    @property
+    def grid(self) -> int:
+        """Tokens a side of the embedding."""
+        return self.encoder.grid
+
+
+def configure(raw: Mapping[str, Any]) -> SamConfig:
+    """Sizes from transformers' config.json, or from what ``describe`` made of the tensors."""
+    if raw.get("encoder") == "vit_t":
+        return SamConfig(TinySpec())
+    if raw.get("encoder") == "vit":
+        sizes = dict(raw["sizes"])
+        return SamConfig(VitSpec(**{**sizes, "whole": tuple(sizes["whole"])}))
+    vision = raw.get("vision_config")
+    if not isinstance(vision, Mapping):
+        raise UnknownArchitecture("config.json of a sam model lacks vision_config; give the original .pth instead")
+    width = int(vision.get("hidden_size", 768))
+    spec = VitSpec(
+        width=width,
+        depth=int(vision.get("num_hidden_layers", 12)),
+        heads=int(vision.get("num_attention_heads", 12)),
+        whole=tuple(vision.get("global_attn_indexes", (2, 5, 8, 11))),
+        inner=int(vision.get("mlp_dim") or round(width * float(vision.get("mlp_ratio", 4.0)))),
+        out=int(vision.get("output_channels", WIDTH)),
+        image=int(vision.get("image_size", 1024)),
+        patch=int(vision.get("patch_size", 16)),
+        window=int(vision.get("window_size", 14)),
+        eps=float(vision.get("layer_norm_eps", 1e-6)),
+    )
+    return SamConfig(spec, "transformers")
+
+
+def describe(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
+    """A raw config from the tensors of an original file, which has none beside it; None where they are not SAM's."""
+    prefix = next((p for p in PREFIXES if f"{p}mask_decoder.iou_token.weight" in shapes), None)
+    if prefix is None:
+        return None
+    own = {name.removeprefix(prefix): tuple(shape) for name, shape in shapes.items()}
+    if "image_encoder.patch_embed.seq.0.c.weight" in own:
+        return {"model_type": "sam", "encoder": "vit_t"}
+    placed = own.get("image_encoder.pos_embed")
+    if placed is None:
+        return None
+    grid, width = placed[1], placed[3]
+    depth = sum(1 for name in own if re.fullmatch(r"image_encoder\.blocks\.\d+\.attn\.qkv\.weight", name))
+    tables = [own[f"image_encoder.blocks.{i}.attn.rel_pos_h"] for i in range(depth)]
+    dim = tables[0][1]
+    windows = {length for length, _ in tables if length != 2 * grid - 1}
+    sizes = {
+        "width": width,
+        "depth": depth,
+        "heads": HEADS.get(width, width // dim),
+        "whole": [i for i, (length, _) in enumerate(tables) if length == 2 * grid - 1],
+        "inner": own["image_encoder.blocks.0.mlp.lin1.weight"][0],
+        "image": grid * own["image_encoder.patch_embed.proj.weight"][2],
+        "patch": own["image_encoder.patch_embed.proj.weight"][2],
+        "window": (min(windows, default=27) + 1) // 2,
+    }
+    return {"model_type": "sam", "encoder": "vit", "sizes": sizes}
+
+
+class Model(nn.Module):
+    """The three stages. ``config`` holds the sizes."""
+
+    def __init__(self, config: SamConfig) -> None:
+        super().__init__()
+        self.config = config
+        tiny = isinstance(config.encoder, TinySpec)
+        self.image_encoder = (_sam_tiny if tiny else _sam_vit).Encoder(config.encoder)
+        self.prompt_encoder = PromptEncoder(WIDTH, config.image, config.grid)
+        self.mask_decoder = MaskDecoder(WIDTH)
+
+    def embed(self, images: torch.Tensor, still: Still) -> torch.Tensor:
+        """Normalised, padded images [B, 3, S, S] → embeddings [B, 256, S/16, S/16]."""
+        return self.image_encoder(images, still)
+
+    def decode(
+        self,
+        embedding: torch.Tensor,
+        points: torch.Tensor,
+        labels: torch.Tensor,
+        masks: torch.Tensor | None,
+        still: Still,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts on images to masks.
+
+        embedding: [N, 256, G, G], or [1, 256, G, G] for N prompts on one image. points [N, P, 2], labels [N, P] as in
+        ``PromptEncoder.sparse``; masks: [N, 1, 4·G, 4·G] logits or None. Returns the logits of the single mask and the
+        three of an ambiguous prompt, [N, 4, 4·G, 4·G] float32, and their predicted IoUs [N, 4] float32.
+        """
+        prompts = self.prompt_encoder
+        sparse, dense = prompts.sparse(points, labels), prompts.dense(masks, len(points))
+        return self.mask_decoder(embedding, prompts.everywhere(), sparse, dense, still)
+
+
+def rules(config: SamConfig) -> list[Rule]:
+    """Every tensor of the model under its own name, from the names of the checkpoint's layout."""
+    names = _tensors(Model(config))
+    if config.layout == "transformers":
+        return [Rule(name, (_translated(name),)) for name in names]
+    if isinstance(config.encoder, TinySpec):
+        return [_folded(name) for name in names]
+    return [Rule(name, (name,)) for name in names]
+
+
+def drops(config: SamConfig) -> list[str]:
+    """What nobody reads: MobileSAM's classifier, and transformers' second copy of the Fourier matrix."""
+    if config.layout == "transformers":
+        return [r"prompt_encoder\.shared_embedding\..*"]
+    return [r"image_encoder\.(norm_head|head)\..*", r".*\.num_batches_tracked", "pixel_mean", "pixel_std", r".*\.ab",
+            r".*\.attention_bias_idxs"]  # fmt: skip
+
+
+def _tensors(model: Model) -> list[str]:
+    found = [name for name, _ in model.named_buffers()]
+    found += [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
+    return sorted(found)
+
+
+_ENCODER = (
+    r"image_encoder\.(?:patch_embed\.[02]|layers\.\d+\.(?:blocks\.\d+\.(?:conv[123]|local_conv)|downsample\.conv[123]))"
+)
+_CONV = re.compile(rf"({_ENCODER})\.(weight|bias)")
+
+
+def _folded(name: str) -> Rule:
+    """A tensor of MobileSAM: convolutions of the encoder take their batch norm in."""
+    found = _CONV.fullmatch(name)
+    if found is None:
+        return Rule(name, (name,))
+    stem = re.sub(r"patch_embed\.([02])$", r"patch_embed.seq.\1", found[1])
+    if found[2] == "weight":
+        return Rule(name, (f"{stem}.c.weight", f"{stem}.bn.weight", f"{stem}.bn.running_var"), "fold_weight")
+    parts = ("bias", "weight", "running_mean", "running_var")
+    return Rule(name, tuple(f"{stem}.bn.{part}" for part in parts), "fold_bias")
+
+
+# ours → transformers', applied in order
+_SPELLINGS = (
+    (r"^image_encoder\.", "vision_encoder."),
+    (r"\.patch_embed\.proj\.", ".patch_embed.projection."),
+    (r"^vision_encoder\.blocks\.", "vision_encoder.layers."),
+    (r"^(vision_encoder\.layers\.\d+\.)norm([12])\.", r"\1layer_norm\2."),
+    (r"\.neck\.0\.", ".neck.conv1."),
+    (r"\.neck\.1\.", ".neck.layer_norm1."),
+    (r"\.neck\.2\.", ".neck.conv2."),
+    (r"\.neck\.3\.", ".neck.layer_norm2."),
+    (r"^prompt_encoder\.pe_layer\.positional_encoding_gaussian_matrix$", "shared_image_embedding.positional_embedding"),
+    (r"\.point_embeddings\.", ".point_embed."),
+    (r"\.mask_downscaling\.0\.", ".mask_embed.conv1."),
+    (r"\.mask_downscaling\.1\.", ".mask_embed.layer_norm1."),
+    (r"\.mask_downscaling\.3\.", ".mask_embed.conv2."),
+    (r"\.mask_downscaling\.4\.", ".mask_embed.layer_norm2."),
+    (r"\.mask_downscaling\.6\.", ".mask_embed.conv3."),
+    (r"^(mask_decoder\.transformer\.layers\.\d+\.)norm([1234])\.", r"\1layer_norm\2."),
+    (r"\.norm_final_attn\.", ".layer_norm_final_attn."),
+    (r"\.output_upscaling\.0\.", ".upscale_conv1."),
+    (r"\.output_upscaling\.1\.", ".upscale_layer_norm."),
+    (r"\.output_upscaling\.3\.", ".upscale_conv2."),
+    (r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.0\.", r"\1.proj_in."),
+    (r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.2\.", r"\1.proj_out."),
+    (r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.1\.", r"\1.layers.0."),
+)
+
+
+def _translated(name: str) -> str:
+    for pattern, spelling in _SPELLINGS:
+        name = re.sub(pattern, spelling, name)
+    return name

@@ -1,0 +1,101 @@
+"""What a person points at, arranged as the prompt encoder reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from modelmill.core.errors import RequestError
+from modelmill.core.quote import quoted
+
+NOTHING, CORNERS = -1, (2, 3)
+MOST_POINTS = 256
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt in the picture's pixels. points: (x, y); labels: 1 for the object, 0 for the background.
+
+    box: (x0, y0, x1, y1). mask: [4·grid, 4·grid] logits, as a former answer gave them.
+    """
+
+    points: tuple[tuple[float, float], ...] = ()
+    labels: tuple[int, ...] = ()
+    box: tuple[float, float, float, float] | None = None
+    mask: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.points and self.box is None and self.mask is None:
+            raise RequestError("a prompt needs a point, a box or a mask")
+        if len(self.points) != len(self.labels):
+            raise RequestError(f"{len(self.points)} points have {len(self.labels)} labels; give one label a point")
+        if len(self.points) > MOST_POINTS:
+            raise RequestError(f"{len(self.points)} points are more than {MOST_POINTS}; give fewer")
+        if any(label not in (0, 1) for label in self.labels):
+            raise RequestError(f"a label is 1 (the object) or 0 (the background), not {quoted(list(self.labels), 80)}")
+        numbers = [*(c for point in self.points for c in point), *(self.box or ())]
+        if not all(math.isfinite(n) for n in numbers):
+            raise RequestError("coordinates must be finite numbers")
+        if self.box is not None and (self.box[0] > self.box[2] or self.box[1] > self.box[3]):
+            raise RequestError(f"a box is x0,y0,x1,y1 with x0 <= x1 and y0 <= y1, not {quoted(self.box, 80)}")
+
+
+def make(
+    points: Sequence[Sequence[float]] = (),
+    labels: Sequence[int] | None = None,
+    box: Sequence[float] | None = None,
+    mask: torch.Tensor | None = None,
+) -> Prompt:
+    """A prompt from loose values; points without labels are the object. Raises RequestError."""
+    if any(len(p) != 2 for p in points):
+        raise RequestError("a point is two numbers, x and y")
+    if box is not None and len(box) != 4:
+        raise RequestError("a box is four numbers, x0, y0, x1, y1")
+    try:
+        placed = tuple((float(x), float(y)) for x, y in points)
+        edges: Any = None if box is None else tuple(float(v) for v in box)
+    except (TypeError, ValueError):
+        raise RequestError("coordinates must be numbers") from None
+    return Prompt(placed, tuple(labels) if labels is not None else (1,) * len(placed), edges, mask)
+
+
+def arranged(
+    prompts: Sequence[Prompt], size: tuple[int, int], fitted: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points [N, P, 2] in the encoder's pixels and labels [N, P], of prompts that are ``alike``.
+
+    size, fitted: (width, height) of the picture and of what the encoder saw; each axis has its own scale. Corners of a
+    box come last, as two points; a prompt without a box ends with a point that is not there, as the original pads it.
+    """
+    scale = (fitted[0] / size[0], fitted[1] / size[1])
+    rows, marks = [], []
+    for prompt in prompts:
+        row = [(x * scale[0], y * scale[1]) for x, y in prompt.points]
+        mark = list(prompt.labels)
+        if prompt.box is not None:
+            x0, y0, x1, y1 = prompt.box
+            row += [(x0 * scale[0], y0 * scale[1]), (x1 * scale[0], y1 * scale[1])]
+            mark += CORNERS
+        elif row:
+            row.append((0.0, 0.0))
+            mark.append(NOTHING)
+        rows.append(row)
+        marks.append(mark)
+    shape = (len(rows), len(rows[0]))
+    return torch.tensor(rows, dtype=torch.float32).view(*shape, 2), torch.tensor(marks, dtype=torch.int64).view(shape)
+
+
+def alike(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Indices of the prompts by their form: only those of one form are decoded together.
+
+    Filling the shorter ones up with points that are not there would change their masks a little.
+    """
+    groups: dict[tuple[int, bool, bool], list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        form = (len(prompt.points), prompt.box is not None, prompt.mask is not None)
+        groups.setdefault(form, []).append(i)
+    return list(groups.values())

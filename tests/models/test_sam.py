@@ -1,0 +1,161 @@
+"""SAM against transformers' SamModel (seeded weights, both layouts), and MobileSAM's facts with its real weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.checkpoint.rename import apply, plan_renames
+from modelmill.core.errors import TensorMismatch, UnknownArchitecture
+from modelmill.models import sam
+from modelmill.models._sam_vit import stretched
+from modelmill.nn.still import Still
+from modelmill.ops.shelf import resolve
+from modelmill.runtime.load import fill
+
+SMALL = {
+    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "global_attn_indexes": [1], "image_size": 160,
+    "patch_size": 16, "mlp_dim": 96, "window_size": 4, "output_channels": 256,
+}  # fmt: skip
+
+
+def made(state: dict[str, torch.Tensor], raw: dict[str, Any] | None = None) -> sam.Model:
+    """Our model with the tensors of a checkpoint."""
+    raw = raw or sam.describe({name: tuple(t.shape) for name, t in state.items()})
+    assert raw is not None
+    config = sam.configure(raw)
+    model = sam.Model(config)
+    resolved = plan_renames(sam.rules(config), sam.drops(config), state, sam.PREFIXES)
+    tensors = {r.target: apply(r, state.__getitem__) for r in resolved}
+    fill(model, tensors.__getitem__, tensors, {}, {}, "cpu")
+    return model
+
+
+def still() -> Still:
+    return Still(resolve("cpu"))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.SamConfig(vision_config=SMALL)
+    config.prompt_encoder_config.image_size = 160
+    config.prompt_encoder_config.image_embedding_size = 10
+    # the original's are torch's default
+    config.mask_decoder_config.layer_norm_eps = 1e-5
+    model = transformers.SamModel(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        spread = 0.3 if parameter.dim() < 2 else 1.5 * parameter[0].numel() ** -0.5
+        parameter.data.normal_(0, spread, generator=generator)
+    for name, parameter in model.named_parameters():
+        if "layer_norm" in name and name.endswith("weight"):
+            parameter.data.add_(1)
+    buffer = model.shared_image_embedding.positional_embedding
+    buffer.data.normal_(0, 1, generator=generator)
+    model.prompt_encoder.shared_embedding.positional_embedding.data.copy_(buffer)
+    return model
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-4) -> None:
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= bound * wanted.abs().max()
+
+
+@torch.inference_mode()
+def test_embedding_equals_transformers(theirs) -> None:
+    model = made(theirs.state_dict(), {"model_type": "sam", "vision_config": SMALL})
+    pixels = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(2))
+    close(model.embed(pixels, still()), theirs.vision_encoder(pixels)[0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("prompt", ["points", "boxes", "both", "mask"])
+def test_masks_equal_transformers(theirs, prompt: str) -> None:
+    model = made(theirs.state_dict(), {"model_type": "sam", "vision_config": SMALL})
+    generator = torch.Generator().manual_seed(3)
+    embedding = torch.randn(1, 256, 10, 10, generator=generator)
+    points = torch.rand(1, 2, 3, 2, generator=generator) * 150
+    labels = torch.tensor([[[1, 0, 1], [1, 1, -1]]])
+    boxes = torch.tensor([[[10.0, 20.0, 90.0, 80.0], [0.0, 5.0, 150.0, 140.0]]])
+    masks = torch.randn(2, 1, 40, 40, generator=generator) if prompt == "mask" else None
+    with_points, with_boxes = prompt in ("points", "both", "mask"), prompt in ("boxes", "both")
+    sparse, dense = theirs.prompt_encoder(
+        points if with_points else None,
+        labels if with_points else None,
+        boxes if with_boxes else None,
+        masks[:1] if masks is not None else None,
+    )
+    wanted, scores, *_ = theirs.mask_decoder(
+        image_embeddings=embedding,
+        image_positional_embeddings=theirs.get_image_wide_positional_embeddings(),
+        sparse_prompt_embeddings=sparse,
+        dense_prompt_embeddings=dense,
+        multimask_output=True,
+    )
+    ours_points, ours_labels = [], []
+    if with_points:
+        ours_points.append(points[0])
+        ours_labels.append(labels[0])
+    if with_boxes:
+        ours_points.append(boxes[0].view(2, 2, 2))
+        ours_labels.append(torch.tensor([[2, 3]] * 2))
+    elif with_points:
+        ours_points.append(torch.zeros(2, 1, 2))
+        ours_labels.append(torch.full((2, 1), -1))
+    given = None if masks is None else masks[:1].expand(2, -1, -1, -1)
+    found, own = model.decode(embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), given, still())
+    close(found[:, 1:], wanted[0])
+    close(own[:, 1:], scores[0])
+
+
+@torch.inference_mode()
+def test_the_original_layout_is_recognised_and_gives_the_same(theirs) -> None:
+    config = sam.configure({"model_type": "sam", "vision_config": SMALL})
+    state = theirs.state_dict()
+    original = {f"{r.target}": state[r.sources[0]] for r in sam.rules(config)}
+    raw = sam.describe({name: tuple(t.shape) for name, t in original.items()})
+    assert raw is not None
+    found = sam.configure(raw)
+    assert found.encoder == config.encoder
+    assert found.layout == "original"
+    pixels = torch.randn(1, 3, 160, 160, generator=torch.Generator().manual_seed(4))
+    wrapped = {f"module.{name}": t for name, t in original.items()}
+    close(made(wrapped).embed(pixels, still()), theirs.vision_encoder(pixels)[0])
+
+
+def test_heads_of_the_published_sizes() -> None:
+    for width, depth, heads, whole in ((768, 12, 12, (2, 5, 8, 11)), (1280, 32, 16, (7, 15, 23, 31))):
+        spec = sam.VitSpec(width, depth, heads, whole, 4 * width)
+        model = sam.Model(sam.SamConfig(spec))
+        shapes = {name: tuple(t.shape) for name, t in model.named_buffers()}
+        for name, module in model.named_modules():
+            if hasattr(module, "shape"):
+                shapes[f"{name}.weight"] = module.shape
+        raw = sam.describe(shapes)
+        assert raw is not None
+        assert sam.configure(raw).encoder == spec
+
+
+def test_what_is_not_sam() -> None:
+    assert sam.describe({"model.embed_tokens.weight": (10, 4)}) is None
+    with pytest.raises(UnknownArchitecture, match="vision_config"):
+        sam.configure({"model_type": "sam"})
+
+
+def test_relative_positions_stretch_as_torch_does() -> None:
+    table = torch.randn(7, 5)
+    assert stretched(table, 7) is table
+    wanted = torch.nn.functional.interpolate(table[None].transpose(1, 2), size=13, mode="linear")[0].t()
+    assert torch.equal(stretched(table, 13), wanted)
+
+
+def test_missing_and_left_over_tensors_are_named(theirs) -> None:
+    state = dict(theirs.state_dict())
+    state["vision_encoder.extra"] = state.pop("vision_encoder.neck.conv1.weight")
+    with pytest.raises(TensorMismatch, match=re.escape("vision_encoder.neck.conv1.weight")):
+        made(state, {"model_type": "sam", "vision_config": SMALL})

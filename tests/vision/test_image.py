@@ -1,0 +1,134 @@
+"""Pictures of every kind become upright RGB of 8 bits, or one line that says why not."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core.errors import RequestError
+from modelmill.vision import image
+
+RED = (200, 30, 10)
+
+
+def saved(picture: PIL.Image.Image, kind: str, **how) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind, **how)
+    return out.getvalue()
+
+
+def solid(mode: str, colour) -> PIL.Image.Image:
+    return PIL.Image.new(mode, (6, 4), colour)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (saved(solid("RGB", RED), "PNG"), RED),
+        (saved(solid("RGB", RED).quantize(4), "PNG"), RED),
+        (saved(solid("L", 77), "PNG"), (77, 77, 77)),
+        (saved(solid("1", 1), "PNG"), (255, 255, 255)),
+        (saved(solid("RGBA", (*RED, 255)), "PNG"), RED),
+        (saved(solid("RGBA", (0, 0, 0, 0)), "PNG"), (255, 255, 255)),
+        (saved(solid("LA", (10, 255)), "PNG"), (10, 10, 10)),
+        (saved(PIL.Image.fromarray(np.full((4, 6), 65535, np.uint16)), "PNG"), (255, 255, 255)),
+        (saved(PIL.Image.fromarray(np.full((4, 6), 257 * 40, np.uint16)), "PNG"), (40, 40, 40)),
+        (saved(solid("CMYK", (0, 0, 0, 0)), "JPEG"), (255, 255, 255)),
+        (saved(solid("RGB", RED), "BMP"), RED),
+        (saved(solid("RGB", RED), "GIF", save_all=True, append_images=[solid("RGB", (0, 9, 200))]), RED),
+    ],
+)
+def test_every_mode_becomes_rgb(data: bytes, expected: tuple[int, int, int]) -> None:
+    found = image.open_image(data)
+    assert found.mode == "RGB"
+    assert found.size == (6, 4)
+    assert max(abs(a - b) for a, b in zip(found.getpixel((2, 2)), expected, strict=True)) <= 2
+
+
+def test_orientation_notes_are_followed() -> None:
+    picture = PIL.Image.new("RGB", (6, 4))
+    picture.putpixel((0, 0), (255, 255, 255))
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # turn right
+    found = image.open_image(saved(picture, "PNG", exif=exif))
+    assert found.size == (4, 6)
+    assert found.getpixel((3, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "cannot be read as an image"),
+        (b"\x00" * 100, "cannot be read as an image"),
+        (saved(solid("RGB", RED), "PNG")[:45], "broken image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "cannot be read"),
+    ],
+)
+def test_what_is_no_image_is_one_line(data: bytes, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        image.open_image(data, "photo")
+    assert "\n" not in str(caught.value)
+
+
+def test_limits_come_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "MOST_PIXELS", 20)
+    with pytest.raises(RequestError, match="6 × 4 pixels"):
+        image.open_image(saved(solid("RGB", RED), "PNG"))
+    monkeypatch.setattr(image, "MOST_BYTES", 10)
+    with pytest.raises(RequestError, match="bytes are more"):
+        image.open_image(saved(solid("RGB", RED), "PNG"))
+
+
+def test_a_bomb_is_refused_by_its_header() -> None:
+    bomb = bytearray(saved(solid("L", 0), "PNG"))
+    # width and height in the header chunk, its checksum made right again
+    import zlib
+
+    bomb[16:24] = (60000).to_bytes(4, "big") * 2
+    bomb[29:33] = zlib.crc32(bytes(bomb[12:29])).to_bytes(4, "big")
+    with pytest.raises(RequestError, match="pixels; make it smaller"):
+        image.open_image(bytes(bomb))
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"no\.png: No such file"):
+        image.open_image(tmp_path / "no.png")
+    with pytest.raises(RequestError, match="directory"):
+        image.open_image(tmp_path)
+
+
+def test_arrays_and_tensors() -> None:
+    grey = np.arange(24, dtype=np.uint8).reshape(4, 6)
+    assert image.as_image(grey).getpixel((5, 3)) == (23, 23, 23)
+    assert image.as_image(torch.zeros(4, 6, 3, dtype=torch.uint8)).size == (6, 4)
+    for wrong in (grey.astype(np.float32), grey[None, None], np.zeros((0, 3), np.uint8), 7):
+        with pytest.raises(RequestError):
+            image.as_image(wrong)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 9000), st.integers(1, 9000))
+def test_the_longer_side_fits(width: int, height: int) -> None:
+    found = image.fitted((width, height), 1024)
+    assert max(found) == 1024
+    assert min(found) >= 1
+    # halves are rounded up, as the original does
+    short, long = sorted((width, height))
+    assert min(found) == max(1, int(short * (1024 / long) + 0.5))
+
+
+def test_resizing_is_pils_own(shared: Path) -> None:
+    photo = image.open_image(shared / "data/images/truck.jpg")
+    size = image.fitted(photo.size, 1024)
+    found = image.pixels(photo, size)
+    wanted = np.array(
+        PIL.Image.open(shared / "data/images/truck.jpg").convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR)
+    )
+    assert np.array_equal(found.permute(1, 2, 0).numpy(), wanted)

@@ -1,0 +1,98 @@
+"""Masks as values, against plain loops written here and formats as published."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.vision import masks
+
+GRIDS = st.integers(1, 9).flatmap(
+    lambda h: st.integers(1, 9).flatmap(
+        lambda w: st.lists(st.booleans(), min_size=h * w, max_size=h * w).map(lambda v: torch.tensor(v).view(h, w))
+    )
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(GRIDS)
+def test_run_lengths_there_and_back(mask: torch.Tensor) -> None:
+    height, width = mask.shape
+    runs = masks.runs_of(mask[None])[0]
+    # by the definition: column by column, alternating, beginning with the background
+    wanted, current, count = [], False, 0
+    for value in mask.t().flatten().tolist():
+        if value == current:
+            count += 1
+        else:
+            wanted.append(count)
+            current, count = value, 1
+    wanted.append(count)
+    assert runs == wanted
+    assert torch.equal(masks.mask_of(runs, height, width), mask)
+    packed = masks.coco(runs, height, width)
+    assert packed["size"] == [height, width]
+    assert masks.from_coco(packed) == runs
+
+
+def test_compressed_runs_as_pycocotools_writes_them() -> None:
+    # worked by hand from the format: 6 → '6', then 1, 40 = 8 + 32·1, and differences to the run before the last
+    assert masks.coco([6, 1, 40], 1, 47)["counts"] == "61X1"
+    assert masks.coco([5, 3, 2, 1], 1, 11)["counts"] == "532N"
+    assert masks.coco([0, 4], 2, 2)["counts"] == "04"
+
+
+def test_runs_that_do_not_fill_the_mask() -> None:
+    with pytest.raises(ValueError, match="cover 5 of 6"):
+        masks.mask_of([2, 3], 2, 3)
+
+
+@settings(deadline=None, max_examples=100)
+@given(GRIDS)
+def test_boxes(mask: torch.Tensor) -> None:
+    found = masks.boxes_of(mask[None])[0].tolist()
+    ys, xs = np.nonzero(mask.numpy())
+    assert found == ([xs.min(), ys.min(), xs.max(), ys.max()] if len(xs) else [0, 0, 0, 0])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(*[st.integers(0, 30)] * 4, st.integers(0, 5)), min_size=1, max_size=25),
+    st.sampled_from([0.3, 0.5, 0.7]),
+)
+def test_suppression_is_the_greedy_rule(raw: list[tuple[int, ...]], threshold: float) -> None:
+    boxes = torch.tensor([[x, y, x + w + 1, y + h + 1] for x, y, w, h, _ in raw]).float()
+    scores = torch.tensor([float(s) for *_, s in raw])
+    kept: list[int] = []
+    for i in sorted(range(len(raw)), key=lambda i: (-raw[i][4], i)):
+        if all(_iou(boxes[i].tolist(), boxes[j].tolist()) <= threshold for j in kept):
+            kept.append(i)
+    assert masks.suppressed(boxes, scores, threshold).tolist() == kept
+
+
+def _iou(a: list[float], b: list[float]) -> float:
+    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
+    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+    # in float32, as the boxes are: a threshold is sometimes met exactly
+    common = np.float32(width * height)
+    area = np.float32((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]))
+    return float(common / (area - common))
+
+
+def test_stability_and_iou() -> None:
+    logits = torch.tensor([[-2.0, -0.5, 0.5, 2.0]])
+    assert masks.stability(logits, 0.0, 1.0) == pytest.approx(1 / 3)
+    a, b = torch.tensor([[True, True, False]]), torch.tensor([[False, True, True]])
+    assert masks.mask_iou(a, b) == pytest.approx(1 / 3)
+    assert masks.mask_iou(a & ~a, b & ~b) == 1
+
+
+def test_enlarging_crops_before_the_second_step() -> None:
+    logits = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    found = masks.enlarged(logits, 32, (32, 20), (50, 31))
+    assert found.shape == (1, 2, 31, 50)
+    first = torch.nn.functional.interpolate(logits, (32, 32), mode="bilinear")[..., :20, :]
+    assert torch.equal(found, torch.nn.functional.interpolate(first, (31, 50), mode="bilinear"))

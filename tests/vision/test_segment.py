@@ -1,0 +1,127 @@
+"""MobileSAM with its real weights against facts of the original pipeline; and a plain automatic generator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelmill.core.errors import RequestError
+from modelmill.models import sam
+from modelmill.nn.still import Still
+from modelmill.ops.shelf import resolve
+from modelmill.vision.everything import Crop, Everything, crops_of, cut_off, grid_of
+from modelmill.vision.prompts import Prompt, alike, arranged, make
+from modelmill.vision.segment import Eye
+from tests.models.test_sam import made
+
+
+@pytest.fixture(scope="module")
+def eye(shared: Path) -> Eye:
+    from safetensors.torch import load_file
+
+    model = made(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
+    return Eye(model, Still(resolve("cpu")), sam.MEAN, sam.STD)
+
+
+def test_the_truck_window(eye: Eye, shared: Path) -> None:
+    # the facts are those of the original pipeline, as published beside the weights
+    seen = eye.see(shared / "data/images/truck.jpg")
+    assert seen.size == (1800, 1200)
+    best = eye.predict(seen, make([(500, 375)]))[0]
+    assert best.box == (424, 318, 627, 446)
+    assert best.score == pytest.approx(0.9998, abs=5e-5)
+    assert best.pixels.shape == (1200, 1800)
+    single = eye.predict(seen, make([(500, 375)]), multimask=False)
+    assert len(single) == 1
+    assert single[0].box == (233, 317, 629, 460)
+    assert single[0].score == pytest.approx(0.8048, abs=5e-5)
+
+
+def test_prompts_together_are_prompts_alone(eye: Eye, shared: Path) -> None:
+    seen = eye.see(shared / "data/images/truck.jpg")
+    first = eye.predict(seen, make([(500, 375)]))
+    asked = [
+        make([(500, 375)]),
+        make(box=(425, 600, 700, 875)),
+        make([(575, 750)], [0], box=(425, 600, 700, 875)),
+        make([(1000, 500)]),
+        make([(500, 375)], mask=first[0].logits),
+        make([(500, 375), (1125, 625)]),
+    ]
+    together = eye.predict_all(seen, asked)
+    for prompt, found in zip(asked, together, strict=True):
+        alone = eye.predict(seen, prompt)
+        assert [m.box for m in alone] == [m.box for m in found]
+        assert [m.score for m in alone] == pytest.approx([m.score for m in found], abs=1e-5)
+        assert [m.score for m in found] == sorted((m.score for m in found), reverse=True)
+
+
+def test_a_picture_seen_before_is_not_computed_again(eye: Eye, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = eye.see(shared / "data/images/truck.jpg")
+    monkeypatch.setattr(eye.model, "embed", None)
+    assert torch.equal(eye.see(shared / "data/images/truck.jpg").embedding, seen.embedding)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"points": [(1, 2)], "labels": [1, 0]},
+        {"points": [(1, 2)], "labels": [2]},
+        {"points": [(1, float("nan"))]},
+        {"points": [(1, 2, 3)]},
+        {"points": [("a", 2)]},
+        {"box": (1, 2, 3)},
+        {"box": (5, 0, 1, 3)},
+        {"points": [(1, 2)] * 300},
+    ],
+)
+def test_wrong_prompts_are_one_line(wrong: dict) -> None:
+    with pytest.raises(RequestError):
+        make(**wrong)
+
+
+def test_arrangement_of_points_and_boxes() -> None:
+    prompts = [make([(10, 20)]), make(box=(1, 2, 3, 4)), make([(7, 8)])]
+    assert alike(prompts) == [[0, 2], [1]]
+    points, labels = arranged([prompts[0]], (100, 50), (1024, 512))
+    assert points[0].tolist() == [[pytest.approx(102.4), pytest.approx(204.8)], [0, 0]]
+    assert labels.tolist() == [[1, -1]]
+    points, labels = arranged([prompts[1]], (100, 50), (200, 100))
+    assert points[0].tolist() == [[2, 4], [6, 8]]
+    assert labels.tolist() == [[2, 3]]
+    nothing, none = arranged([Prompt(mask=torch.zeros(4, 4))], (10, 10), (10, 10))
+    assert nothing.shape == (1, 0, 2)
+    assert none.shape == (1, 0)
+
+
+def test_crops_and_grids_of_the_original() -> None:
+    # computed by hand from the published rule for 1800 × 1200 pixels and one layer
+    crops = crops_of((1800, 1200), Everything(crop_n_layers=1))
+    assert [c.box for c in crops] == [
+        (0, 0, 1800, 1200),
+        (0, 0, 1105, 805),
+        (0, 396, 1105, 1200),
+        (696, 0, 1800, 805),
+        (696, 396, 1800, 1200),
+    ]
+    grid = grid_of(crops[0], Everything(points_per_side=2))
+    assert grid.tolist() == [[450, 300], [1350, 300], [450, 900], [1350, 900]]
+    assert len(grid_of(crops[1], Everything(points_per_side=8, crop_n_points_downscale_factor=2))) == 16
+
+
+def test_boxes_cut_by_a_crop() -> None:
+    crop = Crop((100, 0, 500, 400), 1)
+    boxes = torch.tensor([[0, 50, 40, 90], [60, 60, 90, 90], [200, 0, 300, 390], [300, 100, 399, 200]])
+    # left edge; inside; near the crop's lower edge; its right edge
+    assert cut_off(boxes, crop, (800, 600)).tolist() == [True, False, True, True]
+    # the picture's own edges cut nothing
+    assert cut_off(boxes, Crop((0, 0, 400, 400), 0), (400, 400)).tolist() == [False] * 4
+
+
+@pytest.mark.parametrize("wrong", [{"points_per_side": 0}, {"crop_n_layers": 9}, {"box_nms_thresh": 1.5}])
+def test_wrong_options(wrong: dict) -> None:
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        Everything(**wrong)
