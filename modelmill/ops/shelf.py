@@ -31,6 +31,8 @@ from modelmill.ops.tuning import Tuning, accepted
 OPS = (
     "rms_norm",
     "add_rms_norm",
+    "rms_norm_quant",
+    "add_rms_norm_quant",
     "layer_norm",
     "rope_cache",
     "paged_attention",
@@ -43,7 +45,7 @@ OPS = (
 )
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed.
-_ALONE = ("int4_linear", "sample")  # what ops.decode does not do
+_ALONE = ("rms_norm_quant", "add_rms_norm_quant", "int4_linear", "sample")  # what ops.decode does not do
 SPANS = {"decode": tuple(op for op in OPS if op not in _ALONE), "gated_linear": ("linear", "silu_mul")}
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
@@ -58,6 +60,8 @@ class Ops:
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rms_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    add_rms_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
     layer_norm: Callable[..., torch.Tensor]
     rope_cache: Callable[..., torch.Tensor]
     paged_attention: Callable[..., torch.Tensor]

@@ -1,0 +1,118 @@
+"""RMSNorm, with or without a residual, to 8 bits: a row at a time in registers, read once and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.device import multiprocessors, power_of_two, rows_of
+from modelmill.ops.triton.early import enter, launch
+
+WIDEST = 16384
+_LEAST = tl.constexpr(1e-6)
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2²³
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor, per_column: tuple[torch.Tensor | None, ...]) -> bool:
+    """Rows up to 16,384 wide of the weight's dtype; factors, zero-points and orders packed, of their dtypes."""
+    kinds = (torch.float32, torch.int32, torch.int32)
+    packed = all(t is None or (t.dtype is kind and t.is_contiguous()) for t, kind in zip(per_column, kinds))
+    order = per_column[2]
+    width = max(x.shape[-1], 0 if order is None else order.numel())
+    return packed and width <= WIDEST and x.dtype == weight.dtype and x.numel() > 0
+
+
+def norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    kind: torch.dtype,
+    per_column: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    bits: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(values, scale or None, the sum or x); per_column: factor, zero, order."""
+    factor, zero, order = per_column
+    flat, held = rows_of(x), rows_of(x if residual is None else residual)
+    rows, width = flat.shape
+    columns = width if order is None else order.numel()
+    values = torch.empty((rows, columns), dtype=kind, device=x.device)
+    scale = None if factor is not None else torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    total = x
+    if residual is not None:
+        total = residual if residual.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    most = 448.0 if kind is not torch.int8 else float(2 ** (bits - 1) - 1)
+    block, block_n = power_of_two(width), power_of_two(columns)
+    each = factor is not None and factor.numel() > 1
+    # What is read a column is read once for several rows.
+    share = 1 if order is None and not each else max(1, rows // (8 * multiprocessors(x.device)))
+    _kernel[(triton.cdiv(rows, share),)](
+        flat, held, weight, values, flat if scale is None else scale, total,
+        flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
+        rows, width, columns, flat.stride(0), held.stride(0), eps, share,
+        ADD=residual is not None, TOKEN=factor is None, EACH=each, SHIFT=zero is not None, ORDER=order is not None,
+        WHOLE=kind is torch.int8, MOST=most, BLOCK=block, BLOCK_N=block_n,
+        num_warps=max(1, min(16, max(block, block_n) // 512)), **launch(x.device, rows),
+    )  # fmt: skip
+    return values.view(*x.shape[:-1], columns), scale, total
+
+
+@triton.jit(do_not_specialize=["rows", "share"])
+def _kernel(
+    x_ptr, residual_ptr, weight_ptr, values_ptr, scales_ptr, total_ptr, factor_ptr, zero_ptr, order_ptr,
+    rows, width, columns, x_stride, residual_stride, eps, share,
+    ADD: tl.constexpr, TOKEN: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr, ORDER: tl.constexpr,
+    WHOLE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    column, n = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    order, factor, zero = n, 1.0, n
+    if ORDER:
+        order = tl.load(order_ptr + n, mask=n < columns, other=-1)
+    if EACH:
+        factor = tl.load(factor_ptr + n, mask=n < columns, other=0.0)
+    elif not TOKEN:
+        factor = tl.load(factor_ptr)
+    if SHIFT:
+        zero = tl.load(zero_ptr + n, mask=n < columns, other=0).to(tl.float32)
+    if ORDER and EACH:
+        factor = tl.where(order >= 0, factor, 0.0)
+    if ORDER and SHIFT:
+        zero = tl.where(order >= 0, zero, 0.0)
+    enter(EARLY)
+    first = tl.program_id(0).to(tl.int64) * share
+    for row in range(first, tl.minimum(first + share, rows)):
+        x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0)
+        if ADD:
+            held = tl.load(residual_ptr + row * residual_stride + column, mask=column < width, other=0.0)
+            # Rounded to the stream's dtype before the statistics, as the unfused pair of ops would.
+            x = (x.to(tl.float32) + held.to(tl.float32)).to(held.dtype)
+            tl.store(total_ptr + row * width + column, x, mask=column < width)
+        wide = x.to(tl.float32)
+        spread = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+        y = ((wide * spread).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
+        if TOKEN:
+            amax = tl.maximum(tl.max(tl.abs(y), axis=0), _LEAST)
+            most = amax * 0.0 + MOST
+            by = tl.div_rn(most, amax)
+            tl.store(scales_ptr + row, tl.div_rn(amax, most))
+        else:
+            by = factor
+        if ORDER:
+            y = tl.gather(y, tl.maximum(order, 0), 0)
+        y *= by
+        if ORDER and not EACH:
+            y = tl.where(order >= 0, y, 0.0)
+        if WHOLE:
+            # From 2²³ to 2²⁴ a float32 is a whole number, with 1 in its last bit: a value put there is rounded half to
+            # even, and the last byte of its bits is the int8.
+            y += _WHOLE
+            if SHIFT:
+                y += zero
+            if not TOKEN:
+                y = tl.minimum(tl.maximum(y, _WHOLE - MOST - SHIFT), _WHOLE + MOST)
+            out = y.to(tl.int32, bitcast=True)
+        else:
+            out = y if TOKEN else tl.minimum(tl.maximum(y, -MOST), MOST)
+        tl.store(values_ptr + row * columns + n, out.to(values_ptr.dtype.element_ty), mask=n < columns)
