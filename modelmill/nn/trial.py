@@ -44,12 +44,12 @@ def trial_step(
     sequences: tuple[int, int, int],
     *,
     bound: int | None = None,
-    kv_dtype: torch.dtype | None = None,
-    page_size: int = PAGE,
+    kv: KVCache | None = None,
 ) -> Step:
     """sequences: (how many, new tokens of each, tokens of each with the new ones); their pages in shuffled order.
 
-    bound: the launch bound of their lengths, as a graph has one; default: their length. The pages hold random values.
+    bound: the launch bound of their lengths, as a graph has one; default: their length. kv: pages to use, which are
+    overwritten with random values; default: as many as are needed, of the activations' dtype.
     """
     batch, new, context = sequences
     weight = model.embed.weight  # type: ignore[union-attr]
@@ -57,9 +57,11 @@ def trial_step(
     shape, device = model.kv, weight.device
     assert isinstance(shape, KVShape)
     bound = bound or context
+    page_size = PAGE if kv is None else kv.page_size
     columns, pages = -(-bound // page_size), -(-context // page_size)
-    kv = KVCache.allocate(shape, batch * pages + 1, page_size, kv_dtype or weight.dtype, str(device))
-    _fill(kv)
+    if kv is None:
+        kv = KVCache.allocate(shape, batch * pages + 1, page_size, weight.dtype, str(device))
+    _fill(kv, batch * pages)
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).view(batch, pages)
     tables = torch.zeros(batch, columns, dtype=torch.int32)
     tables[:, :pages] = order
@@ -85,9 +87,9 @@ def trial_step(
     )
 
 
-def _fill(kv: KVCache) -> None:
-    """Random values, so that no arithmetic is easier than in an answer; 8-bit pages get scales as well."""
-    for cache in (*kv.k, *kv.v):
+def _fill(kv: KVCache, pages: int) -> None:
+    """Random values in the first pages: no arithmetic is easier than in an answer. 8-bit pages get scales as well."""
+    for cache in (each[:pages] for each in (*kv.k, *kv.v)):
         if cache.dtype == torch.int8:
             cache.random_(-127, 128)
         elif cache.dtype.itemsize == 1:
@@ -95,4 +97,4 @@ def _fill(kv: KVCache) -> None:
         else:
             cache.normal_()
     for scale in (*kv.k_scale, *kv.v_scale):
-        scale.fill_(1 / 64)
+        scale[:pages].fill_(1 / 64)

@@ -1,0 +1,76 @@
+"""A trace in Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelmill.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Event:
+    """One slice: microseconds from the beginning of its track. args: what a click on it shows."""
+
+    name: str
+    begins: float
+    lasts: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def trace(tracks: Mapping[str, Mapping[str, Sequence[Event]]], about: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON-able. tracks: process → track → events. Events of a track that overlap are spread over lanes.
+
+    On one lane slices must lie beside or inside one another; two kernels of which the second begins before the first
+    ends are neither.
+    """
+    events: list[dict[str, Any]] = []
+    for pid, (process, named) in enumerate(tracks.items(), 1):
+        events.append(_meta("process_name", pid, 0, process))
+        tid = 0
+        for name, content in named.items():
+            for number, lane in enumerate(lanes(content)):
+                tid += 1
+                events.append(_meta("thread_name", pid, tid, name if number == 0 else f"{name} (overlapping)"))
+                events += [_slice(each, pid, tid) for each in lane]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {k: str(v) for k, v in about.items()}}
+
+
+def lanes(events: Sequence[Event]) -> list[list[Event]]:
+    """The events on as few lanes as needed for no two to cross; one inside another shares its lane."""
+    found: list[list[Event]] = []
+    open_: list[list[float]] = []  # of each lane the ends of the slices that are still open, outermost first
+    for event in sorted(events, key=lambda each: (each.begins, -each.lasts)):
+        ends = event.begins + event.lasts
+        for lane, ending in zip(found, open_, strict=True):
+            while ending and ending[-1] <= event.begins:
+                ending.pop()
+            if not ending or ends <= ending[-1]:
+                lane.append(event)
+                ending.append(ends)
+                break
+        else:
+            found.append([event])
+            open_.append([ends])
+    return found
+
+
+def write(path: Path, traced: Mapping[str, Any]) -> None:
+    """Raises UsageError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(traced), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another file") from None
+
+
+def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+
+
+def _slice(event: Event, pid: int, tid: int) -> dict[str, Any]:
+    times = {"ts": round(event.begins, 3), "dur": round(event.lasts, 3)}
+    return {"ph": "X", "cat": "op", "name": event.name, "pid": pid, "tid": tid, **times, "args": dict(event.args)}

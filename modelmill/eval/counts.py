@@ -1,0 +1,117 @@
+"""What one call of an op must move and compute: pure counts of its arguments, from which floors are made."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from modelmill.ops import shelf
+from modelmill.ops.case import nbytes
+from modelmill.ops.decode import Layer, Matrix, Stack, Tokens
+
+
+@dataclass(frozen=True)
+class Count:
+    """nbytes: read and written once each. must: of these the weights of products, keys and values, which no fusion
+    saves. operations: multiplications and additions of the products."""
+
+    nbytes: int = 0
+    must: int = 0
+    operations: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.nbytes + other.nbytes, self.must + other.must, self.operations + other.operations)
+
+
+def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any) -> Count:
+    """The count of a call of an op of the shelf with these arguments and this result."""
+    given = _signature(op).bind(*args, **named).arguments
+    out = nbytes(*_tensors(result))
+    if op.endswith("linear"):
+        x = given["x"]
+        held = nbytes(*_tensors([value for name, value in given.items() if name != "x"]))
+        columns = result.shape[-1] * (2 if op == "gated_linear" else 1)
+        return Count(nbytes(x) + held + out, held, 2 * x.numel() * columns)
+    if op == "paged_attention":
+        return attention(given, out)
+    if op == "rope_cache":
+        # q is the result; k and v go to their slots in the cache's dtype
+        stored = given["slots"].numel() * 2 * _token_bytes(given["k_cache"])
+        return Count(nbytes(*_tensors([given["qkv"], given.get("cos"), given.get("sin")])) + out + stored)
+    if op == "decode":
+        return whole(given["stack"], given["tokens"], given["x"], out)
+    return Count(nbytes(*_tensors(list(given.values()))) + out)
+
+
+def attention(given: Mapping[str, Any], out: int) -> Count:
+    """Each key and value of a context once, however many queries read it; a causal query sees what is before it."""
+    q, starts, lengths = given["q"], given["query_start"].tolist(), given["context_lens"].tolist()
+    window = given.get("window")
+    keys, pairs = attended([b - a for a, b in itertools.pairwise(starts)], lengths, window)
+    read = 2 * keys * _token_bytes(given["k_cache"])
+    return Count(nbytes(q) + read + out, read, 4 * q.shape[1] * q.shape[2] * pairs)
+
+
+def attended(queries: list[int], contexts: list[int], window: int | None) -> tuple[int, int]:
+    """(keys that are read, pairs of a query and a key that it sees) of sequences whose last tokens are the queries."""
+    keys = pairs = 0
+    for new, context in zip(queries, contexts, strict=True):
+        new = min(new, context)
+        if window is None or window >= context:
+            keys += context
+            pairs += new * context - new * (new - 1) // 2
+        else:
+            keys += min(context, window + new - 1)
+            pairs += sum(min(context - new + 1 + i, window) for i in range(new))
+    return keys, pairs
+
+
+def whole(stack: Stack, tokens: Tokens, x: torch.Tensor, out: int) -> Count:
+    """All layers and the head in one call."""
+    rows = x.shape[0] if tokens.logit_rows is None else tokens.logit_rows.shape[0]
+    total = Count(nbytes(x) + out + nbytes(stack.norm)) + _matrix(stack.head, rows)
+    starts, lengths = tokens.query_start.tolist(), tokens.context_lens.tolist()
+    queries = [b - a for a, b in itertools.pairwise(starts)]
+    for layer, k in zip(stack.layers, tokens.k, strict=True):
+        keys, pairs = attended(queries, lengths, layer.window)
+        read = 2 * keys * _token_bytes(k)
+        total += Count(read, read, 4 * stack.heads * k.shape[3] * pairs)
+        total += _layer(layer, x)
+    return total
+
+
+def _layer(layer: Layer, x: torch.Tensor) -> Count:
+    total = Count(nbytes(layer.attn_norm, layer.mlp_norm))
+    for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        total += _matrix(matrix, x.shape[0])
+    return total
+
+
+def _matrix(matrix: Matrix, rows: int) -> Count:
+    held = nbytes(matrix.weight, matrix.scale, matrix.bias)
+    return Count(held, held, 2 * rows * matrix.weight.numel())
+
+
+def _token_bytes(cache_: torch.Tensor) -> int:
+    """Bytes of one token's keys in a cache [pages, kv_heads, page_size, dim], with its scales where it has 8 bits."""
+    scale = 4 if cache_.element_size() == 1 else 0
+    return cache_.shape[1] * (cache_.shape[3] * cache_.element_size() + scale)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for each in values:
+            yield from _tensors(each)
+
+
+@cache
+def _signature(op: str) -> inspect.Signature:
+    return inspect.signature(shelf.reference(op))

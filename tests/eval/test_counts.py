@@ -1,0 +1,126 @@
+"""What a call must move and compute, against counts made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelmill.eval.counts import Count, attended, count
+from modelmill.eval.op_cases import cases
+from modelmill.ops import shelf
+from modelmill.ops.int8_linear import quantize
+from tests.runtime.tiny import decoder
+
+
+def of(op: str, **args: Any) -> Count:
+    return count(op, (), args, shelf.reference(op)(**args))
+
+
+def test_a_product_reads_its_weight_once() -> None:
+    x, weight, bias = torch.randn(3, 64), torch.randn(128, 64), torch.randn(128)
+    found = of("linear", x=x, weight=weight, bias=bias)
+    assert found == Count(4 * (3 * 64 + 128 * 64 + 128 + 3 * 128), 4 * (128 * 64 + 128), 2 * 3 * 64 * 128)
+    assert count("linear", (x, weight), {}, torch.empty(3, 128)).must == 4 * 128 * 64
+    gated = of("gated_linear", x=x, weight=weight)
+    assert gated == Count(4 * (3 * 64 + 128 * 64 + 3 * 64), 4 * 128 * 64, 2 * 3 * 64 * 128)
+
+
+def test_a_weight_of_8_bits_is_a_quarter_with_its_scales() -> None:
+    x, (weight, scale) = torch.randn(1, 64), quantize(torch.randn(128, 64))
+    found = of("int8_linear", x=x, weight=weight, scale=scale)
+    assert found == Count(4 * 64 + 128 * 64 + 4 * 128 + 4 * 128, 128 * 64 + 4 * 128, 2 * 64 * 128)
+
+
+def test_attention_reads_each_key_once() -> None:
+    """Decoding and a prompt together: contexts of 5 and 3, of which 1 and 3 tokens are new; 2 KV heads of 8."""
+    q, cache = torch.randn(4, 4, 8), torch.randn(2, 2, 16, 8)
+    args: dict[str, Any] = {
+        "q": q,
+        "k_cache": cache,
+        "v_cache": cache.clone(),
+        "block_tables": torch.tensor([[0], [1]], dtype=torch.int32),
+        "query_start": torch.tensor([0, 1, 4], dtype=torch.int32),
+        "context_lens": torch.tensor([5, 3], dtype=torch.int32),
+        "max_query": 3,
+        "max_context": 5,
+        "scale": 1.0,
+    }
+    found = of("paged_attention", **args)
+    read = 2 * (5 + 3) * 2 * 8 * 4
+    assert found.must == read
+    assert found.nbytes == read + 2 * q.nbytes
+    assert found.operations == 4 * 4 * 8 * (5 + (1 + 2 + 3))
+
+
+@given(st.integers(1, 40), st.integers(0, 40), st.none() | st.integers(1, 50))
+def test_attended_is_what_a_mask_shows(new: int, before: int, window: int | None) -> None:
+    context = new + before
+    row, column = torch.arange(before, context)[:, None], torch.arange(context)[None]
+    seen = (column <= row) & (column > row - (window or context + 1))
+    assert attended([new], [context], window) == (int(seen.any(0).sum()), int(seen.sum()))
+
+
+def test_a_cache_of_8_bits_counts_its_scales() -> None:
+    """One token, one head of 8: 8 bytes and a float32, for keys and for values."""
+    args = {
+        "q": torch.randn(1, 1, 8),
+        "k_cache": torch.zeros(1, 1, 16, 8, dtype=torch.int8),
+        "query_start": torch.tensor([0, 1]),
+        "context_lens": torch.tensor([1]),
+    }
+    named = {
+        "v_cache": args["k_cache"],
+        "block_tables": torch.zeros(1, 1),
+        "max_query": 1,
+        "max_context": 1,
+        "scale": 1.0,
+    }
+    assert count("paged_attention", (), {**args, **named}, torch.empty(1, 8)).must == 2 * (8 + 4)
+
+
+def test_a_norm_reads_and_writes_its_rows() -> None:
+    x, weight = torch.randn(5, 64), torch.randn(64)
+    assert of("rms_norm", x=x, weight=weight, eps=1e-5) == Count(2 * x.nbytes + weight.nbytes, 0, 0)
+    found = of("add_rms_norm", x=x, residual=x.clone(), weight=weight, eps=1e-5)
+    assert found.nbytes == 4 * x.nbytes + weight.nbytes
+
+
+def test_the_whole_layers_count_as_their_parts() -> None:
+    """Weights, keys and values of ``decode`` are those of the ops that it spans; what lies between is saved."""
+    from modelmill.eval.watch import watching
+    from modelmill.nn.trial import trial_step
+
+    model, ops = decoder(window=24), shelf.resolve("cpu", dict.fromkeys(shelf.OPS, "torch"))
+    step = trial_step(model, ops, (3, 1, 40))
+    with watching(model, ops) as apart:
+        model(_with(step, apart.ops))
+    reference = shelf.reference("decode")
+    with watching(model, _with_decode(ops, reference)) as whole:
+        model(_with(step, whole.ops))
+    parts = sum((each.count for each in apart.calls), Count())
+    (one,) = [each.count for each in whole.calls if each.op == "decode"]
+    assert one.must == parts.must
+    assert one.operations == parts.operations
+    assert 0 < one.nbytes < parts.nbytes
+
+
+def _with(step: Any, ops: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(step, ops=ops)
+
+
+def _with_decode(ops: Any, decode: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(ops, decode=decode)
+
+
+@pytest.mark.parametrize("op", [*shelf.OPS, *shelf.SPANS])
+def test_every_op_of_the_shelf_can_be_counted(op: str) -> None:
+    case = next(iter(cases(op, "cpu", torch.float32)))
+    assert of(op, **case.args).nbytes > 0

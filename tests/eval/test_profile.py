@@ -1,0 +1,145 @@
+"""Profiles of a tiny engine's steps, and lines made of kernels that are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.core.errors import CapacityError, UsageError
+from modelmill.eval import profile as profiling
+from modelmill.eval.ceilings import Ceilings
+from modelmill.eval.chrome import trace
+from modelmill.eval.counts import Count
+from modelmill.eval.kernels import Kernel, timeline
+from modelmill.eval.profile import Work, profile, step_of
+from modelmill.eval.profile_lines import gpu_events, kernel_lines, step_floor
+from tests.eval.test_chrome import check_trace
+from tests.runtime.tiny import loop
+
+CEILINGS = Ceilings("cpu", 1e9, {"float32": 1e9})
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "CPU_ROUNDS", 3)
+    monkeypatch.setattr(profiling, "CPU_WARM", 0)
+
+
+@pytest.mark.parametrize("phase", profiling.PHASES)
+def test_a_step_is_told_op_by_op(phase: str) -> None:
+    engine = loop(kernels=dict.fromkeys(("linear", "silu_mul"), "torch"))  # no op that spans others
+    found, tracks = profile(engine, Work(phase, 2, 24), CEILINGS)
+    lines = {(line.module, line.op): line for line in found.lines}
+    assert {op for _, op in lines} == {
+        *("rms_norm", "add_rms_norm", "linear", "rope_cache", "paged_attention", "silu_mul")
+    }
+    qkv = lines["layers.*.attn.qkv_proj", "linear"]
+    tokens = 2 if phase == "decode" else 2 * 24
+    assert qkv.calls == 2
+    assert qkv.operations == 2 * 2 * tokens * 32 * 64
+    assert qkv.floor_us == pytest.approx(max(qkv.nbytes or 0, qkv.operations) / 1e9 * 1e6)
+    assert qkv.fraction == pytest.approx(qkv.floor_us / qkv.us)
+    assert sum(line.share for line in found.lines) + found.gap_us / found.seen_us == pytest.approx(1.0)
+    assert [line.us for line in found.lines] == sorted((line.us for line in found.lines), reverse=True)
+    assert 0 < found.floor_us < sum(line.floor_us or 0 for line in found.lines)
+    assert found.inside == ()
+    check_trace(trace({phase: tracks}, {}))
+    names = {event.name for event in tracks["modules and ops"]}
+    assert {"embed", "layers.0", "layers.0.attn.qkv_proj", "linear", "paged_attention"} <= names
+
+
+def test_all_layers_in_one_op_are_one_line_and_what_is_inside() -> None:
+    engine = loop()
+    if engine.ops.decode is None:
+        pytest.skip("no compiler here")
+    found, _ = profile(engine, Work("decode", 1, 24), CEILINGS)
+    assert [(line.module, line.op) for line in found.lines] == [("", "decode")]
+    assert ("layers.*.attn.mix", "paged_attention") in {(line.module, line.op) for line in found.inside}
+    products = sum(line.operations or 0 for line in found.inside)
+    assert found.lines[0].operations == products
+
+
+def test_an_engine_answers_as_before_after_a_profile() -> None:
+    from tests.runtime.tiny import prompts, requests, run
+
+    engine = loop(enable_prefix_caching=False)
+    before = run(engine, requests(prompts(3)))
+    profile(engine, Work("decode", 2, 30), CEILINGS)
+    assert run(engine, requests(prompts(3))) == before
+
+
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        (Work("decode", 1, 128), UsageError),
+        (Work("prefill", 3, 32), UsageError),
+        (Work("decode", 9, 16), CapacityError),
+    ],
+    ids=["too long", "no single step", "too many pages"],
+)
+def test_a_step_that_does_not_fit_is_one_line(work: Work, error: type[Exception]) -> None:
+    with pytest.raises(error) as told:
+        step_of(loop(pages=16), work)
+    assert "\n" not in str(told.value)
+
+
+def kernels() -> list[Kernel]:
+    """Two layers: a product of two kernels, an attention; then one that nobody is known for."""
+    product, split, mix = "layers.{}.mlp", "layers.{}.mlp", "layers.{}.attn.mix"
+    found: list[Kernel] = []
+    for layer in range(2):
+        at = layer * 100.0
+        calls: list[tuple[str, str, int]] = [
+            (product.format(layer), "linear", 0),
+            (split.format(layer), "linear", 0),
+            (mix.format(layer), "paged_attention", 0),
+        ]
+        times = ((0.0, 40.0, "gemv"), (35.0, 15.0, "splitk"), (60.0, 40.0, "attend"))
+        found += [Kernel(name, at + begins, lasts, call) for (begins, lasts, name), call in zip(times, calls)]
+    return timeline([*found, Kernel("argmax", 200.0, 5.0)])
+
+
+def test_kernels_become_lines_with_the_floor_of_their_op() -> None:
+    counts: dict[Any, Count] = {}
+    for layer in range(2):
+        counts[f"layers.{layer}.mlp", "linear", 0] = Count(20_000, 15_000, 10_000)
+        counts[f"layers.{layer}.attn.mix", "paged_attention", 0] = Count(5_000, 5_000, 30_000)
+    lines = {line.kernel: line for line in kernel_lines(kernels(), counts, CEILINGS, "float32")}
+    assert lines["gemv"].us == 80
+    assert lines["splitk"].us == 20
+    assert lines["gemv"].floor_us == pytest.approx(40.0)
+    assert lines["gemv"].fraction == pytest.approx(40 / 100)  # of both kernels' time
+    assert lines["splitk"].floor_us is None
+    assert lines["attend"].floor_us == pytest.approx(60.0)  # the operations
+    assert lines["argmax"].module == ""
+    assert lines["argmax"].floor_us is None
+    assert sum(line.share for line in lines.values()) == pytest.approx((80 + 20 + 80 + 5) / 205)
+    assert step_floor(counts.values(), CEILINGS, "float32") == pytest.approx(80.0)
+    assert step_floor(counts.values(), CEILINGS, "float16") == pytest.approx(40.0)
+
+
+def test_the_trace_of_kernels_has_layers_beside_them() -> None:
+    tracks = gpu_events(kernels(), {})
+    check_trace(trace({"decode": tracks}, {}))
+    assert [event.name for event in tracks["layers"]] == ["layers.0", "layers.1", "(other)"]
+    assert len(tracks["kernels"]) == 7
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_graph_are_seen_and_known() -> None:
+    """On a GPU: the replay's kernels are those of the ops, each with its floor."""
+    from modelmill.eval.ceilings import measure
+    from tests.runtime.tiny import decoder
+
+    engine = loop(decoder(device="cuda"))
+    ceilings = measure("cuda", [torch.float32])
+    for phase in profiling.PHASES:
+        found, tracks = profile(engine, Work(phase, 2, 24), ceilings)
+        assert found.how == ("graph" if phase == "decode" else "launched")
+        ops = {line.op for line in found.lines}
+        assert {"linear", "paged_attention", "rope_cache"} <= ops
+        known = sum(line.us for line in found.lines if line.op)
+        assert known > 0.5 * sum(line.us for line in found.lines)
+        check_trace(trace({phase: tracks}, {}))
