@@ -15,7 +15,6 @@ from modelmill.models._sam_vit import make_neck
 from modelmill.nn.conv import Conv2d, PlainNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.still import Still
-from modelmill.ops.image_attention import image_attention
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class TinyAttention(nn.Module):
         if height % self.window or width % self.window:
             # a norm of zeros is its bias
             fill = self._qkv(self.norm.bias[None, None, None], still)[0, 0, 0].contiguous()
-        mixed = image_attention(qkv, self.heads, self.window, fill, bias=self.attention_biases)
+        mixed = still.ops.image_attention(qkv, self.heads, self.window, fill, bias=self.attention_biases)
         return still.linear(self.proj, mixed.view(batch, height, width, channels))
 
     def _qkv(self, x: torch.Tensor, still: Still) -> torch.Tensor:

@@ -11,7 +11,6 @@ from torch import nn
 from modelmill.nn.conv import ChannelNorm, Conv2d, PlainNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.still import Still
-from modelmill.ops.image_attention import image_attention
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class VitAttention(nn.Module):
         qkv = still.linear(self.qkv, x).view(batch, height, width, 3, self.heads, channels // self.heads)
         assert self.qkv.bias is not None
         tall, wide = (height, width) if self.window is None else (self.window, self.window)
-        mixed = image_attention(
+        mixed = still.ops.image_attention(
             qkv, self.heads, self.window, self.qkv.bias.view(3, self.heads, -1),
             stretched(self.rel_pos_h, 2 * tall - 1), stretched(self.rel_pos_w, 2 * wide - 1),
         )  # fmt: skip

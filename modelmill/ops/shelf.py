@@ -41,11 +41,13 @@ OPS = (
     "linear",
     "int8_linear",
     "int4_linear",
+    "argmax",
     "sample",
+    "image_attention",
 )
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
-# that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed.
-_ALONE = ("rms_norm_quant", "add_rms_norm_quant", "int4_linear", "sample")  # what ops.decode does not do
+# that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed. What decode does not do:
+_ALONE = ("rms_norm_quant", "add_rms_norm_quant", "int4_linear", "argmax", "sample", "image_attention")
 SPANS = {"decode": tuple(op for op in OPS if op not in _ALONE), "gated_linear": ("linear", "silu_mul")}
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
@@ -70,7 +72,9 @@ class Ops:
     linear: Callable[..., torch.Tensor]
     int8_linear: Callable[..., torch.Tensor]
     int4_linear: Callable[..., torch.Tensor]
+    argmax: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
+    image_attention: Callable[..., torch.Tensor]
     chosen: Mapping[str, str]
     decode: Callable[..., torch.Tensor] | None = None
     gated_linear: Callable[..., torch.Tensor] | None = None
