@@ -8,6 +8,7 @@ well. NVLink multicast is not used: it needs the host's fabric in an order that 
 from __future__ import annotations
 
 import functools
+import uuid
 from typing import Any
 
 import torch
@@ -42,7 +43,10 @@ class Peers:
             from modelmill.ops.triton.exchange import Buffers
 
             env.forgo_multicast()
-            name = "modelmill-peers"
+            if rank == 0:
+                rendezvous.set("peers", uuid.uuid4().hex)
+            # torch takes a name once in the life of a process
+            name = "modelmill-" + rendezvous.get("peers").decode()
             _SymmetricMemory.set_group_info(name, rank, size, PrefixStore(name, rendezvous))
             words = Buffers.words(size, REGION)
             buffer = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, device, name)
