@@ -128,7 +128,12 @@ def what(row: Row) -> str:
         return f"prefill, batch {row['batch']}, {row['tokens']:,} tokens"
     if row.get("op"):
         return " ".join(str(row[key]) for key in ("op", "dtype", "case") if key in row)
-    return str(row.get("figure", "?"))
+    return {"trace.loop_s": "the trace, the loop alone"}.get(str(row.get("figure")), str(row.get("figure", "?")))
+
+
+def unit_of(row: Row) -> str:
+    """The row's unit, or what its figure's name ends in."""
+    return str(row.get("unit") or str(row.get("figure", "")).rpartition("_")[2])
 
 
 @dataclass(frozen=True)
