@@ -40,7 +40,8 @@ def sample(
 ) -> torch.Tensor:
     """Ids [B] int64 of rows logits [B, V] float32; one value a row in each of the others, all [B].
 
-    temperature: float32, 0 takes the likeliest token, the lowest id where several are. top_k: int32, 0 (or V and more)
+    temperature: float32, 0 takes the likeliest token, the lowest id where several are; the logits are multiplied by 1
+    over it. top_k: int32, 0 (or V and more)
     keeps all. top_p: float32, from 1 on keeps all. min_p: float32, 0 keeps all. noise: float64 in [0, 1).
     NaN counts as −inf; a row without a possible token gives id 0; of several +inf one is drawn.
     """
@@ -64,7 +65,7 @@ def weights(
     """
     vocab = logits.shape[1]
     warm = torch.where(temperature > 0, temperature, 1.0).float()
-    x = logits.float().nan_to_num(float("-inf"), float("inf"), float("-inf")) / warm[:, None]
+    x = logits.float().nan_to_num(float("-inf"), float("inf"), float("-inf")) * (1.0 / warm)[:, None]
     most = x.amax(-1, keepdim=True)
     weight = _weight(x, most)
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()[:, None]

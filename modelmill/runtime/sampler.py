@@ -7,13 +7,14 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from modelmill.core.types import SamplingParams
+from modelmill.ops.shelf import Ops
 from modelmill.runtime import chance, filters, logprobs
 from modelmill.runtime.sequence import Sequence
 
@@ -100,10 +101,10 @@ class Tally:
 
 
 class Sampler:
-    """Holds the last plan and the tallies. draw: ``ops.sample``."""
+    """Holds the last plan and the tallies."""
 
-    def __init__(self, vocab: int, device: str, draw: Callable[..., torch.Tensor]) -> None:
-        self.draw = draw
+    def __init__(self, vocab: int, device: str, ops: Ops) -> None:
+        self.ops = ops
         self.vocab = vocab
         self.device = torch.device(device)
         self.tally = Tally(vocab, self.device)
@@ -133,7 +134,7 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor, how: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
         """Ids [B] int64 of [B, V]: drawn as ``how`` says, None: the argmax."""
-        return argmax(logits) if how is None else self.draw(logits, **how)
+        return self.ops.argmax(logits) if how is None else self.ops.sample(logits, **how)
 
     def told(self, logits: torch.Tensor, plan: Plan, ids: torch.Tensor) -> torch.Tensor | None:
         """The table of log-probabilities for the rows that asked; None where none did."""
@@ -210,14 +211,6 @@ class Sampler:
 
     def _real(self, values: Iterable[float]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.float32).to(self.device, non_blocking=True)
-
-
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The most likely id of each row, the lowest where several are. [B, V] → [B] int64."""
-    if logits.is_cuda:
-        return logits.argmax(-1)
-    # numpy's is many times faster than torch's here
-    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def _repetition(params: SamplingParams) -> float:

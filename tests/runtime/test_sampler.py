@@ -14,10 +14,11 @@ from modelmill.core.types import Request, SamplingParams
 from modelmill.ops import sample as op
 from modelmill.ops import shelf
 from modelmill.runtime import chance, logprobs
-from modelmill.runtime.sampler import Plan, Sampler, argmax
+from modelmill.runtime.sampler import Plan, Sampler
 from modelmill.runtime.sequence import RopeRule, Sequence
 
 VOCAB = 200
+OPS = shelf.resolve("cpu")
 
 
 def sequence(prompt: list[int], answer: list[int], how: SamplingParams, eos: tuple[int, ...] = ()) -> Sequence:
@@ -68,7 +69,7 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
     logits = torch.randn(len(given_hows), VOCAB, generator=generator) * 3
     ids = torch.randint(0, VOCAB, (len(given_hows), 12), generator=generator).tolist()
     seqs = [sequence(row[:7], row[7 : 7 + i % 5], how, (3, 9)) for i, (row, how) in enumerate(zip(ids, given_hows))]
-    sampler = Sampler(VOCAB, "cpu", shelf.resolve("cpu").sample)
+    sampler = Sampler(VOCAB, "cpu", OPS)
     plan = sampler.plan(seqs)
     before = logits.clone()
     changed = sampler._penalised(logits, plan)
@@ -89,7 +90,7 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
     first = sampler.sample(logits, plan, how)
     assert torch.equal(logits, before)
     for i, seq in enumerate(seqs):
-        single = Sampler(VOCAB, "cpu", shelf.resolve("cpu").sample)
+        single = Sampler(VOCAB, "cpu", OPS)
         alone = single.plan([seq])
         assert single.sample(logits[i : i + 1], alone, brought(alone)).item() == first[i].item()
 
@@ -102,7 +103,7 @@ def brought(plan: Plan) -> dict[str, torch.Tensor]:
 def test_presence_frequency_bias_follow_the_answer_only() -> None:
     how = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={11: 2.0})
     seq = sequence([5, 6], [7, 7, 8], how)
-    sampler = Sampler(VOCAB, "cpu", op.sample)
+    sampler = Sampler(VOCAB, "cpu", OPS)
     for extra in range(3):
         want = torch.zeros(VOCAB)
         want[7], want[8], want[11] = -1.0, -0.75, 2.0 - (0.5 + 0.25 * extra) * (extra > 0)
@@ -117,7 +118,7 @@ def test_presence_frequency_bias_follow_the_answer_only() -> None:
 def test_ties_take_the_lowest_id() -> None:
     logits = torch.zeros(2, 9)
     logits[1, [4, 6]] = 1.0
-    assert argmax(logits).tolist() == [0, 4]
+    assert shelf.resolve("cpu").argmax(logits).tolist() == [0, 4]
 
 
 def test_chance_is_uniform_and_reproducible() -> None:

@@ -47,8 +47,9 @@ inline int64_t weight_of(float z) {
 
 float scaled(float* x, const float* logits, int64_t vocab, float temperature) {
     float most = kNever;
+    const float cold = 1.0f / temperature;
     for (int64_t i = 0; i < vocab; i++) {
-        const float value = logits[i] / temperature;
+        const float value = logits[i] * cold;
         x[i] = value == value ? value : kNever;
     }
     for (int64_t i = 0; i < vocab; i++) most = x[i] > most ? x[i] : most;
