@@ -5,6 +5,7 @@ The class for Python and the server share it, so that a prompt means the same in
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -95,6 +96,24 @@ class Language:
                 )
             return self.tokenizer.encode(prompt)
         return _checked(prompt)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Most bytes that one token stands for; at least 16, since a tokenizer may drop some of a text (spaces)."""
+        tokenizer = self.tokenizer
+        return (
+            16 if tokenizer is None else max(16, *(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)))
+        )
+
+    def check_size(self, prompt: str | Sequence[int], longest: int) -> None:
+        """Raises RequestError for a prompt that has more than ``longest`` tokens however it would be split."""
+        if isinstance(prompt, str):
+            if len(prompt) > longest * self.longest_token:
+                raise RequestError(
+                    f"the prompt has {len(prompt)} characters, this engine takes {longest} tokens; shorten it"
+                )
+        elif len(prompt) > longest:
+            raise RequestError(f"the prompt has {len(prompt)} tokens, this engine takes {longest}; shorten it")
 
     def _request(
         self,

@@ -24,6 +24,7 @@ from modelmill.serve.message import (
     Abort,
     Add,
     Ask,
+    Begun,
     Count,
     End,
     Failed,
@@ -36,6 +37,7 @@ from modelmill.serve.message import (
     decode,
     encode,
 )
+from modelmill.serve.metrics import EngineMetrics
 from modelmill.serve.ticket import Ticket, WorkerLost
 
 SHORT = 30.0
@@ -105,6 +107,7 @@ class Engine:
         self._stats: Stats | None = None
         self._before = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._closing = False
+        self.metrics: EngineMetrics | None = None
 
     # -- asking
 
@@ -216,6 +219,8 @@ class Engine:
                     await self._opened(message)
                 else:
                     self._hear(message)
+                    # several steps may have come at once: who waits for the first has its turn before the next
+                    await asyncio.sleep(0)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -276,6 +281,9 @@ class Engine:
             future = self._asked.get(message.number)
             if future is not None and not future.done():
                 future.set_result(self._stats)
+        elif isinstance(message, Begun):
+            if self.metrics is not None:
+                self.metrics.queue(message.seconds)
         elif isinstance(message, Loading):
             self.progress = Progress(message.stage, message.done, message.total)
         elif isinstance(message, Refused):
@@ -291,6 +299,8 @@ class Engine:
             return
         dialogue, ticket = entry
         delta, stopped = dialogue.push(token)
+        if self.metrics is not None:
+            self.metrics.told(delta)
         if stopped:
             self._send(End(token.request, token.index))
         if dialogue.answer.finished:
@@ -308,8 +318,11 @@ class Engine:
 
     def _abandon(self, ids: Sequence[str]) -> None:
         for id in ids:
-            if self._forget(id) is not None:
+            entry = self._forget(id)
+            if entry is not None:
                 self._send(Abort(id))
+                if self.metrics is not None:
+                    self.metrics.forget(id, entry[0].request.params.n)
 
 
 def _plus(now: Stats, before: Stats) -> Stats:

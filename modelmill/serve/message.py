@@ -91,6 +91,14 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A request's first step has been launched, so many seconds after it came."""
+
+    id: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Refused:
     """A request cannot be served; one line for its sender."""
 
@@ -114,7 +122,7 @@ class Failed:
     usage: bool
 
 
-Message = Open | Add | Abort | End | Ask | Loading | Ready | Told | Refused | Count | Failed
+Message = Open | Add | Abort | End | Ask | Loading | Ready | Told | Begun | Refused | Count | Failed
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
 

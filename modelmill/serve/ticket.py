@@ -49,15 +49,19 @@ class Ticket:
 
     # -- for who asked
 
-    async def fetch(self) -> list[News]:
-        """What came since the last call, waiting for something; [] once all has ended. Raises what went wrong."""
+    async def fetch(self, seconds: float | None = None) -> list[News]:
+        """What came since the last call, waiting for something; [] once all has ended. Raises what went wrong.
+
+        TimeoutError where nothing comes for so many seconds.
+        """
         while not self._news:
             if self._error is not None:
                 raise self._error
             if not self._open:
                 return []
             self._wake.clear()
-            await self._wake.wait()
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
         news, self._news, self._behind = self._news, [], 0
         return news
 
@@ -65,6 +69,17 @@ class Ticket:
         """Wait until everything has ended."""
         while await self.fetch():
             pass
+
+    def counts(self) -> dict[str, int | float | None]:
+        """Tokens and times, for a log."""
+        answers = [each.answer for each in self.dialogues]
+        first = [each.first_token_seconds for each in answers if each.first_token_seconds is not None]
+        return {
+            "prompt_tokens": sum(len(each.prompt_token_ids) for each in answers),
+            "completion_tokens": sum(len(output.token_ids) for each in answers for output in each.outputs),
+            "cached_tokens": sum(each.cached_tokens for each in answers),
+            "first_token_ms": round(1000 * min(first), 1) if first else None,
+        }
 
     def close(self) -> None:
         """Give up what has not ended; closing twice is closing once."""

@@ -31,6 +31,7 @@ from modelmill.serve.message import (
     Abort,
     Add,
     Ask,
+    Begun,
     Count,
     End,
     Failed,
@@ -93,6 +94,7 @@ class Worker:
 
     def __init__(self, loop: Loop, wire: Wire, inbox: Inbox) -> None:
         self.loop, self._wire, self._inbox = loop, wire, inbox
+        self._queued: dict[str, float] = {}
 
     def run(self) -> None:
         """Until the server is gone."""
@@ -105,10 +107,23 @@ class Worker:
                         return
                     self._obey(message)
                 tokens = loop.step()
+                if self._queued:
+                    self._begun()
                 if tokens:
                     self._wire.send(Told(tokens))
         except (BrokenPipeError, ConnectionResetError):
             return
+
+    def _begun(self) -> None:
+        """Tell which requests have left the queue: in order, so the first that waits ends the search."""
+        now = time.monotonic()
+        for id, came in list(self._queued.items()):
+            seqs = self.loop.ledger.live.get(id)
+            if seqs and seqs[0].row < 0 and seqs[0].outputs == 0 and seqs[0].computed == 0:
+                return
+            del self._queued[id]
+            if seqs:
+                self._wire.send(Begun(id, round(now - came, 6)))
 
     def _obey(self, message: Message) -> None:
         if isinstance(message, Add):
@@ -116,6 +131,8 @@ class Worker:
                 self.loop.add(message.request)
             except RequestError as error:
                 self._wire.send(Refused(message.request.id, str(error)))
+                return
+            self._queued[message.request.id] = time.monotonic()
         elif isinstance(message, Abort):
             self.loop.abort(message.id)
         elif isinstance(message, End):

@@ -12,6 +12,7 @@ from modelmill.serve.message import (
     Abort,
     Add,
     Ask,
+    Begun,
     Count,
     End,
     Failed,
@@ -35,6 +36,7 @@ MESSAGES: list[Message] = [
     Ask(9),
     Loading("checking", 3, 2**40),
     Ready("p", "cpu", 10, 20, 30, 16, 4096, 8),
+    Begun("r1", 0.25),
     Told([
         Token("r1", 0, 5),
         Token("r1", 1, None, finish=Finish.ABORT, cached_tokens=3),

@@ -1,0 +1,79 @@
+"""Every way of saying no, in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.errors import CapacityError, ModelmillError, TokenizerError, UsageError
+from modelmill.serve.engine import Busy, NotReady
+from modelmill.serve.ticket import WorkerLost
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON that is sent."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request is at fault."""
+    return ApiError(400, message, INVALID, param, code)
+
+
+def of(error: BaseException, known: frozenset[str] = frozenset()) -> ApiError:
+    """The answer for what was raised. known: names of request fields, of which the message may name one.
+
+    What is none of ours tells nothing about itself: its text may hold anything.
+    """
+    if isinstance(error, ApiError):
+        return error
+    text = str(error)
+    if isinstance(error, Busy):
+        return ApiError(429, text, "rate_limit_error", None, "rate_limit_exceeded", {"Retry-After": "1"})
+    if isinstance(error, NotReady):
+        return ApiError(503, text, "service_unavailable_error", None, "not_ready", {"Retry-After": "2"})
+    if isinstance(error, WorkerLost):
+        return ApiError(503, text, SERVER, None, "engine_restarted", {"Retry-After": "2"})
+    if isinstance(error, CapacityError):
+        return ApiError(503, text, SERVER, None, "out_of_memory")
+    if isinstance(error, (UsageError, TokenizerError)):
+        return invalid(_one_line(text), _named(text, known), _code(text))
+    if isinstance(error, ModelmillError):
+        return ApiError(500, "the engine cannot do this; the server's log says why", SERVER)
+    return ApiError(500, "something went wrong in the server; its log says what", SERVER)
+
+
+def _one_line(text: str, most: int = 500) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def _named(text: str, known: frozenset[str]) -> str | None:
+    """The field that a message begins with."""
+    word = text.split("=")[0].split(" ")[0].split("[")[0].split(".")[0]
+    if word in known:
+        return word
+    return "prompt" if "prompt" in known and text.startswith("the prompt") else None
+
+
+def _code(text: str) -> str | None:
+    return "context_length_exceeded" if "tokens, this engine takes" in text else None

@@ -1,0 +1,129 @@
+"""POST /v1/chat/completions: the next turn of a conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from modelmill.answer import Completion, Delta
+from modelmill.dialogue import Dialogue
+from modelmill.language import Language
+from modelmill.serve import shape
+from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
+from modelmill.serve.schema import ChatRequest
+from modelmill.serve.shape import ChatLogprobs, event
+from modelmill.serve.stream import EventStream, finished
+from modelmill.serve.ticket import News, Ticket
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Any:
+    """Answer a conversation through the engine's chat template."""
+    service = service_of(request)
+    engine = service.engine(body.model)
+    body.check()
+    bounds, language = engine.bounds, engine.language
+    dialogue = await service.aside(_dialogue, language, body, bounds.longest)
+    ticket = submitted(request, engine, [dialogue])
+    reply = Reply(body, ticket, language)
+    if body.stream:
+        return EventStream(ticket, reply)
+    await finished(request, ticket)
+    return JSONResponse(reply.whole())
+
+
+def _dialogue(language: Language, body: ChatRequest, longest: int) -> Dialogue:
+    for message in body.messages:
+        for text in _texts(message.get("content")):
+            language.check_size(text, longest)
+    return language.chat_request(body.messages, body.sampling(), cache_salt=body.cache_salt or "")
+
+
+def _texts(content: object) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
+class Reply:
+    """The response, whole or as events."""
+
+    def __init__(self, body: ChatRequest, ticket: Ticket, language: Language) -> None:
+        self._body, self._ticket = body, ticket
+        self._head = {
+            "id": fresh("chatcmpl"),
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        self._n = body.n or 1
+        self._logprobs = [ChatLogprobs(language.tokenizer, body.top_logprobs or 0) for _ in range(self._n)]
+        self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
+
+    def whole(self) -> dict[str, Any]:
+        """Everything at once."""
+        answer = self._ticket.dialogues[0].answer
+        told = {
+            **self._head,
+            "choices": [self._choice(output) for output in answer.outputs],
+            "usage": shape.usage(self._ticket.dialogues),
+        }
+        return {**told, "prompt_token_ids": answer.prompt_token_ids} if self._body.return_token_ids else told
+
+    def _choice(self, output: Completion) -> dict[str, Any]:
+        # the token that ended it is no part of the text
+        count = len(output.token_ids) - isinstance(output.stop_reason, int)
+        choice = {
+            "index": output.index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": self._logprobs[output.index].take(output, count),
+            "finish_reason": finish_of(output.finish_reason),
+            "stop_reason": output.stop_reason,
+        }
+        return {**choice, "token_ids": output.token_ids} if self._body.return_token_ids else choice
+
+    def first(self) -> bytes:
+        """Whose turn it is, for every choice."""
+        role = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(index, role, None, None) for index in range(self._n))
+
+    def more(self, news: Sequence[News]) -> bytes:
+        """An event for each delta that says something."""
+        return b"".join(self._piece(each.delta) for each in news)
+
+    def _piece(self, delta: Delta) -> bytes:
+        output = delta.answer.outputs[delta.index]
+        told = self._logprobs[delta.index].take(output, len(delta.token_ids))
+        ids = list(delta.token_ids) if self._body.return_token_ids else None
+        if not (delta.text or (told and told["content"]) or delta.finish_reason or ids):
+            return b""
+        content = {"content": delta.text} if delta.text or not delta.finish_reason else {}
+        more: dict[str, Any] = {} if ids is None else {"token_ids": ids}
+        if delta.finish_reason:
+            more["stop_reason"] = output.stop_reason
+        return self._chunk(delta.index, content, told, finish_of(delta.finish_reason), more)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        finish: str | None,
+        more: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **(more or {})}
+        return event({**self._head, "choices": [choice], **self._tail})
+
+    def last(self) -> bytes:
+        """The counts where they were asked for, and the end."""
+        counts = b""
+        if self._body.wants_usage:
+            counts = event({**self._head, "choices": [], "usage": shape.usage(self._ticket.dialogues)})
+        return counts + shape.DONE

@@ -1,0 +1,155 @@
+"""POST /v1/completions: a text goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from modelmill.answer import Completion
+from modelmill.dialogue import Dialogue
+from modelmill.language import Language
+from modelmill.serve import shape
+from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
+from modelmill.serve.schema import CompletionRequest
+from modelmill.serve.shape import TextLogprobs, event
+from modelmill.serve.stream import EventStream, finished
+from modelmill.serve.ticket import News, Ticket
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: Request) -> Any:
+    """Continue a text, several texts, or token ids."""
+    service = service_of(request)
+    engine = service.engine(body.model)
+    body.check()
+    bounds, language = engine.bounds, engine.language
+    dialogues = await service.aside(_dialogues, language, body, bounds.longest)
+    ticket = submitted(request, engine, dialogues)
+    reply = Reply(body, ticket, language)
+    if body.stream:
+        return EventStream(ticket, reply)
+    await finished(request, ticket)
+    return JSONResponse(reply.whole())
+
+
+def _dialogues(language: Language, body: CompletionRequest, longest: int) -> list[Dialogue]:
+    params = body.sampling()
+    dialogues = []
+    for prompt in body.prompts():
+        language.check_size(prompt, longest)
+        key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        dialogues.append(language.request({key: prompt, "cache_salt": body.cache_salt}, params))
+    return dialogues
+
+
+class Reply:
+    """The response, whole or as events."""
+
+    def __init__(self, body: CompletionRequest, ticket: Ticket, language: Language) -> None:
+        self._body, self._ticket, self._tokenizer = body, ticket, language.tokenizer
+        self._n = body.n or 1
+        self._head = {
+            "id": fresh("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        count = len(ticket.dialogues) * self._n
+        self._logprobs = [TextLogprobs(language.tokenizer, body.logprobs or 0) for _ in range(count)]
+        self._begun: set[int] = set()
+
+    def whole(self) -> dict[str, Any]:
+        """Everything at once."""
+        choices = [
+            self._choice(place, output)
+            for place, each in enumerate(self._ticket.dialogues)
+            for output in each.answer.outputs
+        ]
+        return {**self._head, "choices": choices, "usage": shape.usage(self._ticket.dialogues)}
+
+    def _choice(self, place: int, output: Completion) -> dict[str, Any]:
+        dialogue, body = self._ticket.dialogues[place], self._body
+        at = place * self._n + output.index
+        text, tables = output.text, []
+        if body.echo:
+            text = self._echoed(dialogue, output.token_ids) + text
+            if body.logprobs is not None:
+                tables.append(self._logprobs[at].prompt(dialogue))
+        # the token that ended it is no part of the text
+        count = len(output.token_ids) - isinstance(output.stop_reason, int)
+        told = self._logprobs[at].take(output, count)
+        if told is not None:
+            tables.append(told)
+        choice = {
+            "index": at,
+            "text": text,
+            "logprobs": shape.joined(tables) if tables else None,
+            "finish_reason": finish_of(output.finish_reason),
+            "stop_reason": output.stop_reason,
+        }
+        if body.return_token_ids:
+            choice |= {"token_ids": output.token_ids, "prompt_token_ids": dialogue.answer.prompt_token_ids}
+        return choice
+
+    def first(self) -> bytes:
+        """Nothing: choices begin with their text."""
+        return b""
+
+    def more(self, news: Sequence[News]) -> bytes:
+        """An event for each delta that says something."""
+        return b"".join(self._piece(place, delta) for place, delta in news)
+
+    def _piece(self, place: int, delta: Any) -> bytes:
+        dialogue, body = self._ticket.dialogues[place], self._body
+        at = place * self._n + delta.index
+        output = dialogue.answer.outputs[delta.index]
+        text, tables = delta.text, []
+        begins = at not in self._begun
+        if begins:
+            self._begun.add(at)
+            if body.echo:
+                text = self._echoed(dialogue, delta.token_ids) + text
+                if body.logprobs is not None:
+                    tables.append(self._logprobs[at].prompt(dialogue))
+        told = self._logprobs[at].take(output, len(delta.token_ids))
+        if told is not None and told["tokens"]:
+            tables.append(told)
+        if not (text or tables or delta.finish_reason or (body.return_token_ids and delta.token_ids)):
+            return b""
+        choice = {
+            "index": at,
+            "text": text,
+            "logprobs": shape.joined(tables) if tables else None,
+            "finish_reason": finish_of(delta.finish_reason),
+            "stop_reason": output.stop_reason if delta.finish_reason else None,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+            if begins:
+                choice["prompt_token_ids"] = dialogue.answer.prompt_token_ids
+        chunk = {**self._head, "choices": [choice]}
+        return event({**chunk, "usage": None} if body.wants_usage else chunk)
+
+    def last(self) -> bytes:
+        """The counts where they were asked for, and the end."""
+        counts = b""
+        if self._body.wants_usage:
+            counts = event({**self._head, "choices": [], "usage": shape.usage(self._ticket.dialogues)})
+        return counts + shape.DONE
+
+    def _echoed(self, dialogue: Dialogue, follow: Sequence[int]) -> str:
+        """The prompt's text, with the space that an answer of its own would not begin with."""
+        tokenizer, prompt = self._tokenizer, dialogue.answer.prompt
+        if tokenizer is None:
+            return ""
+        text = tokenizer.decode(dialogue.answer.prompt_token_ids) if prompt is None else prompt
+        said = next((id for id in follow if not tokenizer.is_skipped(id)), None)
+        if said is not None and len(tokenizer.opening_bytes(said)) < len(tokenizer.token_bytes(said)):
+            text += " "
+        return text

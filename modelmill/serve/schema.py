@@ -1,0 +1,216 @@
+"""What requests may say, in OpenAI's shapes, strictly: a field we do not know or a value of another kind is an error.
+
+Fields that some clients send and that change no answer (metadata, user, …) are taken and not used; those that would
+change it and are not offered are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_BIAS, MAX_N, MAX_STOPS, SamplingParams
+
+MAX_PROMPTS = 1024
+MAX_TOP = 20
+WHOLE = 2**31 - 1
+
+
+class Shape(BaseModel):
+    """A JSON object of ours: strict kinds, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Shape):
+    """include_usage: one more chunk at the end with the counts. include_obfuscation: taken, not used."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Sampling(Shape):
+    """What completions and conversations have in common."""
+
+    model: str = Field(max_length=1024)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    stop: str | list[str] | None = Field(None, max_length=4096)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIAS)
+    user: str | None = Field(None, max_length=4096)
+    # extras of ours and of the engines that people come from
+    top_k: int | None = Field(None, ge=-1, le=WHOLE)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0, le=WHOLE)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
+    return_token_ids: bool | None = None
+    # taken and not used
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise ValueError(f"takes up to {MAX_STOPS} texts that are not empty")
+        return value
+
+    def params(self, **more: Any) -> SamplingParams:
+        """As the engine's SamplingParams. Raises RequestError."""
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+            "repetition_penalty",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        return SamplingParams(
+            **given,
+            n=self.n or 1,
+            stop=self.stop or (),  # type: ignore[arg-type]
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens or 0,
+            logit_bias=_bias(self.logit_bias),
+            ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop=bool(self.include_stop_str_in_output),
+            **more,
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check_stream(self) -> None:
+        """stream_options without stream is a mistake."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for stream: true")
+
+
+Ids = list[Annotated[int, Field(ge=0, le=WHOLE)]]
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | Ids | list[Ids] = Field(
+        description="a text, a list of texts, token ids, or lists of them"
+    )
+    max_tokens: int | None = Field(16, ge=0, le=WHOLE)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    suffix: str | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or many. Raises RequestError for empty ones."""
+        raw = self.prompt
+        listed: list[Any] = [raw] if isinstance(raw, str) or (raw and isinstance(raw[0], int)) else list(raw)
+        if not listed or any(len(each) == 0 for each in listed):
+            raise RequestError("prompt is empty; give at least one token")
+        if len(listed) > MAX_PROMPTS:
+            raise RequestError(f"prompt holds {len(listed)} prompts; up to {MAX_PROMPTS} are taken")
+        return listed
+
+    def check(self) -> None:
+        """Raises RequestError for combinations that are not offered."""
+        self.check_stream()
+        if self.suffix is not None:
+            raise RequestError("suffix is not offered: these models continue a text, they do not fill it in")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of must equal n: answers are not ranked")
+
+    def sampling(self) -> SamplingParams:
+        """As the engine's SamplingParams."""
+        scored = self.logprobs if self.echo else None
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        return self.params(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
+
+
+class ResponseFormat(Shape):
+    """Only text, so far."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=WHOLE)
+    max_completion_tokens: int | None = Field(None, ge=1, le=WHOLE)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=128)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    def check(self) -> None:
+        """Raises RequestError for combinations that are not offered."""
+        self.check_stream()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise RequestError(f"response_format {self.response_format.type} is not offered yet; leave it out")
+        if self.tools or self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tools are not offered yet; leave tools and tool_choice out")
+        if self.modalities not in (None, ["text"]):
+            raise RequestError('modalities must be ["text"]')
+
+    def sampling(self) -> SamplingParams:
+        """As the engine's SamplingParams."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class TokenizeRequest(Shape):
+    """POST /tokenize: a prompt, or messages through the chat template."""
+
+    model: str | None = Field(None, max_length=1024)
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Shape):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, max_length=1024)
+    tokens: Ids
+
+
+COMPLETION_FIELDS = frozenset(CompletionRequest.model_fields)
+CHAT_FIELDS = frozenset(ChatRequest.model_fields)
+
+
+def _bias(given: Mapping[str, float] | None) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for key, value in (given or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11):
+            raise RequestError("logit_bias takes token ids as keys")
+        out[int(key)] = value
+    return out

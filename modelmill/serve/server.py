@@ -1,0 +1,146 @@
+"""The process that serves: engines are started, the port is opened, and at a signal what runs is brought to its end.
+
+The first SIGTERM or SIGINT drains: new requests are refused, running ones may finish within the time that was given.
+The second ends them. An engine that cannot be kept alive ends the server with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from modelmill.core import log
+from modelmill.core.errors import ModelmillError, UsageError
+from modelmill.serve.app import make_app
+from modelmill.serve.engine import Engine, State
+from modelmill.serve.http import HEADER_BYTES, Http
+from modelmill.serve.service import Limits, Service
+
+_log = log.get("serve")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how long. patience: seconds for running answers at a shutdown."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    patience: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves the signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing is captured."""
+        yield
+
+
+class Server:
+    """Everything of one ``modelmill serve``."""
+
+    def __init__(self, engines: Sequence[Engine], place: Place, names: dict[str, Engine] | None = None) -> None:
+        self.place = place
+        self.service = Service(names or {engine.name: engine for engine in engines}, place.limits)
+        self._signals = 0
+        self._asked = asyncio.Event()
+        self._failed: Engine | None = None
+
+    async def run(self, opened: Callable[[str], None] = lambda _: None) -> None:
+        """Serve until a signal. opened: told the address once the port is open.
+
+        Raises UsageError where the port cannot be had, ModelmillError where an engine cannot be opened or kept.
+        """
+        sock = _listen(self.place.host, self.place.port)
+        server = _Uvicorn(
+            uvicorn.Config(
+                make_app(self.service),
+                http=Http,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=2,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+            )
+        )
+        host, port = sock.getsockname()[:2]
+        opened(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        tasks = [asyncio.create_task(self._engines()), asyncio.create_task(server.serve([sock]))]
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, self._signalled)
+        try:
+            await self._asked.wait()
+            await self._drain()
+        finally:
+            server.should_exit = True
+            for engine in self.service.distinct:
+                await engine.close()
+            await asyncio.gather(*tasks)
+            self.service.close()
+        if self._failed is not None:
+            kind = UsageError if self._failed.usage else ModelmillError
+            raise kind(self._failed.error or "an engine ended")
+
+    async def _engines(self) -> None:
+        """Load one after another, then watch them."""
+        lives = []
+        for engine in self.service.distinct:
+            if self._asked.is_set():
+                break
+            lives.append(asyncio.create_task(self._life(engine)))
+            await engine.settled.wait()
+        await asyncio.gather(*lives)
+
+    async def _life(self, engine: Engine) -> None:
+        await engine.run()
+        if engine.state is State.FAILED:
+            self._failed = self._failed or engine
+            self._asked.set()
+
+    def _signalled(self) -> None:
+        self._signals += 1
+        self._asked.set()
+        if self._signals > 1:
+            for engine in self.service.distinct:
+                engine.abort_all("the server was stopped")
+
+    async def _drain(self) -> None:
+        """Refuse what is new and wait for what runs, as long as it may take."""
+        service = self.service
+        service.draining = True
+        _log.info("draining", extra={"data": {"requests": service.active, "seconds": self.place.patience}})
+        deadline = asyncio.get_running_loop().time() + (0 if self._failed else self.place.patience)
+        while service.active and self._signals < 2 and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        for engine in service.distinct:
+            engine.abort_all("the server is shutting down")
+        for _ in range(50):
+            if not service.active:
+                break
+            await asyncio.sleep(0.02)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises UsageError where the address cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another") from None
+    sock.setblocking(False)
+    return sock

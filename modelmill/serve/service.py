@@ -1,0 +1,76 @@
+"""What all routes share: the served engines by name, and the limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from modelmill.serve.engine import Engine, State
+from modelmill.serve.errors import ApiError
+from modelmill.serve.metrics import Metrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """keys: any of them opens the door; none: no door. body: most bytes of a request. patience: seconds for a body.
+
+    origins: whose pages in a browser may ask (CORS). hosts: names by which the server may be called where it has no
+    key, beside addresses and localhost.
+    """
+
+    keys: tuple[str, ...] = ()
+    body: int = 16 << 20
+    patience: float = 60.0
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass
+class Service:
+    """engines: by every name they are served under, in order. draining: no new requests are taken."""
+
+    engines: Mapping[str, Engine]
+    limits: Limits = field(default_factory=Limits)
+    metrics: Metrics = field(default_factory=Metrics)
+    draining: bool = False
+    active: int = 0
+
+    def __post_init__(self) -> None:
+        # tokenizers release the interpreter, templates wait for their process
+        for engine in self.distinct:
+            engine.metrics = self.metrics.of(engine.name)
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
+
+    @property
+    def distinct(self) -> list[Engine]:
+        """Every engine once."""
+        return list(dict.fromkeys(self.engines.values()))
+
+    @property
+    def ready(self) -> bool:
+        """Whether every engine takes requests."""
+        return not self.draining and all(engine.state is State.READY for engine in self.distinct)
+
+    def engine(self, name: str | None) -> Engine:
+        """The engine of that name; the first for None. Raises ApiError 404."""
+        if name is None:
+            return self.distinct[0]
+        found = self.engines.get(name)
+        if found is None:
+            known = ", ".join(self.engines)
+            raise ApiError(404, f"there is no model {name[:100]!r} here; there are {known}", param="model",
+                           code="model_not_found")  # fmt: skip
+        return found
+
+    async def aside(self, work: Callable[..., T], *args: Any) -> T:
+        """Run text work on a thread, so that streams go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,121 @@
+"""A client that calls an ASGI application without a socket, and can leave in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp
+
+
+@dataclass
+class Response:
+    """status, headers (lower case) and body of an answer."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The events of a stream, which must be correct to the byte; the last is "[DONE]" where it is there."""
+        return events_of(self.body)
+
+
+def events_of(body: bytes) -> list[Any]:
+    found: list[Any] = []
+    assert body.endswith(b"\n\n"), body[-40:]
+    for block in body[:-2].split(b"\n\n"):
+        if block.startswith(b":"):
+            continue
+        assert block.startswith(b"data: "), block
+        assert b"\n" not in block, block
+        text = block[6:].decode()
+        found.append(text if text == "[DONE]" else json.loads(text))
+    return found
+
+
+class Client:
+    """Calls of one application."""
+
+    def __init__(self, app: ASGIApp, key: str | None = None) -> None:
+        self.app, self.key = app, key
+
+    async def call(self, method: str, path: str, body: Any = None, **options: Any) -> Response:
+        """One request, to its end. body: bytes, or what becomes JSON."""
+        response = Response()
+        async for kind, value in self.parts(method, path, body, **options):
+            if kind == "start":
+                response.status, response.headers = value
+            else:
+                response.body += value
+        return response
+
+    async def get(self, path: str, **options: Any) -> Response:
+        return await self.call("GET", path, **options)
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> Response:
+        return await self.call("POST", path, body, **options)
+
+    async def parts(
+        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, raw: str | None = None
+    ) -> AsyncIterator[tuple[str, Any]]:
+        """("start", (status, headers)), then ("body", bytes) as they are sent. Closing it is leaving."""
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        sent = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))}
+        if self.key is not None:
+            sent["authorization"] = f"Bearer {self.key}"
+        sent |= headers or {}
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": (raw or path).encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
+            "server": ("localhost", 80),
+            "client": ("127.0.0.1", 1),
+            "state": {},
+        }
+        gone, given = asyncio.Event(), False
+        out: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def receive() -> Any:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": data, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            await out.put(message)
+
+        async def run() -> None:
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                await out.put(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (message := await out.get()) is not None:
+                if message["type"] == "http.response.start":
+                    told = {name.decode(): value.decode() for name, value in message["headers"]}
+                    yield "start", (message["status"], told)
+                else:
+                    yield "body", message.get("body", b"")
+        finally:
+            gone.set()
+            await task

@@ -1,0 +1,57 @@
+"""A service that runs on a thread of its own with its own event loop, for tests that call it one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from modelmill.serve.app import make_app
+from modelmill.serve.engine import Engine
+from modelmill.serve.message import Open
+from modelmill.serve.service import Limits, Service
+from tests.serve.asgi import Client, Response
+
+T = TypeVar("T")
+RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 16, "kv_cache_bytes": 8 << 20}
+
+
+class Running:
+    """``do`` runs a coroutine on the service's event loop; ``get`` and ``post`` call its application."""
+
+    def __init__(self, path: Path, limits: Limits | None = None, template: str | None = "chatml", **run: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.service: Service = self.do(self._make(path, limits or Limits(), template, {**RUN, **run}))
+        self.engine = self.service.distinct[0]
+        self.client = Client(make_app(self.service))
+
+    async def _make(self, path: Path, limits: Limits, template: str | None, run: dict[str, Any]) -> Service:
+        engine = Engine("stories", Open(str(path), {}, run), queue=512, chat_template=template)
+        self._task = asyncio.create_task(engine.run())
+        await engine.settled.wait()
+        assert engine.error is None, engine.error
+        return Service({"stories": engine, "alias": engine}, limits)
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
+
+    def get(self, path: str, **options: Any) -> Response:
+        return self.do(self.client.get(path, **options))
+
+    def post(self, path: str, body: Any = None, **options: Any) -> Response:
+        return self.do(self.client.post(path, body, **options))
+
+    def close(self) -> None:
+        async def end() -> None:
+            await self.engine.close()
+            await self._task
+
+        self.do(end())
+        self.service.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

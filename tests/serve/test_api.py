@@ -1,0 +1,217 @@
+"""The routes, over the real worker of a tiny engine, without a socket."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from modelmill.core.types import SamplingParams
+from modelmill.llm import LLM
+from tests.serve.running import Running
+
+PROMPTS = ["Once upon a time", "The little dog", "Lily went to the", "One day, Tom saw a big", "It was raining"]
+START = "Once upon"
+GREEDY = {"temperature": 0, "max_tokens": 24}
+TALK = [{"role": "user", "content": "Tell me a story"}]
+
+
+def complete(running: Running, **body: Any) -> Any:
+    response = running.post("/v1/completions", {"model": "stories", **GREEDY, **body})
+    assert response.status == 200, response.body
+    return response.events if body.get("stream") else response.json
+
+
+def chat(running: Running, **body: Any) -> Any:
+    response = running.post("/v1/chat/completions", {"model": "stories", "messages": TALK, **GREEDY, **body})
+    assert response.status == 200, response.body
+    return response.events if body.get("stream") else response.json
+
+
+def texts_of(events: list[Any], count: int) -> list[str]:
+    """What a stream of completions says, by choice; checks the shape of every event."""
+    assert events[-1] == "[DONE]"
+    found, ended = [""] * count, [False] * count
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            assert not ended[choice["index"]], "a chunk after the last"
+            found[choice["index"]] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            ended[choice["index"]] = choice["finish_reason"] is not None
+    assert all(ended)
+    assert len({event["id"] for event in events[:-1]}) == 1
+    return found
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "seed": 3, "n": 3}], ids=str)
+def test_text_is_the_same_alone_batched_streamed_and_in_the_class(running: Running, llm: LLM, how: Any) -> None:
+    params = SamplingParams(**{**GREEDY, **how})
+    expected = [output.text for answer in llm.generate(PROMPTS, params, progress=False) for output in answer.outputs]
+    n = how.get("n", 1)
+    batched = complete(running, prompt=PROMPTS, **how)
+    assert [choice["text"] for choice in batched["choices"]] == expected
+    assert [choice["index"] for choice in batched["choices"]] == list(range(n * len(PROMPTS)))
+    alone = [complete(running, prompt=prompt, **how) for prompt in PROMPTS]
+    assert [choice["text"] for each in alone for choice in each["choices"]] == expected
+    assert texts_of(complete(running, prompt=PROMPTS, stream=True, **how), n * len(PROMPTS)) == expected
+    ids = [llm.language.ids(prompt) for prompt in PROMPTS]
+    assert [choice["text"] for choice in complete(running, prompt=ids, **how)["choices"]] == expected
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 7, "n": 2}], ids=str)
+def test_conversations_too(running: Running, llm: LLM, how: Any) -> None:
+    (answer,) = llm.chat(TALK, SamplingParams(**{**GREEDY, **how}), progress=False)
+    expected = [output.text for output in answer.outputs]
+    whole = chat(running, **how)
+    assert [choice["message"]["content"] for choice in whole["choices"]] == expected
+    events = chat(running, stream=True, **how)
+    assert texts_of(events, len(expected)) == expected
+    assert [event["choices"][0]["delta"].get("role") for event in events[: len(expected)]] == ["assistant"] * len(
+        expected
+    )
+
+
+def test_the_shape_of_a_chat_answer(running: Running) -> None:
+    told = chat(running)
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", told["id"])
+    assert told["object"] == "chat.completion"
+    assert told["model"] == "stories"
+    (choice,) = told["choices"]
+    assert choice["logprobs"] is None
+    assert choice["message"]["refusal"] is None
+    assert choice["finish_reason"] == "length"
+    usage = told["usage"]
+    assert usage["completion_tokens"] == 24
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 24
+
+
+def test_usage_ends_a_stream_where_it_is_asked_for(running: Running) -> None:
+    for ask in (complete, chat):
+        more = {"prompt": PROMPTS[0]} if ask is complete else {}
+        plain = ask(running, stream=True, **more)
+        assert all("usage" not in event for event in plain[:-1])
+        events = ask(running, stream=True, stream_options={"include_usage": True}, **more)
+        assert all(event["usage"] is None for event in events[:-2])
+        assert events[-2]["choices"] == []
+        assert events[-2]["usage"] == ask(running, **more)["usage"] | {
+            "prompt_tokens_details": events[-2]["usage"]["prompt_tokens_details"]
+        }
+
+
+def test_stop_strings_end_the_text_and_never_show(running: Running) -> None:
+    whole = complete(running, prompt=PROMPTS[0], max_tokens=60)["choices"][0]["text"]
+    stop = whole[30:34]
+    cut = whole[: whole.index(stop)]
+    (choice,) = complete(running, prompt=PROMPTS[0], max_tokens=60, stop=[stop, "never to be seen"])["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (cut, "stop", stop)
+    events = complete(running, prompt=PROMPTS[0], max_tokens=60, stop=stop, stream=True)
+    assert texts_of(events, 1) == [cut]
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_logprobs_of_a_completion_with_echo(running: Running, llm: LLM) -> None:
+    """What a scorer asks: the prompt's tokens and theirs, offsets into the text."""
+    (choice,) = complete(running, prompt=START, echo=True, logprobs=3, max_tokens=4)["choices"]
+    table = choice["logprobs"]
+    assert choice["text"].startswith(START + " ")
+    (answer,) = llm.generate(
+        [START], SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=3), progress=False
+    )
+    entries = [*(answer.prompt_logprobs or []), *(answer.outputs[0].logprobs or [])]
+    ids = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+    assert table["token_logprobs"] == [None if e is None else e[id].logprob for id, e in zip(ids, entries)]
+    assert table["token_logprobs"][0] is None
+    assert [len(best) for best in table["top_logprobs"][1:]] == [
+        3 + (e[i].rank > 3) for i, e in zip(ids[1:], entries[1:])
+    ]
+    for token, offset in zip(table["tokens"][2:], table["text_offset"][2:]):
+        assert choice["text"][offset : offset + len(token)] == token
+    events = complete(running, prompt=START, echo=True, logprobs=3, max_tokens=4, stream=True)
+    parts = [event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]]
+    assert {key: [v for part in parts for v in part[key]] for key in table} == table
+    assert texts_of(events, 1) == [choice["text"]]
+
+
+def test_scoring_alone_writes_nothing(running: Running) -> None:
+    told = complete(running, prompt=[[1, 403, 407, 261]], echo=True, logprobs=1, max_tokens=0)
+    (choice,) = told["choices"]
+    assert choice["logprobs"]["tokens"] == ["<s>", " Once", " upon", " a"]
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    assert choice["text"] == "Once upon a"
+    assert told["usage"]["completion_tokens"] == 0
+
+
+def test_logprobs_of_a_conversation(running: Running) -> None:
+    (choice,) = chat(running, logprobs=True, top_logprobs=2)["choices"]
+    content = choice["logprobs"]["content"]
+    assert b"".join(bytes(each["bytes"]) for each in content).decode().strip() == choice["message"]["content"].strip()
+    assert all(len(each["top_logprobs"]) == 2 for each in content)
+    assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] <= 0 for each in content)
+    events = chat(running, logprobs=True, top_logprobs=2, stream=True)
+    told = [e["choices"][0]["logprobs"]["content"] for e in events[:-1] if e["choices"][0]["logprobs"]]
+    assert [each for part in told for each in part] == content
+
+
+def test_ids_in_and_out(running: Running, llm: LLM) -> None:
+    (choice,) = complete(running, prompt=PROMPTS[0], return_token_ids=True)["choices"]
+    assert choice["prompt_token_ids"] == llm.language.ids(PROMPTS[0])
+    assert len(choice["token_ids"]) == 24
+    events = complete(running, prompt=PROMPTS[0], return_token_ids=True, stream=True)
+    assert [id for event in events[:-1] for id in event["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert running.post("/detokenize", {"tokens": choice["token_ids"]}).json["prompt"].strip() == choice["text"].strip()
+
+
+def test_extras_reach_the_engine(running: Running, llm: LLM) -> None:
+    extras = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.3, "logit_bias": {"403": -50.0}, "min_tokens": 3}
+    params = SamplingParams(max_tokens=24, temperature=0.9, seed=1, **{**extras, "logit_bias": {403: -50.0}})
+    expected = llm.generate([PROMPTS[1]], params, progress=False)[0].outputs[0].text
+    assert complete(running, prompt=PROMPTS[1], temperature=0.9, seed=1, **extras)["choices"][0]["text"] == expected
+
+
+def test_models_tokenize_version_health(running: Running, llm: LLM) -> None:
+    assert [each["id"] for each in running.get("/v1/models").json["data"]] == ["stories", "alias"]
+    assert running.get("/v1/models/alias").json["max_model_len"] == 512
+    assert running.get("/v1/models/other").status == 404
+    ids = running.post("/tokenize", {"prompt": PROMPTS[0]}).json["tokens"]
+    assert ids == llm.language.ids(PROMPTS[0])
+    assert running.post("/tokenize", {"prompt": PROMPTS[0], "add_special_tokens": False}).json["tokens"] == ids[1:]
+    talk = running.post("/tokenize", {"messages": TALK}).json
+    assert talk["count"] == chat(running)["usage"]["prompt_tokens"]
+    assert running.get("/version").json.keys() == {"version"}
+    health = running.get("/health")
+    assert (health.status, health.json["status"]) == (200, "ok")
+
+
+def test_metrics_count_what_was_done(running: Running) -> None:
+    def read() -> dict[str, float]:
+        page = running.get("/metrics").body.decode()
+        lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    complete(running, prompt=PROMPTS[0])
+    before = read()
+    complete(running, prompt=PROMPTS[:2], n=2)
+    after = read()
+    label = '{model_name="stories"}'
+
+    def grown(name: str) -> float:
+        return after[f"modelmill:{name}"] - before[f"modelmill:{name}"]
+
+    assert grown(f"generation_tokens_total{label}") == 4 * 24
+    assert grown('request_success_total{finished_reason="length",model_name="stories"}') == 4
+    assert grown(f"time_to_first_token_seconds_count{label}") == 2
+    assert grown(f"e2e_request_latency_seconds_count{label}") == 2
+    assert grown(f"request_queue_time_seconds_count{label}") == 2
+    assert grown(f"inter_token_latency_seconds_count{label}") == 4 * 23
+    assert grown(f"prefix_cache_queries_total{label}") > 0
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert after[f"modelmill:{gauge}{label}"] == 0
+    assert f"modelmill:num_preemptions_total{label}" in after
+    assert f"modelmill:prefix_cache_hits_total{label}" in after
+
+
+def test_every_answer_carries_its_request_id(running: Running) -> None:
+    given = running.get("/version", headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    made = running.get("/nothing", headers={"x-request-id": "bad\x01" * 100})
+    assert re.fullmatch("[0-9a-f]{32}", made.headers["x-request-id"])
