@@ -29,7 +29,7 @@ from modelmill.ops.clock import in_turn, recorded
 from modelmill.ops.tuning import Choices, Key, Tuning, key_text
 
 LEAST_BYTES = 64 << 20  # a smaller model lives in the cache, and its steps are launches
-LAYER_BYTES = 3 << 29  # drawn at least, so that every weight comes from memory
+LAYER_BYTES = 3 << 30  # drawn at least: weights come from memory, and the head is no larger part than it will be
 LIMIT_S = 25.0
 CONTEXT, BOUND = 128, 4096
 ROUNDS, QUEUED = 9, 4

@@ -42,7 +42,7 @@ class Outcome:
 def search(products: Sequence[Product], race: Race, now: Callable[[], float], until: float) -> Outcome:
     """Try each product's sizes, those with the largest share first, as long as ``now() < until``.
 
-    A winner must win twice, and all of them together once more against the defaults.
+    A winner must win twice, and all of them together clearly once more against the defaults.
     """
     best: Choices = {}
     untried = 0
@@ -59,7 +59,7 @@ def search(products: Sequence[Product], race: Race, now: Callable[[], float], un
         if clearly(base, quickest, product.share) and _again(race, best, options[index], product.share):
             best = options[index]
     default, tuned = race([{}, best]) if best else (None, None)
-    if default is None or tuned is None or tuned >= default:
+    if default is None or tuned is None or not clearly(default, tuned, 0.0):
         return Outcome({}, default, default, untried)
     return Outcome(best, default, tuned, untried)
 

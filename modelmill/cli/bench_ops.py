@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 COLUMNS = ("op", "case", "variant", "µs (min … max)", "GB/s", "TFLOP/s", "bound by", "of ceiling", "timed by")
 
 
+WORTH = 0.05  # of the ceiling: below, a launch takes all the time
+
+
 def check_ops(engine: Path | None, ops: Sequence[str], variants: Sequence[str]) -> None:
     """Raises UsageError for what is no op or no variant."""
     from modelmill.ops import shelf
@@ -111,8 +114,8 @@ def _short(value: float) -> str:
 
 
 def draw_ops(axes: Any, measured: dict[str, Any]) -> None:
-    """A bar for each case of the picked variant: its fraction of the ceiling."""
-    chosen = [each for each in measured["results"] if each["chosen"] and each["fraction"] is not None]
+    """A bar for each case of the picked variant: its fraction of the ceiling. What is but a launch is left out."""
+    chosen = [each for each in measured["results"] if each["chosen"] and (each["fraction"] or 0) >= WORTH]
     names = [f"{each['op']} {each['case']} ({each['variant']})" for each in chosen]
     axes.figure.set_size_inches(9, max(4, 0.22 * len(names) + 1))
     axes.barh(range(len(names)), [each["fraction"] for each in chosen], color=_colours(chosen))

@@ -84,7 +84,8 @@ def measure(
     """Every wanted variant that serves the case."""
     kind = torch.device(ceilings.device).type
     calls = serving(op, case, kind)
-    chosen = picked if picked in calls else "torch"
+    order = shelf.PREFERENCE[kind]
+    chosen = next((each for each in order[order.index(picked) :] if each in calls), "torch")
     name = str(dtype).removeprefix("torch.")
     calls = {v: call for v, call in calls.items() if not wanted.variants or v in wanted.variants}
     rounds = wanted.rounds or ROUNDS
