@@ -31,6 +31,7 @@ class Rule:
         "cat1"        the sources' columns side by side
         "transpose"   [a, b] -> [b, a]
         "part0:i/n"   the i-th (from 0) of n equal parts of the rows
+        "bias_q0v"    the biases of q and of v with zeros between them, for keys that have none
         "fold_weight" a convolution's weight with the batch norm behind it: weight; its weight, running_var
         "fold_bias"   the bias that the batch norm leaves: its bias, weight, running_mean, running_var
         so "transpose+part0:0/3" takes q out of GPT-2's c_attn; `STEPS` is the list.
@@ -224,6 +225,17 @@ def _part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return (shape[0] // count, *shape[1:])
 
 
+def _q0v_shape(shapes: Sequence[Shape], _: str) -> Shape:
+    if len({*shapes}) != 1 or len(shapes[0]) != 1:
+        raise TensorMismatch(f"shapes {', '.join(map(str, map(list, shapes)))} are not two biases of one length")
+    return (3 * shapes[0][0],)
+
+
+def _q0v(sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: str) -> torch.Tensor:
+    query, value = sources
+    return torch.cat((query, torch.zeros(shape[0] // 3), value)).to(dtype)
+
+
 FOLD_EPS = 1e-5  # torch's default for batch norms, which no state dict records
 
 
@@ -257,6 +269,7 @@ STEPS: dict[str, Step] = {
         _part_shape,
         lambda sources, shape, _, argument: next(sources).narrow(0, _part(argument)[0] * shape[0], shape[0]),
     ),
+    "bias_q0v": Step(_q0v_shape, _q0v),
     "fold_weight": Step(_fold_shape, _fold_weight),
     "fold_bias": Step(_fold_shape, _fold_bias),
 }

@@ -66,7 +66,7 @@ class PromptEncoder(nn.Module):
         """
         found = self.pe_layer((points.float() + 0.5) / self.image)
         found = torch.where((labels == NOTHING)[..., None], torch.zeros_like(found), found)
-        rows: list[Row] = [self.not_a_point_embed, *self.point_embeddings]  # type: ignore[list-item]
+        rows: list[Row] = [self.not_a_point_embed, *self.point_embeddings]
         table = torch.cat([row.weight for row in rows]).float()
         return found + table[labels.long() + 1]
 

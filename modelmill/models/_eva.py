@@ -1,0 +1,125 @@
+"""EVA-CLIP's ViT-g without its last block, the eyes of BLIP-2 and MiniGPT-4 (Fang et al. 2022, arXiv:2211.07636)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from modelmill.nn.conv import Conv2d, PlainNorm
+from modelmill.nn.linear import Linear
+from modelmill.nn.still import Still
+
+
+@dataclass(frozen=True)
+class EvaSpec:
+    """Sizes."""
+
+    width: int = 1408
+    depth: int = 39
+    heads: int = 16
+    inner: int = 6144
+    image: int = 224
+    patch: int = 14
+    eps: float = 1e-6
+
+    @property
+    def grid(self) -> int:
+        """Patches a side."""
+        return self.image // self.patch
+
+
+class EvaAttention(nn.Module):
+    """Every token to every token. The keys have no bias: the middle third of qkv's is zero."""
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.heads = spec.heads
+        self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
+        self.proj = Linear(spec.width, spec.width, bias=True)
+
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[B, T, C], the same shape."""
+        batch, tokens, width = x.shape
+        qkv = still.linear(self.qkv, x).view(batch, 1, tokens, 3, self.heads, width // self.heads)
+        # a picture one token high: no windows, no positions
+        mixed = still.ops.image_attention(qkv, self.heads, None, None)
+        return still.linear(self.proj, mixed.view(batch, tokens, width))
+
+
+class EvaMLP(nn.Module):
+    """Up, GELU, down."""
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.fc1 = Linear(spec.width, spec.inner, bias=True)
+        self.fc2 = Linear(spec.inner, spec.width, bias=True)
+
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[…, C], the same shape."""
+        return still.linear(self.fc2, F.gelu(still.linear(self.fc1, x)))
+
+
+class EvaBlock(nn.Module):
+    """norm → attention → add, norm → MLP → add."""
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.norm1 = PlainNorm(spec.width, spec.eps)
+        self.attn = EvaAttention(spec)
+        self.norm2 = PlainNorm(spec.width, spec.eps)
+        self.mlp = EvaMLP(spec)
+
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[B, T, C], the same shape."""
+        x = x + self.attn(self.norm1(x), still)
+        return x + self.mlp(self.norm2(x), still)
+
+
+class Patches(nn.Module):
+    """The image cut into patches, each made a token."""
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.proj = Conv2d(3, spec.width, spec.patch, stride=spec.patch)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 3, S, S] → [B, T, C]."""
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class Tower(nn.Module):
+    """An image to tokens; the first is the class token. There is no norm at the end."""
+
+    cls_token: torch.Tensor
+    pos_embed: torch.Tensor
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.patch_embed = Patches(spec)
+        self.register_buffer("cls_token", torch.empty(1, 1, spec.width, device="meta"))
+        self.register_buffer("pos_embed", torch.empty(1, spec.grid**2 + 1, spec.width, device="meta"))
+        self.blocks = nn.ModuleList(EvaBlock(spec) for _ in range(spec.depth))
+
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[B, 3, S, S] → [B, 1 + (S / patch)², C]; for another S the positions are interpolated."""
+        tokens = self.patch_embed(x)
+        x = torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), 1)
+        x = x + placed(self.pos_embed, tokens.shape[1])
+        for block in self.blocks:
+            x = block(x, still)
+        return x
+
+
+def placed(table: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Learned positions [1, 1 + G², C] for a square of ``tokens`` patches, bicubic where it is another size."""
+    grid, side = round((table.shape[1] - 1) ** 0.5), round(tokens**0.5)
+    assert side * side == tokens, "images are square here"
+    if grid == side:
+        return table
+    square = table[:, 1:].float().view(1, grid, grid, -1).permute(0, 3, 1, 2)
+    larger = F.interpolate(square, (side, side), mode="bicubic", align_corners=False)
+    return torch.cat((table[:, :1], larger.permute(0, 2, 3, 1).reshape(1, tokens, -1).to(table.dtype)), 1)

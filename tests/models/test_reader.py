@@ -1,0 +1,118 @@
+"""EVA tower and Q-Former against transformers' BLIP-2 parts, seeded weights, both layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.checkpoint.rename import Rule, apply, plan_renames
+from modelmill.core.errors import UnknownArchitecture
+from modelmill.models import _reader
+from modelmill.models._eva import placed
+from modelmill.models._reader import Reader, ReaderSpec
+from modelmill.nn.still import Still
+from modelmill.ops.shelf import resolve
+from modelmill.runtime.load import fill
+
+RAW: dict[str, Any] = {
+    "vision_config": {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 3,
+        "image_size": 56, "patch_size": 14, "layer_norm_eps": 1e-6,
+    },
+    "qformer_config": {
+        "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 56,
+        "encoder_hidden_size": 48, "cross_attention_frequency": 2, "layer_norm_eps": 1e-12,
+    },
+    "text_config": {"hidden_size": 40},
+    "num_query_tokens": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs() -> dict[str, torch.nn.Module]:
+    transformers = pytest.importorskip("transformers")
+    generator = torch.Generator().manual_seed(0)
+    vision = transformers.Blip2VisionModel(transformers.Blip2VisionConfig(**RAW["vision_config"])).eval()
+    qformer = transformers.Blip2QFormerModel(transformers.Blip2QFormerConfig(**RAW["qformer_config"])).eval()
+    projection = torch.nn.Linear(32, 40)
+    for part in (vision, qformer, projection):
+        for name, parameter in part.named_parameters():
+            parameter.data.normal_(0, 0.3 if parameter.dim() < 2 else parameter[0].numel() ** -0.5, generator=generator)
+            if "norm" in name.lower() and name.endswith("weight"):
+                parameter.data.add_(1)
+    for layer in vision.encoder.layers:
+        layer.self_attn.qkv.bias.data[48:96] = 0  # as EVA has it
+    return {"vision_model": vision, "qformer": qformer, "language_projection": projection}
+
+
+def state(theirs: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    found = {f"{part}.{name}": t for part, model in theirs.items() for name, t in model.state_dict().items()}
+    return found | {"query_tokens": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(1))}
+
+
+def made(spec: ReaderSpec, tensors: dict[str, torch.Tensor]) -> Reader:
+    resolved = plan_renames(_reader.rules(spec), _reader.drops(spec), tensors, _reader.PREFIXES)
+    own = {r.target: apply(r, tensors.__getitem__) for r in resolved}
+    reader = Reader(spec)
+    fill(reader, own.__getitem__, own, {}, {}, "cpu")
+    return reader
+
+
+def as_original(rule: Rule, there: dict[str, torch.Tensor], spec: ReaderSpec) -> dict[str, torch.Tensor]:
+    """The tensors of the original files that make one of ours."""
+    source = next(r.sources[0] for r in _reader.rules(spec) if r.target == rule.target)
+    tensor = there[source]
+    if rule.how == "bias_q0v":
+        q, _, v = tensor.chunk(3)
+        return dict(zip(rule.sources, (q, v), strict=True))
+    return {rule.sources[0]: tensor}
+
+
+@torch.inference_mode()
+def test_equal_to_transformers(theirs) -> None:
+    spec = _reader.configure(RAW)
+    reader = made(spec, state(theirs))
+    images = torch.randn(3, 3, 56, 56, generator=torch.Generator().manual_seed(2))
+    still = Still(resolve("cpu"))
+    seen = theirs["vision_model"](images).last_hidden_state
+    queries = state(theirs)["query_tokens"].expand(3, -1, -1)
+    wanted = theirs["language_projection"](
+        theirs["qformer"](query_embeds=queries, encoder_hidden_states=seen).last_hidden_state
+    )
+    found = reader(images, still)
+    assert found.shape == (3, 8, 40)
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@torch.inference_mode()
+def test_the_original_layout_gives_the_same(theirs) -> None:
+    spec = _reader.configure(RAW)
+    plain = ReaderSpec(spec.tower, spec.qformer, spec.out, spec.norm_eps)
+    tensors: dict[str, torch.Tensor] = {}
+    for rule in _reader.rules(plain):
+        tensors |= as_original(rule, state(theirs), spec)
+    # the tower's own file has no prefix, and holds a block that nobody wants
+    tensors = {name.removeprefix("visual_encoder."): t for name, t in tensors.items()}
+    tensors["blocks.3.norm1.weight"] = torch.zeros(48)
+    tensors["Qformer.bert.encoder.layer.0.intermediate.dense.weight"] = torch.zeros(3, 3)
+    images = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(3))
+    still = Still(resolve("cpu"))
+    assert torch.equal(made(plain, tensors)(images, still), made(spec, state(theirs))(images, still))
+
+
+def test_positions_for_another_size() -> None:
+    table = torch.randn(1, 17, 6)
+    assert placed(table, 16) is table
+    larger = placed(table, 36)
+    assert larger.shape == (1, 37, 6)
+    assert torch.equal(larger[:, 0], table[:, 0])
+    square = table[:, 1:].view(1, 4, 4, 6).permute(0, 3, 1, 2)
+    wanted = torch.nn.functional.interpolate(square, (6, 6), mode="bicubic").permute(0, 2, 3, 1).reshape(1, 36, 6)
+    assert torch.allclose(larger[:, 1:], wanted)
+
+
+def test_a_config_without_its_parts() -> None:
+    with pytest.raises(UnknownArchitecture, match="qformer_config"):
+        _reader.configure({"vision_config": {}})
