@@ -13,7 +13,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
+from modelmill.cli.profile import show  # noqa: E402
+from modelmill.core.config import RunConfig  # noqa: E402
+from modelmill.eval.ceilings import Ceilings, measure  # noqa: E402
+from modelmill.eval.profile import Work  # noqa: E402
+from modelmill.eval.profile import profile as profiled  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
-from modelmill.nn.trial import draw_weights, trial_step  # noqa: E402
+from modelmill.nn.trial import PAGE, draw_weights, trial_step  # noqa: E402
 from modelmill.ops.clock import copy_rate, median, recorded  # noqa: E402
 from modelmill.ops.shelf import resolve  # noqa: E402
 from modelmill.ops.tuning import Tuning  # noqa: E402
 from modelmill.runtime.graph import bucket  # noqa: E402
 from modelmill.runtime.load import build  # noqa: E402
+from modelmill.runtime.loop import Loop  # noqa: E402
 
 
 def random_model(shape: str, kind: str = "dense") -> nn.Module:
@@ -55,28 +61,22 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def decode(
-    model: nn.Module, batch: int, context: int, rate: float, *, tuning: Tuning | None = None, profile: bool = False
-) -> dict[str, Any]:
+def decode(model: nn.Module, batch: int, context: int, rate: float, *, tuning: Tuning | None = None) -> dict[str, Any]:
     """Milliseconds of one decode step and of its floor."""
     step = make_step(model, batch, 1, context, tuning)
     call = functools.partial(greedy, model, step)
     call()  # compiles
     replay = recorded(call)
     ms = median(replay, 15, 4, "cuda") * 1e3
-    if profile:
-        kernels(replay)
     floor = (weight_bytes(model) + batch * context * kv_bytes(model)) / rate * 1e3
     return {"figure": "step.decode_ms", "batch": batch, "context": context, "value": ms, "floor_ms": floor}
 
 
 @torch.inference_mode()
-def prefill(model: nn.Module, batch: int, tokens: int, profile: bool = False) -> dict[str, Any]:
+def prefill(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     """Milliseconds of a first step."""
     call = functools.partial(greedy, model, make_step(model, batch, tokens, tokens))
     ms = median(call, 7, 1, "cuda") * 1e3
-    if profile:
-        kernels(call)
     return {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, "value": ms}
 
 
@@ -90,14 +90,15 @@ def kv_bytes(model: nn.Module) -> int:
     return model.kv.page_bytes(1, model.embed.weight.dtype)  # type: ignore[union-attr, operator]
 
 
-def kernels(call: Callable[[], Any]) -> None:
-    """Print the kernels of one call by the time they take."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    rows = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
-    for row in rows[:18]:
-        print(f"{row.self_device_time_total / 1e3:9.3f} ms {row.count:5} × {row.key[:90]}", flush=True)
+def kernels(model: nn.Module, work: Work, ceilings: Ceilings) -> None:
+    """Print where the time of one step goes, as ``modelmill profile`` does."""
+    length = work.prompt + PAGE
+    pages = work.batch * (length // PAGE + 1) + 2
+    held = pages * model.kv.page_bytes(PAGE, model.embed.weight.dtype)  # type: ignore[union-attr, operator]
+    tokens = max(work.batch * work.prompt, length)
+    config = RunConfig(kv_cache_bytes=held, max_num_seqs=work.batch, max_num_batched_tokens=tokens, page_size=PAGE)
+    found, _ = profiled(Loop(model, config, max_model_len=length), work, ceilings)
+    show(found, 16)
 
 
 def pairs(text: str) -> Iterator[tuple[int, int]]:
@@ -124,13 +125,19 @@ def main() -> None:
         "weights": options.weights, "copy_gbps": round(rate / 1e9), "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__}, "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
-    rows = [decode(model, b, c, rate, profile=options.profile) for b, c in pairs(options.decode)]
-    rows += [prefill(model, b, n, options.profile) for b, n in pairs(options.prefill)]
+    rows = [decode(model, b, c, rate) for b, c in pairs(options.decode)]
+    rows += [prefill(model, b, n) for b, n in pairs(options.prefill)]
     for row in rows:
         print(json.dumps(row), flush=True)
         if options.save:
             with options.save.open("a") as file:
                 file.write(json.dumps(row | stamp) + "\n")
+    if options.profile:
+        works = [Work("decode", b, c) for b, c in pairs(options.decode)]
+        works += [Work("prefill", b, n) for b, n in pairs(options.prefill)]
+        ceilings = measure("cuda", [model.embed.weight.dtype])  # type: ignore[union-attr, list-item]
+        for work in works:
+            kernels(model, work, ceilings)
 
 
 if __name__ == "__main__":
