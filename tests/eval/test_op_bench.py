@@ -98,6 +98,27 @@ def test_a_kernel_that_fails_is_told_and_the_others_are_timed(quick: None, monke
     assert [each for each in found if each.variant == "torch" and each.us]
 
 
+@pytest.mark.parametrize(
+    ("serve", "expected"),
+    [
+        (("torch", "cpu"), "cpu"),
+        (("torch", "triton"), "triton"),
+        (("torch", "cuda", "triton"), "cuda"),
+        (("torch",), "torch"),
+    ],
+    ids=str,
+)
+def test_what_is_picked_is_the_first_that_serves(
+    quick: None, monkeypatch: pytest.MonkeyPatch, serve: tuple[str, ...], expected: str
+) -> None:
+    """A picked variant that does not serve a case leaves it to those behind it, as the shelf does."""
+    monkeypatch.setattr(shelf, "PREFERENCE", {"cpu": ("cuda", "triton", "cpu", "torch")})
+    monkeypatch.setattr(op_bench, "serving", lambda op, *rest: dict.fromkeys(serve, shelf.reference(op)))
+    case = next(iter(cases("rms_norm", "cpu", torch.float32)))
+    found = op_bench.measure("rms_norm", case, torch.float32, CEILINGS, Wanted(rounds=1), "cuda")
+    assert [each.variant for each in found if each.chosen] == [expected]
+
+
 @pytest.mark.parametrize("device", MORE)
 def test_the_extra_shapes_belong_to_ops_of_the_shelf(device: str) -> None:
     assert set(MORE[device]) <= {*shelf.OPS, *shelf.SPANS}
