@@ -154,6 +154,12 @@ __device__ inline void changed(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+template <int COUNT>
+__device__ inline void changed(u32 (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+
 // Waits until at most LEFT groups are running.
 template <int LEFT>
 __device__ inline void products_wait() {

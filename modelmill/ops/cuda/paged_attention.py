@@ -17,6 +17,7 @@ from modelmill.ops.cuda import build, launch
 LOG2E = 1.4426950408889634
 SHARES = True
 FEW_QUERIES = 16  # up to here a tile of 128 would be almost empty
+FEW_TOKENS = 64  # up to here starting the copies takes longer than all else
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of paged_attention.cu.
 QUERIES, KEYS, STAGES, THREADS = 128, 128, 2, 384
@@ -52,7 +53,7 @@ def supports(
 ) -> bool:
     """Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to 1,024 sequences."""
     page_size, dim = k_cache.shape[2:]
-    if max_query <= FEW_QUERIES or q.dtype not in TYPES or not q.is_cuda or q.shape[0] == 0:
+    if max_query <= FEW_QUERIES or q.shape[0] <= FEW_TOKENS or q.dtype not in TYPES or not q.is_cuda:
         return False
     if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or dim not in (64, 128):
         return False
@@ -94,14 +95,17 @@ def run(
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     mixed = rest is not None and batch > 1
     with torch.cuda.device(q.device):
-        taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-        pointers = [t.data_ptr() for t in (block_tables, query_start, context_lens, out, taken)]
+        # Of each sequence's tiles at most one is not full. More of them than blocks are handed out by a counter.
+        tiles = (tokens // QUERIES + batch) * heads
+        blocks = min(launch.multiprocessors(q.get_device()), tiles)
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
+        pointers = [t.data_ptr() for t in (block_tables, query_start, context_lens, out)]
+        pointers.append(0 if taken is None else taken.data_ptr())
         at_once = _heads_at_once(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
         counts = (batch, columns, block_tables.stride(0), heads, heads // kv_heads, pages, window or 0, mixed, at_once)
         work = struct.pack("=5Q9if", *pointers, *counts, scale * LOG2E)
-        device = q.get_device()
-        blocks = min(launch.multiprocessors(device), (tokens // QUERIES + batch) * heads)
-        _kernel(q.dtype, dim, page_size, device).launch(blocks, _queries(q), _pages(k_cache), _pages(v_cache), work)
+        kernel = _kernel(q.dtype, dim, page_size, q.get_device())
+        kernel.launch(blocks, _queries(q), _pages(k_cache), _pages(v_cache), work)
     if mixed and rest is not None:
         around = (block_tables, query_start, context_lens, 1, max_context, scale, window)
         rest(q, k_cache, v_cache, *around, out=out)
@@ -109,7 +113,7 @@ def run(
 
 
 def _kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.Kernel:
-    tile = 2 * dim * (QUERIES + 2 * STAGES * KEYS)
+    tile = 2 * dim * STAGES * (QUERIES + 2 * KEYS)
     macros = _macros(dtype, dim, page_size)
     return launch.kernel("paged_attention", "prefill_attention", macros, THREADS, tile + PLAN_BYTES, device)
 

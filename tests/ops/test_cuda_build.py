@@ -1,0 +1,123 @@
+"""Compiling the CUDA C++ kernels: what the key covers, one compilation for all, every failure one line."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from modelmill.core.errors import MissingDependency
+from modelmill.ops.cuda import build, paged_attention
+
+NVCC = build.nvcc()
+FORMS = (
+    ("DIM=128", "PAGE=16"),
+    ("DIM=128", "PAGE=16", "HALF"),
+    ("DIM=64", "PAGE=16"),
+    ("DIM=128", "PAGE=128"),
+    ("DIM=64", "PAGE=8"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of sources of our own, and an empty cache beside it."""
+    made = tmp_path / "sources"
+    made.mkdir()
+    (made / "kernel.cu").write_text("kernel")
+    (made / "common.cuh").write_text("common")
+    monkeypatch.setattr(build, "FOLDER", made)
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
+    return made
+
+
+def _compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Make a shell script the only compiler; in it $out is the file to write."""
+    path = tmp_path / "nvcc"
+    path.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; out=$2\n{script}\n')
+    path.chmod(0o755)
+    monkeypatch.setattr(build, "compiler", lambda: build.Compiler("one", path=str(path)))
+
+
+def test_the_key_covers_all_that_decides_the_code(folder: Path) -> None:
+    keys = [build._key("kernel", ("A",), "one")]
+    assert keys[0] == build._key("kernel", ("A",), "one")
+    keys += [build._key("kernel", macros, version) for macros, version in ((("B",), "one"), (("A",), "two"))]
+    (folder / "common.cuh").write_text("changed")
+    keys.append(build._key("kernel", ("A",), "one"))
+    (folder / "kernel.cu").write_text("changed")
+    keys.append(build._key("kernel", ("A",), "one"))
+    assert len(set(keys)) == 5
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_kernel_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compiler(tmp_path, monkeypatch, f'echo x >> {tmp_path}/calls; echo cubin > "$out"')
+    first = build.compiled("kernel", ("A",))
+    assert build.compiled("kernel", ("A",)) == first
+    assert build.compiled("kernel", ("B",)) != first
+    assert first.read_text() == "cubin\n"
+    assert (tmp_path / "calls").read_text().split() == ["x", "x"]
+    assert sorted(p.suffix for p in first.parent.iterdir()) == [".cubin", ".cubin"], "nothing is left behind"
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_failing_compiler_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compiler(tmp_path, monkeypatch, "echo note >&2; echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
+    with pytest.raises(MissingDependency, match="no such thing") as told:
+        build.compiled("kernel")
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compiler(tmp_path, monkeypatch, 'echo cubin > "$out"')
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(MissingDependency, match="cannot be written"):
+        build.compiled("kernel")
+
+
+@pytest.mark.usefixtures("folder")
+def test_without_a_compiler_the_message_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "nvrtc", lambda: None)
+    monkeypatch.setattr(build, "nvcc", lambda: None)
+    monkeypatch.setattr(build, "compiler", build.compiler.__wrapped__)
+    with pytest.raises(MissingDependency, match="NVRTC"):
+        build.compiled("kernel")
+
+
+def test_nvcc_serves_where_nvrtc_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "nvrtc", lambda: None)
+    second = build.Compiler("second", path="/nowhere/nvcc")
+    monkeypatch.setattr(build, "nvcc", lambda: second)
+    assert build.compiler.__wrapped__() is second
+
+
+def test_a_cpu_is_told_why() -> None:
+    assert "GPU" in str(build.available("cpu"))
+    assert "GPU" in str(paged_attention.available("cpu"))
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("macros", FORMS, ids=" ".join)
+def test_prefill_attention_compiles_without_spills(macros: tuple[str, ...], tmp_path: Path) -> None:
+    """Registers that spill, or products that the compiler runs one at a time, cost half the speed without a word."""
+    assert NVCC is not None
+    assert NVCC.path is not None
+    target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *(f"-D{m}" for m in macros)]
+    source = build.FOLDER / "paged_attention.cu"
+    command = [NVCC.path, "-cubin", *target, "-o", str(tmp_path / "out"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    assert "serialized" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+def test_a_size_that_cannot_be_is_refused_by_the_source() -> None:
+    assert NVCC is not None
+    with pytest.raises(build._Unavailable, match="error"):
+        build._cubin(NVCC, "paged_attention", ("DIM=128", "PAGE=4"))

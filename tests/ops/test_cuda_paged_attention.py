@@ -1,0 +1,155 @@
+"""Prefill attention in CUDA C++ beyond what every variant is asked: what lies beside the context must not matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelmill.ops import shelf
+from modelmill.ops.cuda import paged_attention as variant
+from modelmill.ops.paged_attention import paged_attention
+
+LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the whole, in the norm
+
+
+@given(st.integers(1, 64), st.integers(1, 1 << 30))
+def test_heads_at_once_divide_the_heads_and_fit_the_cache(kv_heads: int, each: int) -> None:
+    found = variant._heads_at_once(kv_heads, each)
+    assert kv_heads % found == 0
+    assert found == 1 or found * each <= variant.CACHED_BYTES
+
+
+def _arguments(
+    lengths: list[tuple[int, int]],
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 128,
+    page: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None,
+) -> dict[str, Any]:
+    """Caches full of NaN but for the tokens that exist; page tables that name nonsense past the context."""
+    generator = torch.Generator().manual_seed(len(lengths) + dim + page)
+    counts = [-(-context // page) for _, context in lengths]
+    pages = sum(counts) + 3
+    order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
+    tables = torch.randint(-9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32)
+    caches = torch.full((2, pages, kv_heads, page, dim), float("nan"))
+    for b, (_, context) in enumerate(lengths):
+        tables[b, : counts[b]] = order[b]
+        tokens = torch.randn(2, counts[b] * page, kv_heads, dim, generator=generator)
+        tokens[:, context:] = float("nan")
+        caches[:, order[b].long()] = tokens.view(2, counts[b], page, kv_heads, dim).transpose(2, 3)
+    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    q = torch.randn(int(starts[-1]), heads, dim, generator=generator)
+    caches = caches.to("cuda", dtype)
+    return {
+        "q": q.to("cuda", dtype),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "block_tables": tables.cuda(),
+        "query_start": starts.cuda(),
+        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device="cuda"),
+        "max_query": max(n for n, _ in lengths),
+        "max_context": max(c for _, c in lengths),
+        "scale": dim**-0.5,
+        "window": window,
+    }
+
+
+def _poisoned(run: Any, args: dict[str, Any]) -> torch.Tensor:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
+    try:
+        return run(**args)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _check(args: dict[str, Any], run: Any = variant.run) -> None:
+    reason = variant.available("cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    assert variant.supports(**args)
+    got = _poisoned(run, args).double()
+    wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+    truth = paged_attention(**wide)
+    assert not got.isnan().any()
+    assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
+    assert all(torch.equal(run(**args).double(), got) for _ in range(3)), "the bits change from call to call"
+
+
+RAGGED = [(300, 1000), (17, 33), (129, 129), (1, 1), (1, 999), (64, 64), (128, 2050)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(2, 2), (28, 4)])
+def test_ragged_batches_with_history(dtype: torch.dtype, dim: int, heads: tuple[int, int]) -> None:
+    _check(_arguments(RAGGED, *heads, dim=dim, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [17, 63, 64, 65, 127, 128, 129, 255, 257])
+@pytest.mark.parametrize("history", [0, 1, 15, 16, 127, 128])
+def test_every_edge_of_a_tile(queries: int, history: int) -> None:
+    _check(_arguments([(queries, queries + history), (66, 66)]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_page_sizes(page: int, dim: int) -> None:
+    _check(_arguments([(300, 1000), (17, 33), (129, 129)], page=page, dim=dim))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 100, 128, 5000])
+def test_windows(window: int) -> None:
+    _check(_arguments([(300, 1000), (700, 700), (20, 20)], window=window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lengths", [[(30, 30), (5, 0), (70, 131), (1, 0)], [(0, 50), (70, 70), (0, 0), (2, 2)]], ids=str
+)
+def test_padding_and_absent_sequences(lengths: list[tuple[int, int]]) -> None:
+    _check(_arguments(lengths))
+
+
+@pytest.mark.gpu
+def test_many_sequences() -> None:
+    _check(_arguments([(1 + i * 37 % 90, 1 + i * 37 % 90 + i * 53 % 300) for i in range(600)], 2, 1))
+    _check(_arguments([(17 + i % 3, 20 + i % 50) for i in range(variant.MOST_SEQUENCES)], 2, 2, dim=64))
+
+
+@pytest.mark.gpu
+def test_more_tiles_than_multiprocessors() -> None:
+    _check(_arguments([(2048, 4096), (33, 8000)], 32, 8))
+
+
+@pytest.mark.gpu
+def test_single_queries_of_a_mixed_step_may_come_from_elsewhere() -> None:
+    """The shelf's op, decoding included, where a step mixes prompts and single queries."""
+    _check(_arguments(RAGGED), shelf.resolve("cuda").paged_attention)
+
+
+@pytest.mark.gpu
+def test_what_it_does_not_serve_is_refused() -> None:
+    args = _arguments([(20, 20), (60, 70)])
+    assert variant.supports(**args)
+    eight = args["k_cache"].nan_to_num().to(torch.float8_e4m3fn)
+    for change in (
+        {"max_query": 1},
+        {"k_cache": eight, "v_cache": eight},
+        {"q": args["q"].float()},
+        {"q": args["q"][:60]},  # few tokens: the launch takes longer than all else
+        {"q": args["q"].new_empty(80 * 4 * 128 + 1)[1:].view(80, 4, 128)},  # not at 16 bytes
+        {"k_cache": args["k_cache"].transpose(1, 2), "v_cache": args["v_cache"].transpose(1, 2)},
+        {"block_tables": args["block_tables"].long()},
+    ):
+        assert not variant.supports(**(args | change)), list(change)
