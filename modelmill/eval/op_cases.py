@@ -11,12 +11,16 @@ from importlib import import_module
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.eight_bit import by_row
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import _case as attention_case
+from modelmill.ops.rms_norm_quant import forms as norm_forms
+from modelmill.ops.sample import case as sample_case
 
 Shapes = tuple[tuple[int, int, int], ...]
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 576, 1536, 9, 3, 64, 49152
 CPU_ROWS = (1, 16)
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def cases(op: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -37,6 +41,20 @@ def _add_norm(rows: int, width: int, device: str, dtype: torch.dtype) -> Case:
     case = _norm(rows, width, device, dtype)
     residual = randn(rows, width, device=device, dtype=dtype, seed=3)
     return Case(case.name, case.args | {"residual": residual}, 2 * case.bytes_moved, writes=("residual",))
+
+
+def _quantized_norms(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    case = _norm(rows, width, device, dtype)
+    for name, form in norm_forms(width, device, 0):
+        moved = nbytes(case.args["x"]) + rows * width
+        yield Case(f"{case.name}-{name}", case.args | form, moved)
+
+
+def _quantized_add_norms(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    for case in _quantized_norms(rows, width, device, dtype):
+        residual = randn(rows, width, device=device, dtype=dtype, seed=3)
+        moved = case.bytes_moved + 2 * nbytes(residual)
+        yield Case(case.name, case.args | {"residual": residual}, moved, writes=("residual",))
 
 
 def linears(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
@@ -66,18 +84,47 @@ def int8_linears(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]
     return make
 
 
+def samples(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
+    """(rows, vocabulary, which mix of filters every row asks for)."""
+
+    def made(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001 - logits are float32 in any model
+        for rows, vocab, how in shapes:
+            yield sample_case(rows, vocab, device, how=how)
+
+    return made
+
+
 def _attentions(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = (
-        ("decode-8-1024", 32, 32, [(1, 1024)] * 8),
-        ("decode-64-128", 32, 32, [(1, 128)] * 64),
-        ("decode-gqa-1-4096", 32, 8, [(1, 4096)]),
-        ("decode-gqa-64-1024", 32, 8, [(1, 1024)] * 64),
-        ("prefill-1024", 32, 32, [(1024, 1024)]),
-        ("prefill-4096", 32, 32, [(4096, 4096)]),
-        ("prefill-chunk-1024-of-4096", 32, 32, [(1024, 4096)]),
+        ("decode-8-1024", 32, [(1, 1024)] * 8),
+        ("decode-64-128", 32, [(1, 128)] * 64),
+        ("decode-8-4096", 32, [(1, 4096)] * 8),
+        ("decode-1-32768", 32, [(1, 32768)]),
+        ("decode-gqa-1-4096", 8, [(1, 4096)]),
+        ("decode-gqa-64-1024", 8, [(1, 1024)] * 64),
+        ("decode-gqa-8-4096", 8, [(1, 4096)] * 8),
+        ("prefill-1024", 32, [(1024, 1024)]),
+        ("prefill-4096", 32, [(4096, 4096)]),
+        ("prefill-chunk-1024-of-4096", 32, [(1024, 4096)]),
     )
-    for number, (name, heads, kv_heads, lengths) in enumerate(shapes):
-        yield attention_case(name, heads, kv_heads, 128, lengths, None, device, dtype, number)
+    for number, (name, kv_heads, lengths) in enumerate(shapes):
+        yield attention_case(name, 32, kv_heads, 128, lengths, None, device, dtype, number)
+    own = (("decode-7b-1", 32, [(1, 4096)]), ("decode-7b-64", 32, [(1, 1024)] * 64))
+    for number, (name, kv_heads, lengths) in enumerate((*own, *shapes)):
+        for held, kind in KV_DTYPES.items():
+            case = attention_case(name, 32, kv_heads, 128, lengths, None, device, dtype, number)
+            yield in_8_bits(case, held, kind)
+
+
+def in_8_bits(case: Case, name: str, kind: torch.dtype) -> Case:
+    """An attention's case over pages of an 8-bit type."""
+    args, moved = dict(case.args), case.bytes_moved
+    heads, dim = args["k_cache"].shape[1], args["k_cache"].shape[3]
+    keys = int(args["context_lens"].sum()) * heads
+    moved -= 2 * keys * (dim * (args["k_cache"].element_size() - 1) - 4)
+    for part in ("k", "v"):
+        args[f"{part}_cache"], args[f"{part}_scale"] = by_row(args[f"{part}_cache"], kind)
+    return Case(f"{case.name}-{name}", args, moved, case.flops)
 
 
 def _small_attentions(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -104,6 +151,8 @@ BIG = ((1, 4096, 151936), (2, 4096, 12288), (8, 4096, 12288), (8, 11008, 4096), 
 BIG_INT8 = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
 QKV = (HEADS + 2 * KV_HEADS) * DIM
 SIDES = ((HIDDEN, QKV), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN), (HIDDEN, VOCAB))
+BIG_SAMPLES: Shapes = tuple((rows, 151936, how) for rows in (1, 8, 64) for how in (0, 1, 2, 4))
+SMALL_SAMPLES: Shapes = tuple((rows, VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2))
 SMALL: Shapes = tuple((rows, k, n) for rows in CPU_ROWS for k, n in SIDES)
 
 Maker = Callable[[str, torch.dtype], Iterator[Case]]
@@ -111,8 +160,11 @@ MORE: dict[str, dict[str, Maker]] = {
     "cuda": {
         "rms_norm": lambda device, dtype: iter([_norm(16384, 4096, device, dtype)]),
         "add_rms_norm": lambda device, dtype: iter([_add_norm(16384, 4096, device, dtype)]),
+        "rms_norm_quant": lambda device, dtype: _quantized_norms(16384, 4096, device, dtype),
+        "add_rms_norm_quant": lambda device, dtype: _quantized_add_norms(16384, 4096, device, dtype),
         "linear": linears(BIG),
         "int8_linear": int8_linears(BIG_INT8),
+        "sample": samples(BIG_SAMPLES),
         "paged_attention": _attentions,
     },
     "cpu": {
@@ -122,6 +174,7 @@ MORE: dict[str, dict[str, Maker]] = {
         "silu_mul": _small_gates,
         "linear": linears(SMALL),
         "int8_linear": int8_linears(SMALL),
+        "sample": samples(SMALL_SAMPLES),
         "paged_attention": _small_attentions,
     },
 }

@@ -93,6 +93,6 @@ def forms(width: int, device: str, seed: int) -> Iterator[tuple[str, dict[str, A
     yield "fp8-token", {"kind": fp8}
     yield "int8-static", {"kind": int8, "factor": factor[:1]}
     yield "fp8-static", {"kind": fp8, "factor": factor[:1]}
-    yield "int8-token-order", {"kind": int8, "order": padded}
+    yield "int8-token-order", {"kind": int8, "order": order if width % 1024 == 0 else padded}
     yield "int8-groups", {"kind": int8, "factor": factor, "zero": zero, "order": order}
     yield "int4-groups", {"kind": int8, "factor": factor / 16, "zero": zero // 16, "order": order, "bits": 4}

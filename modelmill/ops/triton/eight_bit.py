@@ -45,6 +45,49 @@ def halves(x):
 
 
 @triton.jit
+def apart(pair, kind: tl.constexpr):
+    """int16 that hold two values of an 8-bit type ``kind`` each → (first, second) as float16.
+
+    A matrix in shared memory can be read transposed in pieces of 16 bits, not of 8.
+    """
+    if _ASSEMBLY and kind == tl.int8:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 u, c;
+            xor.b32 u, $2, 0x80808080;
+            mov.b32 c, 0x64806480;
+            prmt.b32 $0, u, 0x64646464, 0x4240;
+            prmt.b32 $1, u, 0x64646464, 0x4341;
+            sub.rn.f16x2 $0, $0, c;
+            sub.rn.f16x2 $1, $1, c;
+            }""",
+            "=r,=r,r",
+            args=[pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    if _ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 u;
+            .reg .b16 a, b;
+            prmt.b32 u, $2, 0, 0x3120;
+            mov.b32 {a, b}, u;
+            cvt.rn.f16x2.e4m3x2 $0, a;
+            cvt.rn.f16x2.e4m3x2 $1, b;
+            }""",
+            "=r,=r,r",
+            args=[pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    first, second = pair.to(tl.int8), (pair >> 8).to(tl.int8)
+    return first.to(kind, bitcast=True).to(tl.float16), second.to(kind, bitcast=True).to(tl.float16)
+
+
+@triton.jit
 def floats(x):
     """Any type as float32; int8 in the manner of ``halves``, under the exponent of 2²³."""
     if x.dtype == tl.int8 and _ASSEMBLY:

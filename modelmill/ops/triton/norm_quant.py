@@ -45,15 +45,17 @@ def norm(
     most = 448.0 if kind is not torch.int8 else float(2 ** (bits - 1) - 1)
     block, block_n = power_of_two(width), power_of_two(columns)
     each = factor is not None and factor.numel() > 1
-    # What is read a column is read once for several rows.
-    share = 1 if order is None and not each else max(1, rows // (8 * multiprocessors(x.device)))
+    # What is read a column is read once for several rows; the next of them is on its way while one is rounded.
+    many = rows // (4 * multiprocessors(x.device))
+    share = 1 if order is None and not each else max(1, many)
+    warps = max(block, block_n) // (1024 if many and share == 1 else 512)
     _kernel[(triton.cdiv(rows, share),)](
         flat, held, weight, values, flat if scale is None else scale, total,
         flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
         rows, width, columns, flat.stride(0), held.stride(0), eps, share,
         ADD=residual is not None, TOKEN=factor is None, EACH=each, SHIFT=zero is not None, ORDER=order is not None,
         WHOLE=kind is torch.int8, MOST=most, BLOCK=block, BLOCK_N=block_n,
-        num_warps=max(1, min(16, max(block, block_n) // 512)), **launch(x.device, rows),
+        STAGES=2 if share > 1 else 1, num_warps=max(1, min(16, warps)), **launch(x.device, rows),
     )  # fmt: skip
     return values.view(*x.shape[:-1], columns), scale, total
 
@@ -63,7 +65,8 @@ def _kernel(
     x_ptr, residual_ptr, weight_ptr, values_ptr, scales_ptr, total_ptr, factor_ptr, zero_ptr, order_ptr,
     rows, width, columns, x_stride, residual_stride, eps, share,
     ADD: tl.constexpr, TOKEN: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr, ORDER: tl.constexpr,
-    WHOLE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    WHOLE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     column, n = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
@@ -82,7 +85,7 @@ def _kernel(
         zero = tl.where(order >= 0, zero, 0.0)
     enter(EARLY)
     first = tl.program_id(0).to(tl.int64) * share
-    for row in range(first, tl.minimum(first + share, rows)):
+    for row in tl.range(first, tl.minimum(first + share, rows), num_stages=STAGES):
         x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0)
         if ADD:
             held = tl.load(residual_ptr + row * residual_stride + column, mask=column < width, other=0.0)

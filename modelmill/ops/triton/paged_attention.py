@@ -98,7 +98,11 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     # One query head a KV head leaves a tensor-core tile 1/16 full, and float32 must not be rounded to tf32:
     # both are multiplied and summed as vectors, a head each.
     shared = heads != kv_heads and q.dtype != torch.float32
-    pairs, each, least = (batch * kv_heads, 4, LEAST_KEYS) if shared else (batch * heads, 8, LEAST_ALONE)
+    if shared:
+        keys_at_once, warps, stages, each = _group_tile(k, q, batch * kv_heads)
+        pairs, least = batch * kv_heads, LEAST_KEYS
+    else:
+        pairs, least, each = batch * heads, LEAST_ALONE, 8
     keys = max_context if window is None else min(max_context, window)
     splits = _splits(pairs, each, keys, least, q.device)
     parts = sums = out
@@ -115,8 +119,9 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     if shared:
         group = max(16, power_of_two(heads // kv_heads))
         paged_decode.groups[(kv_heads, batch, splits)](
-            *pointers, *strides, BLOCK_G=group, BLOCK_N=LEAST_KEYS, BLOCK_D=max(16, block_d),
-            num_warps=2 if block_d <= 128 and group <= 16 else 4, num_stages=2, **common, **layout, **first,
+            *pointers, *strides, BLOCK_G=group, BLOCK_N=keys_at_once, BLOCK_D=max(16, block_d),
+            PAIRED=k_scale is not q and dim % 2 == 0 and block_d >= 32,
+            num_warps=warps, num_stages=stages, **common, **layout, **first,
         )  # fmt: skip
     else:
         block_n = max(1, 16 * 128 // max(128, block_d * q.element_size() // 2))
@@ -128,6 +133,18 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
             parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d, num_warps=4,
             **common, **last,
         )  # fmt: skip
+
+
+def _group_tile(k: torch.Tensor, q: torch.Tensor, pairs: int) -> tuple[int, int, int, int]:
+    """(keys at once, warps, stages, programs a multiprocessor) of decoding in groups, measured on an H200."""
+    if k.shape[3] > 128 or q.shape[1] > 16 * k.shape[1]:
+        return LEAST_KEYS, 4, 2, 4
+    if k.dtype == q.dtype:
+        return 32, 1, 2, 6
+    # int8 is bound by its conversion: with programs enough, those of one warp need not wait for each other.
+    if k.dtype == torch.int8 and pairs >= 2 * multiprocessors(q.device):
+        return 32, 1, 3, 8
+    return LEAST_KEYS, 2, 3, 4
 
 
 def _wide(cache: torch.Tensor) -> bool:

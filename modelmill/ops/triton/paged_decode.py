@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.early import enter
-from modelmill.ops.triton.eight_bit import floats, halves, log2, shrunk
+from modelmill.ops.triton.eight_bit import apart, floats, halves, log2, shrunk
 
 
 @triton.jit
@@ -37,6 +37,12 @@ def places(tables_ptr, key, columns, page_stride, token_stride, PAGE: tl.constex
     if WIDE:
         page = page.to(tl.int64)
     return page * page_stride + (key % PAGE) * token_stride
+
+
+@triton.jit
+def whole(place):
+    """The same numbers, never negative, unsigned: a division by a power of two is then a shift."""
+    return place.to(tl.uint64) if place.dtype == tl.int64 else place.to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride"])
@@ -81,7 +87,7 @@ def heads(
         v = tl.load(v_at + place[:, :, None], mask=inside, other=0.0)
         score = tl.sum(floats(k) * q[None, None, :], axis=2)
         if SCALED:
-            beside = (kv + place) // DIM
+            beside = kv // DIM + whole(place) // DIM
             score *= tl.load(k_scale_ptr + beside, mask=seen, other=0.0)
             v_scale = tl.load(v_scale_ptr + beside, mask=seen, other=0.0)
         score = tl.where(seen, score, float("-inf"))
@@ -113,9 +119,12 @@ def groups(
     scale, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     PAGE: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr, PAIRED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one KV head a program, on the tensor cores."""
+    """The query heads of one KV head a program, on the tensor cores.
+
+    PAIRED: values of 8 bits are read two at a time, their even and their odd channels mixed by themselves.
+    """
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     after = tl.load(starts_ptr + sequence + 1)
@@ -137,22 +146,33 @@ def groups(
         q, most = shrunk(q)
         scale *= most
     k_at = k_ptr + kv + d[None, :]
-    v_at = v_ptr + kv + d[None, :]
+    if PAIRED:
+        half: tl.constexpr = BLOCK_D // 2
+        held: tl.constexpr = v_ptr.dtype.element_ty
+        d2 = tl.arange(0, half)
+        v_pair = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + kv // 2 + d2[None, :]
+        odd = tl.zeros([BLOCK_G, half], tl.float32)
+        mixed = tl.zeros([BLOCK_G, half], tl.float32)
+    else:
+        v_at = v_ptr + kv + d[None, :]
+        mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_G], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
-    mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_N):
         key = start + n
         seen = key < end
         # The next block's pages are looked up while this one's keys are on their way.
         after_place = places(tables_ptr, key + BLOCK_N, columns, page_stride, token_stride, PAGE, WIDE)
         k = tl.load(k_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
-        v = tl.load(v_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
+        if PAIRED:
+            pair = tl.load(v_pair + (place[:, None] >> 1), mask=seen[:, None] & (d2 < DIM // 2)[None, :], other=0)
+        else:
+            v = tl.load(v_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
         score = tl.dot(q, tl.trans(halves(k)))
         if SCALED:
             # A value's scale is taken into its weight's exponent: at most 1, no weight is too large or small for
             # float16. The sum of the weights takes it out again.
-            beside = (kv + place) // DIM
+            beside = kv // DIM + whole(place) // DIM
             k_scale = tl.load(k_scale_ptr + beside, mask=seen, other=1.0) * scale
             v_scale = tl.load(v_scale_ptr + beside, mask=seen, other=1.0)
             score = score * k_scale[None, :] + log2(v_scale)[None, :]
@@ -165,10 +185,18 @@ def groups(
             mass = mass * keep + tl.sum(add * (1.0 / v_scale)[None, :], axis=1)
         else:
             mass = mass * keep + tl.sum(add, axis=1)
-        v = halves(v)
-        mixed = tl.dot(add.to(v.dtype), v, mixed * keep[:, None])
+        if PAIRED:
+            even_v, odd_v = apart(pair, held)
+            add = add.to(tl.float16)
+            mixed = tl.dot(add, even_v, mixed * keep[:, None])
+            odd = tl.dot(add, odd_v, odd * keep[:, None])
+        else:
+            v = halves(v)
+            mixed = tl.dot(add.to(v.dtype), v, mixed * keep[:, None])
         top = new
         place = after_place
+    if PAIRED:
+        mixed = tl.reshape(tl.join(mixed, odd), [BLOCK_G, BLOCK_D])
     if SPLITS == 1:
         out = mixed / tl.where(mass > 0.0, mass, 1.0)[:, None]
         target = out_ptr + (row * HEADS + head[:, None]) * DIM + d[None, :]

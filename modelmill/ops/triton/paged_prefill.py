@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.eight_bit import floats, halves, log2, shrunk
-from modelmill.ops.triton.paged_decode import places
+from modelmill.ops.triton.paged_decode import places, whole
 
 
 @triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
@@ -90,11 +90,11 @@ def attend(
         v = tl.load(v_ptr + at)
     if SCALED:
         if MASKED:
-            k_scale = tl.load(k_scale_ptr + place // DIM, mask=key < end, other=1.0) * scale
-            v_scale = tl.load(v_scale_ptr + place // DIM, mask=key < end, other=1.0)
+            k_scale = tl.load(k_scale_ptr + whole(place) // DIM, mask=key < end, other=1.0) * scale
+            v_scale = tl.load(v_scale_ptr + whole(place) // DIM, mask=key < end, other=1.0)
         else:
-            k_scale = tl.load(k_scale_ptr + place // DIM) * scale
-            v_scale = tl.load(v_scale_ptr + place // DIM)
+            k_scale = tl.load(k_scale_ptr + whole(place) // DIM) * scale
+            v_scale = tl.load(v_scale_ptr + whole(place) // DIM)
         if q.dtype == tl.float32:
             k, v = floats(k), floats(v)
         else:
