@@ -14,11 +14,12 @@ from modelmill.artifact.manifest import SCHEMA, Manifest
 from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE, TOKENIZER, Staging
 from modelmill.artifact.tuning import StoredTuning, path_of, to_bytes
-from modelmill.build.plan import PACKING, Piece, Plan, gib
+from modelmill.build.layers import Layers
+from modelmill.build.plan import PACKING, Piece, Plan, gib, layer_of
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan
 from modelmill.core.config import to_dict
-from modelmill.core.errors import AcceptanceError, ArtifactError, CheckpointError, CorruptCheckpoint
+from modelmill.core.errors import AcceptanceError, ArtifactError, CheckpointError, CorruptCheckpoint, UsageError
 from modelmill.text.tokenizer import load_tokenizer
 from modelmill.weights.held import pack
 
@@ -53,7 +54,7 @@ def build(
         report = _judge(plan, staging, accept)
         staging.write_loose(ACCEPTANCE, _json(report))
         staging.publish()
-    except (AcceptanceError, CheckpointError):
+    except (AcceptanceError, CheckpointError, UsageError):
         staging.discard()
         raise
     except OSError as error:
@@ -68,17 +69,33 @@ def build(
 
 def _write_weights(plan: Plan, staging: Staging, progress: Progress | None) -> None:
     done = 0
-    for name, pieces in plan.shards().items():
-        if name not in staging.done:
-            infos = {full: info for piece in pieces for full, info in piece.stored.items()}
-            with staging.shard(name, infos) as writer:
-                for piece in pieces:
-                    _write_piece(plan, piece, writer)
-                    if progress is not None:
-                        done += piece.nbytes
-                        progress("weights", done, plan.weight_bytes)
-        else:
-            done += sum(piece.nbytes for piece in pieces)
+    shards = plan.shards()
+    left = [name for name in shards if name not in staging.done and layer_of(name) is not None]
+    calibrated = plan.calibration is not None and bool(left)
+    layers = Layers(plan, staging, _check_range) if calibrated else None
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress("weights" if plan.calibration is None else "quantizing", done, plan.weight_bytes)
+
+    for name, pieces in shards.items():
+        layer, size = layer_of(name), sum(piece.nbytes for piece in pieces)
+        if name in staging.done:
+            if layers is not None and layer is not None and name < left[-1]:
+                layers.pass_by(layer, pieces, name)
+            told(size)
+            continue
+        infos = {full: info for piece in pieces for full, info in piece.stored.items()}
+        with staging.shard(name, infos) as writer:
+            if layers is not None and layer is not None:
+                layers.write(layer, pieces, writer)
+                told(size)
+                continue
+            for piece in pieces:
+                _write_piece(plan, piece, writer)
+                told(piece.nbytes)
 
 
 def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
@@ -90,7 +107,10 @@ def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
         _check_range(cast, piece, plan)
         writer.add(piece.resolved.target, cast)
         return
-    held = pack(piece.held, tensor, plan.dtype)
+    if plan.recipe is None or piece.held == "dense":
+        held = pack(piece.held, tensor, plan.dtype)
+    else:
+        held = plan.recipe.hold(tensor.float(), None)
     for suffix, part in held.tensors().items():
         _check_range(part, piece, plan)
         writer.add(f"{piece.module}.{suffix}", part)
@@ -109,7 +129,12 @@ def _manifest(plan: Plan, staging: Staging, progress: Progress | None) -> Manife
         if progress is not None:
             progress("fingerprint", done, total)
 
-    source = {"container": plan.checkpoint.container, "fingerprint": plan.checkpoint.fingerprint(told)}
+    source: dict[str, Any] = {
+        "container": plan.checkpoint.container,
+        "fingerprint": plan.checkpoint.fingerprint(told),
+    }
+    if plan.calibration is not None:
+        source["calibration"] = plan.calibration.facts()
     return Manifest(
         schema=SCHEMA,
         kind="language",

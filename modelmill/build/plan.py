@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+from modelmill.build.calibration import Source, find_source
 from modelmill.checkpoint.container import listed
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Resolved, plan_renames, result_info
@@ -24,11 +25,11 @@ from modelmill.core.find import find, names, nearest
 from modelmill.core.types import DEFAULTED, SamplingParams
 from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
+from modelmill.quant.recipe import Recipe, make_recipe
 from modelmill.weights.held import PackedInfo, packed_info
 
 PACKING = "rows/1"
 KEPT = ("head",)
-RECIPES = ("none", "int8")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it was."""
+    """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it was.
+
+    recipe: how linears are quantized, None where they are kept. calibration: what it takes statistics on, if any.
+    """
 
     checkpoint: Checkpoint
     config: BuildConfig
@@ -62,6 +66,8 @@ class Plan:
     pieces: tuple[Piece, ...]
     aliases: dict[str, str]
     reasons: dict[str, str]
+    recipe: Recipe | None = None
+    calibration: Source | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,8 +99,22 @@ class Plan:
 
     @property
     def build_bytes(self) -> int:
-        """Peak of the build itself: the largest tensor as read, in float32 and as packed."""
-        return max(torch.Size(p.shape).numel() * 8 + p.nbytes for p in self.pieces)
+        """Peak of the build itself: the largest tensor as read, in float32 and as packed.
+
+        Where there is calibration: the embedding, a layer (three times at its widest matrix), the statistics of one
+        site and the tokens between two layers.
+        """
+        largest = max(torch.Size(p.shape).numel() * 8 + p.nbytes for p in self.pieces)
+        if self.calibration is None:
+            return largest
+        embed, layer = (
+            sum(4 * torch.Size(p.shape).numel() for p in self.pieces if p.module.startswith(prefix))
+            for prefix in ("embed", "layers.0.")
+        )
+        tokens = self.calibration.samples * self.calibration.length
+        widest = max(self.sizes.inner, self.sizes.hidden)
+        between = 4 * tokens * (2 * self.sizes.hidden + 3 * widest)
+        return max(largest, embed + 3 * layer + 4 * 4 * widest**2 + between)
 
     @property
     def token_bytes(self) -> int:
@@ -163,29 +183,38 @@ class Plan:
         }
 
 
+def layer_of(shard: str) -> int | None:
+    """The layer that a weight file holds; None for what stands around the layers."""
+    number = shard.removesuffix(".safetensors").rpartition("layer-")[2]
+    return int(number) if number.isdigit() else None
+
+
 def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
     """Decide everything, reading no weights. Raises CheckpointError (UnknownArchitecture, …) or UsageError."""
     family = find_family(checkpoint)
     sizes = family.configure(checkpoint.config)
     _check_generation(checkpoint)
-    config, reasons = _resolve(checkpoint, config)
-    shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
+    recipe = make_recipe(config)
     limit = getattr(sizes, "limit", None) or sizes.max_len
     length = config.max_model_len or sizes.max_len
     if length > limit:
         raise UsageError(f"--max-model-len {length} is more than this model computes ({limit})")
+    source = find_source(config, length) if recipe is not None and recipe.calibrated else None
+    config, reasons = _resolve(checkpoint, config, recipe, source)
+    shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
     renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
     with torch.device("meta"):
         model = family.Model(sizes)
-    pieces = tuple(_pieces(checkpoint, config, model, renames))
+    pieces = tuple(_pieces(checkpoint, config, recipe, model, renames))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in _quantized(model, config):
         # the embedding stays as it is; the head gets its own quantized copy of the same rows
         embed = next(p for p in pieces if p.module == "embed" and p.resolved.target == "embed.weight")
         copy = Resolved("head.weight", embed.resolved.sources, embed.resolved.how)
-        pieces = (*pieces, _piece(checkpoint, config, copy, "head", config.quantization))
+        assert recipe is not None, "something quantizes the head"
+        pieces = (*pieces, _piece(checkpoint, config, copy, "head", recipe))
         aliases = {}
-    return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons)
+    return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, source)
 
 
 def find_family(checkpoint: Checkpoint) -> ModuleType:
@@ -228,7 +257,9 @@ def device_memory(target: str) -> tuple[int, int]:
     return memory.total, memory.available
 
 
-def _resolve(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
+def _resolve(
+    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, source: Source | None
+) -> tuple[BuildConfig, dict[str, str]]:
     reasons = {}
     target, dtype = config.target, config.dtype
     if target == "auto":
@@ -251,14 +282,20 @@ def _resolve(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, 
         raise CheckpointError(
             f"{checkpoint.path} is already quantized ({method}); this is not supported yet: take the original"
         )
-    if config.quantization not in RECIPES:
-        raise UsageError(f"--quantization {config.quantization!r} is not one of {', '.join(RECIPES)}")
-    if config.calibration is not None:
-        if not Path(config.calibration).is_file():
+    method = getattr(recipe, "method", "nearest")
+    if config.method == "auto" and method != "nearest":
+        reasons["method"] = f"{method}: the best measured"
+    if source is not None:
+        calibration = f"sha256:{source.digest}"
+        reasons["calibration"] = f"{source.facts()['name']}, up to {source.samples} × {source.length} tokens"
+    else:
+        # its path must not make two engines of one checkpoint differ
+        if config.calibration is not None and not Path(config.calibration).is_file():
             raise UsageError(f"--calibration {config.calibration}: there is no such file")
-        # No recipe here needs it, so its path must not make two engines of one checkpoint differ.
-        reasons["calibration"] = f"not used: the recipe {config.quantization} needs no statistics"
-    return replace(config, target=target, dtype=dtype, calibration=None), reasons
+        calibration = None
+        if config.calibration is not None:
+            reasons["calibration"] = f"not used: the recipe {config.quantization} needs no statistics"
+    return replace(config, target=target, dtype=dtype, method=method, calibration=calibration), reasons
 
 
 def _quantized(model: nn.Module, config: BuildConfig) -> set[str]:
@@ -269,7 +306,9 @@ def _quantized(model: nn.Module, config: BuildConfig) -> set[str]:
     return linears if config.quantize_head else linears - set(KEPT)
 
 
-def _pieces(checkpoint: Checkpoint, config: BuildConfig, model: nn.Module, renames: Sequence[Resolved]) -> list[Piece]:
+def _pieces(
+    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, model: nn.Module, renames: Sequence[Resolved]
+) -> list[Piece]:
     quantized = _quantized(model, config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     expected = {name: tuple(buffer.shape) for name, buffer in model.named_buffers(remove_duplicate=False)}
@@ -278,9 +317,9 @@ def _pieces(checkpoint: Checkpoint, config: BuildConfig, model: nn.Module, renam
     out = []
     for resolved in renames:
         module, _, suffix = resolved.target.rpartition(".")
-        held = None
+        held: Recipe | str | None = None
         if module in linears and suffix == "weight":
-            held = config.quantization if module in quantized else "dense"
+            held = recipe if recipe is not None and module in quantized else "dense"
         piece = _piece(checkpoint, config, resolved, module, held)
         if piece.shape != expected[resolved.target]:
             raise TensorMismatch(
@@ -291,7 +330,10 @@ def _pieces(checkpoint: Checkpoint, config: BuildConfig, model: nn.Module, renam
     return out
 
 
-def _piece(checkpoint: Checkpoint, config: BuildConfig, resolved: Resolved, module: str, held: str | None) -> Piece:
+def _piece(
+    checkpoint: Checkpoint, config: BuildConfig, resolved: Resolved, module: str, held: Recipe | str | None
+) -> Piece:
+    """held: "dense" or a recipe for a linear's weight, None for everything else."""
     info = result_info(resolved, checkpoint.info)
     dtype = getattr(torch, config.dtype)
     if not info.torch_dtype.is_floating_point:
@@ -301,5 +343,6 @@ def _piece(checkpoint: Checkpoint, config: BuildConfig, resolved: Resolved, modu
     if held is None:
         return Piece(module, resolved, None, info.shape, {resolved.target: (info.shape, dtype)})
     shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
-    stored = {f"{module}.{suffix}": entry for suffix, entry in packed_info(held, shape, dtype).items()}
-    return Piece(module, resolved, held, info.shape, stored)
+    kind, layout = (held, {}) if isinstance(held, str) else (held.kind, held.layout)
+    stored = {f"{module}.{suffix}": entry for suffix, entry in packed_info(kind, shape, dtype, **layout).items()}
+    return Piece(module, resolved, kind, info.shape, stored)

@@ -16,6 +16,8 @@ from modelmill.core.errors import UsageError
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
 TARGETS = ("cpu", "cuda")
+METHODS = ("nearest", "gptq", "awq", "awq+gptq")
+GROUPS = (128, 64, 32, -1)
 T = TypeVar("T")
 
 
@@ -32,10 +34,17 @@ class BuildConfig:
     """Everything that decides what an engine contains. "auto" is resolved by ``build.plan`` into a new object."""
 
     dtype: str = option("auto", "activation and weight type", choices=("auto", *DTYPES))
-    quantization: str = option("none", "weight recipe", choices=("none", "int8"), flags=("-q",))
+    quantization: str = option("none", "weight recipe", choices=("none", "int8", "int4"), flags=("-q",))
     quantize_head: bool = option(False, "quantize the output head too")
-    method: str = option("nearest", "rounding method of the recipe", choices=("nearest",))
-    calibration: str | None = option(None, "jsonl of texts (`article` or `text`) for recipes that need statistics")
+    method: str = option("auto", "how the recipe rounds; auto: the best measured", choices=("auto", *METHODS))
+    group_size: int = option(128, "columns that share a scale (int4); -1: a whole row, for comparison", choices=GROUPS)
+    symmetric: bool = option(False, "scales without zero-points (int4)")
+    calibration: str | None = option(
+        None,
+        "jsonl (`text`, `article`, `prompt` or `messages`) that a recipe takes statistics on; default: our own",
+    )
+    calibration_samples: int = option(96, "sequences of calibration tokens")
+    calibration_length: int = option(512, "tokens of each")
     max_model_len: int | None = option(None, "longest prompt + answer in tokens; default: what the model allows")
     target: str = option("auto", "device the engine is laid out for", choices=("auto", *TARGETS))
     kernels: Mapping[str, str] = option(factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",))
@@ -44,8 +53,12 @@ class BuildConfig:
     def __post_init__(self) -> None:
         _choice(self, "dtype", ("auto", *DTYPES))
         _choice(self, "target", ("auto", *TARGETS))
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise UsageError(f"--max-model-len must be at least 1, not {self.max_model_len}")
+        _choice(self, "method", ("auto", *METHODS))
+        _choice(self, "group_size", GROUPS)
+        for name in ("max_model_len", "calibration_samples", "calibration_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +122,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     return asdict(config)
 
 
-def _choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
+def _choice(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
     value = getattr(config, name)
     if value not in allowed:
-        raise UsageError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(allowed)}")
+        raise UsageError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(map(str, allowed))}")

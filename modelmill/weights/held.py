@@ -28,9 +28,14 @@ class HeldWeight(Protocol):
     grain: the multiples at which columns may be cut.
     """
 
-    kind: str
-    shape: tuple[int, int]
-    grain: int
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def grain(self) -> int: ...
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor: ...
 

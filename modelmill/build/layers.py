@@ -1,0 +1,118 @@
+"""Layers of a calibrated recipe: read dense, quantized on the calibration tokens that come through, written.
+
+In memory are the embedding, one layer in float32 and the calibration tokens. Layers that an interrupted build has
+finished are read back and only passed through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from modelmill.artifact.quantization import path_of, to_bytes
+from modelmill.artifact.shard import ShardReader, ShardWriter
+from modelmill.artifact.store import Staging
+from modelmill.build.calibration import load_ids
+from modelmill.build.plan import Piece, Plan
+from modelmill.checkpoint.rename import apply
+from modelmill.checkpoint.scan import scan
+from modelmill.nn.linear import Linear
+from modelmill.ops import shelf
+from modelmill.quant.block import Block, Flow, Heads
+from modelmill.quant.calibrate import check_ids, quantize_layer
+from modelmill.weights import held
+from modelmill.weights.dense import Held as Dense
+
+Check = Callable[[torch.Tensor, Piece, Plan], None]
+
+
+class Layers:
+    """The layers of one build, from the first to the last. Raises UsageError for calibration data that is no good."""
+
+    def __init__(self, plan: Plan, staging: Staging, check: Check) -> None:
+        assert plan.recipe is not None, "a build with a recipe"
+        assert plan.calibration is not None, "a recipe that is calibrated"
+        self.plan, self.staging, self.check, self.recipe = plan, staging, check, plan.recipe
+        self.device = "cuda" if plan.config.target == "cuda" and torch.cuda.is_available() else "cpu"
+        sizes = plan.sizes
+        self.heads = Heads(sizes.heads, sizes.kv_heads, sizes.head_dim)
+        self.model = plan.family.Model(sizes)
+        for name, buffer in list(self.model.named_buffers()):
+            if not buffer.is_meta:
+                self._set(name, buffer.to(self.device))
+        files = plan.checkpoint.tokenizer_files()
+        self.ids = load_ids(plan.calibration, files, sizes.vocab, plan.config.seed)
+        check_ids(self.ids, sizes.vocab)
+        self._flow: Flow | None = None
+
+    def pass_by(self, layer: int, pieces: Iterable[Piece], shard: str) -> None:
+        """Through a layer that is finished already."""
+        reader = ShardReader(self.staging.path / shard)
+        self._put(pieces, lambda piece: {name: reader.get(name) for name in piece.stored})
+        self.flow.run(Block(self.model.layers[layer], self.heads))
+        self._drop(layer)
+
+    def write(self, layer: int, pieces: Iterable[Piece], writer: ShardWriter) -> None:
+        """Quantize a layer and write it, what was done to it first."""
+        pieces = list(pieces)
+        self._put(pieces, self._read)
+        block = Block(self.model.layers[layer], self.heads)
+        with torch.inference_mode():
+            facts, scales = quantize_layer(
+                block, self.recipe, self.flow, dtype=self.plan.dtype, where=f"layers.{layer}"
+            )
+        self.staging.write(path_of(layer), to_bytes(facts, scales))
+        for piece in pieces:
+            for name, tensor in self._stored(piece).items():
+                self.check(tensor, piece, self.plan)
+                writer.add(name, tensor)
+        self._drop(layer)
+
+    @property
+    def flow(self) -> Flow:
+        """The calibration tokens; embedded when the first layer asks."""
+        if self._flow is None:
+            embed = [piece for piece in self.plan.pieces if piece.module == "embed"]
+            self._put(embed, self._read)
+            ops = shelf.resolve(self.device, self.plan.config.kernels)
+            self._flow = Flow.start(self.model, self.ids, ops, self.device)
+        return self._flow
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _read(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """One tensor of the checkpoint; norms and biases rounded as they will be stored."""
+        checkpoint = self.plan.checkpoint
+        tensor = apply(piece.resolved, checkpoint.get, checkpoint.info)
+        scan(", ".join(piece.resolved.sources), tensor)
+        return {piece.resolved.target: tensor if piece.held is not None else tensor.to(self.plan.dtype)}
+
+    def _put(self, pieces: Iterable[Piece], read: Callable[[Piece], Mapping[str, torch.Tensor]]) -> None:
+        for piece in pieces:
+            tensors = read(piece)
+            module = self.model.get_submodule(piece.module)
+            if piece.held is None:
+                self._set(piece.resolved.target, tensors[piece.resolved.target].float().to(self.device))
+            elif set(tensors) == {f"{piece.module}.weight"}:
+                assert isinstance(module, Linear)
+                module.held = Dense(tensors[f"{piece.module}.weight"].float().to(self.device).contiguous())
+            else:
+                assert isinstance(module, Linear)
+                parts = {name.rpartition(".")[2]: t for name, t in tensors.items()}
+                module.held = held.from_tensors(piece.held, parts).to(self.device)
+
+    def _stored(self, piece: Piece) -> dict[str, torch.Tensor]:
+        if piece.held is None:
+            return {piece.resolved.target: self.model.get_buffer(piece.resolved.target).to("cpu", self.plan.dtype)}
+        module = self.model.get_submodule(piece.module)
+        assert isinstance(module, Linear)
+        parts = module.held.to("cpu").tensors()
+        return {f"{piece.module}.{suffix}": part for suffix, part in parts.items()}
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        module, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(module), leaf, value)
+
+    def _drop(self, layer: int) -> None:
+        self.model.layers[layer] = torch.nn.Identity()

@@ -1,0 +1,152 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323), and what improves on its result.
+
+All of it minimises tr((W − Ŵ) H (W − Ŵ)ᵀ), the squared error of a layer's outputs on its calibration inputs, with
+H = 2 XᵀX. GPTQ rounds column after column and lets the columns not yet rounded carry the error; ``refine`` goes on
+from any result: it fits scales and offsets to the codes under H, and then picks each code anew given all the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.quant.grid import ZERO, Grid, settle, to_codes
+
+BLOCK = 128
+DAMPING = 0.01
+_FITTED = 256  # rows whose grids are fitted at a time
+
+
+def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
+    """H [K, K] with ``damping`` · mean diagonal on its diagonal; channels that were never seen get 1 there."""
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal()
+    seen = diagonal > 0
+    mean = float(diagonal[seen].mean()) if bool(seen.any()) else 1.0
+    diagonal += damping * mean
+    diagonal[~seen] += mean
+    return hessian
+
+
+def inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor of H⁻¹, float32; more damping where H is not positive definite in float32."""
+    damping = 0.0
+    while True:
+        try:
+            lower = torch.linalg.cholesky(damped(hessian, damping) if damping else hessian)
+            return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+        except torch.linalg.LinAlgError:
+            damping = max(10 * damping, 1e-3)
+
+
+def gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, *, act_order: bool = True) -> torch.Tensor:
+    """Codes [N, K] (float32) on a grid found beforehand. weight: [N, K] float32; hessian: [K, K], damped.
+
+    act_order: round the columns of the largest inputs first, while others can still carry their errors. The grid stays
+    as it is, so groups stay contiguous.
+    """
+    rows, columns = weight.shape
+    here = torch.arange(columns, device=weight.device)
+    order = torch.argsort(hessian.diagonal(), descending=True) if act_order else here
+    work = weight[:, order].clone()
+    factor = inverse_factor(hessian[order][:, order])
+    scale, offset = (t[:, order] for t in grid.spread(columns))
+    codes = torch.empty_like(work)
+    for first in range(0, columns, BLOCK):
+        last = min(first + BLOCK, columns)
+        errors = torch.empty(rows, last - first, device=weight.device)
+        inner = factor[first:last, first:last]
+        for j in range(first, last):
+            column, s, o = work[:, j], scale[:, j], offset[:, j]
+            codes[:, j] = to_codes(column, s, o)
+            error = (column - (codes[:, j] * s + o)) / inner[j - first, j - first]
+            work[:, j:last] -= error[:, None] * inner[j - first, j - first :]
+            errors[:, j - first] = error
+        work[:, last:] -= errors @ factor[first:last, last:]
+    out = torch.empty_like(codes)
+    out[:, order] = codes
+    return out
+
+
+def refine(
+    weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: Grid, *, symmetric: bool, sweeps: int
+) -> tuple[torch.Tensor, Grid]:
+    """Fit the grid to the codes and choose the codes anew, ``sweeps`` times; no sweep makes the error larger."""
+    for _ in range(sweeps):
+        grid = fit_grid(weight, hessian, codes, grid, symmetric=symmetric)
+        codes = sweep(weight, hessian, codes, grid)
+    return codes, grid
+
+
+def sweep(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Each column's codes chosen anew given all others; codes [N, K]."""
+    columns = weight.shape[1]
+    codes = codes.clone()
+    scale, offset = grid.spread(columns)
+    error = weight - (codes * scale + offset)
+    pull = error @ hessian
+    diagonal = hessian.diagonal()
+    for first in range(0, columns, BLOCK):
+        last = min(first + BLOCK, columns)
+        changes = torch.empty(len(weight), last - first, device=weight.device)
+        mine = pull[:, first:last]
+        square = hessian[first:last, first:last]
+        for j in range(first, last):
+            s, o = scale[:, j], offset[:, j]
+            now = codes[:, j] * s + o
+            codes[:, j] = to_codes(now + mine[:, j - first] / diagonal[j], s, o)
+            change = now - (codes[:, j] * s + o)
+            changes[:, j - first] = change
+            mine += change[:, None] * square[j - first]
+        pull[:, :first] += changes @ hessian[first:last, :first]
+        pull[:, last:] += changes @ hessian[first:last, last:]
+    return codes
+
+
+def fit_grid(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: Grid, *, symmetric: bool) -> Grid:
+    """Scales and offsets that err least under H for these codes; a row whose error would not fall keeps its own."""
+    columns, group, count = weight.shape[1], grid.group, grid.scale.shape[1]
+    missing = count * group - columns
+    h = F.pad(hessian, (0, missing, 0, missing))
+    summed = h.view(count, group, -1).sum(1)  # [G, K]: what an offset of each group does
+    scale, offset = grid.scale.clone(), grid.offset.clone()
+    for first in range(0, len(weight), _FITTED):
+        part = slice(first, first + _FITTED)
+        w, q = F.pad(weight[part], (0, missing)), F.pad(codes[part] - (ZERO if symmetric else 0), (0, missing))
+        normal, right = _normal(w, q, h, summed, symmetric)
+        ridge = normal.diagonal(dim1=1, dim2=2)
+        ridge += 1e-6 * ridge.mean(-1, keepdim=True) + 1e-30
+        found = torch.linalg.solve(normal, right).float()
+        s, o = settle(found[:, :count], None if symmetric else found[:, count:])
+        fresh, old = Grid(s, o, group), Grid(scale[part], offset[part], group)
+        errors = (squared(weight[part], hessian, each.values(codes[part])) for each in (fresh, old))
+        better = (next(errors) < next(errors))[:, None]
+        scale[part], offset[part] = torch.where(better, s, scale[part]), torch.where(better, o, offset[part])
+    return Grid(scale, offset, group)
+
+
+def _normal(
+    w: torch.Tensor, q: torch.Tensor, h: torch.Tensor, summed: torch.Tensor, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normal equations of each row's scales, and of its offsets behind them: [n, m, m] and [n, m], float64."""
+    count = len(summed)
+    group = len(h) // count
+    rows, right_q = [], []
+    for g in range(count):
+        pulled = q[:, g * group : (g + 1) * group] @ h[g * group : (g + 1) * group]  # [n, K]
+        rows.append((pulled * q).view(len(q), count, group).sum(-1))
+        right_q.append((pulled * w).sum(-1))
+    normal, right = torch.stack(rows, 1).double(), torch.stack(right_q, 1).double()
+    if symmetric:
+        return normal, right
+    grouped = q.view(len(q), count, group)
+    mixed = torch.einsum("nak,bak->nab", grouped, summed.view(count, count, group)).double()
+    plain = summed.view(count, count, group).sum(-1).double().expand(len(q), -1, -1)
+    top, bottom = torch.cat([normal, mixed], 2), torch.cat([mixed.transpose(1, 2), plain], 2)
+    return torch.cat([top, bottom], 1), torch.cat([right, (w @ summed.T).double()], 1)
+
+
+def squared(weight: torch.Tensor, hessian: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The squared error of each row's outputs, [N]."""
+    off = weight - other
+    return ((off @ hessian) * off).sum(-1)

@@ -1,0 +1,121 @@
+"""Grids, GPTQ and what refines it: each does what it says, on small random layers with unlike channels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.quant.gptq import damped, fit_grid, gptq, inverse_factor, refine, squared, sweep
+from modelmill.quant.grid import EXACT, QUICK, find_grid, to_codes
+
+
+def layer(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight and the Hessian of correlated inputs, a few channels of which are large."""
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=draw)
+    x = torch.randn(4 * columns, columns, generator=draw) @ torch.randn(columns, columns, generator=draw)
+    x[:, :: max(1, columns // 5)] *= 10
+    return weight, damped(x.T @ x / len(x))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 6), columns=st.integers(1, 200), group=st.sampled_from([32, 64, 128]), symmetric=st.booleans()
+)
+def test_a_grid_has_16_levels_that_float16_holds(rows: int, columns: int, group: int, symmetric: bool) -> None:
+    weight, hessian = layer(rows, columns, seed=columns)
+    weight[0] = 0.25
+    grid = find_grid(weight, group, symmetric=symmetric, importance=hessian.diagonal(), search=QUICK)
+    assert grid.scale.shape == (rows, -(-columns // group))
+    for part in (grid.scale, grid.offset):
+        assert torch.equal(part.half().float(), part)
+    codes = grid.codes(weight)
+    assert bool(((codes >= 0) & (codes <= 15) & (codes == codes.round())).all())
+    assert torch.equal(grid.codes(grid.values(codes)), codes), "a value on the grid is its own nearest"
+    if symmetric:
+        assert torch.equal(grid.offset, -8 * grid.scale)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_search_never_errs_more_than_the_exact_range(symmetric: bool) -> None:
+    weight, hessian = layer(20, 200)
+    mass = hessian.diagonal()
+    errors = []
+    for search in (EXACT, QUICK):
+        grid = find_grid(weight, 64, symmetric=symmetric, importance=mass, search=search)
+        errors.append(((grid.values(grid.codes(weight)) - weight).square() * mass).sum(-1))
+    assert bool((errors[1] <= errors[0] * (1 + 1e-5)).all())
+    assert float(errors[1].sum()) < 0.9 * float(errors[0].sum())
+
+
+def test_channels_that_are_never_seen_do_no_harm() -> None:
+    weight, hessian = layer(8, 96)
+    hessian[5], hessian[:, 5] = 0, 0
+    whole = damped(hessian)
+    assert float(whole[5, 5]) > 0
+    codes = gptq(weight, whole, find_grid(weight, 32, importance=hessian.diagonal()))
+    assert bool(torch.isfinite(codes).all())
+    blind = find_grid(weight, 32, importance=torch.zeros(96))
+    assert bool(torch.isfinite(blind.scale).all())
+
+
+def test_the_factor_is_the_inverses() -> None:
+    _, hessian = layer(1, 150)
+    factor = inverse_factor(hessian)
+    assert float(factor.tril(-1).abs().max()) == 0
+    torch.testing.assert_close(factor.T @ factor @ hessian, torch.eye(150), rtol=1e-2, atol=1e-2)
+
+
+def test_a_singular_hessian_is_damped_until_it_has_a_factor() -> None:
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert bool(torch.isfinite(inverse_factor(x.T @ x)).all())
+
+
+def test_gptq_is_the_textbooks_column_by_column() -> None:
+    """Against a plain solution: after each column the others move to the best answer to its error."""
+    weight, hessian = layer(5, 48, seed=3)
+    grid = find_grid(weight, 32, importance=hessian.diagonal())
+    scale, offset = grid.spread(48)
+    work, h = weight.double().clone(), hessian.double()
+    expected = torch.empty(5, 48)
+    for j in range(48):
+        expected[:, j] = to_codes(work[:, j].float(), scale[:, j], offset[:, j])
+        error = work[:, j] - (expected[:, j] * scale[:, j] + offset[:, j])
+        rest = torch.arange(j + 1, 48)
+        if len(rest):
+            move = torch.linalg.solve(h[rest][:, rest], h[rest, j])
+            work[:, rest] += error[:, None] * move
+    mine = gptq(weight, hessian, grid, act_order=False)
+    assert float((mine != expected).float().mean()) < 0.02, "but for ties in float32"
+
+
+@pytest.mark.parametrize("columns", [96, 128, 300])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq_errs_less_than_nearest_and_refining_less_than_gptq(columns: int, act_order: bool) -> None:
+    weight, hessian = layer(24, columns, seed=columns)
+    grid = find_grid(weight, 64, importance=hessian.diagonal())
+    nearest = squared(weight, hessian, grid.values(grid.codes(weight))).sum()
+    codes = gptq(weight, hessian, grid, act_order=act_order)
+    rounded = squared(weight, hessian, grid.values(codes)).sum()
+    assert float(rounded) < 0.8 * float(nearest)
+    better, fitted = refine(weight, hessian, codes, grid, symmetric=False, sweeps=2)
+    assert float(squared(weight, hessian, fitted.values(better)).sum()) < 0.98 * float(rounded)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_each_step_of_refining_lowers_every_rows_error(symmetric: bool) -> None:
+    weight, hessian = layer(24, 200, seed=1)
+    grid = find_grid(weight, 64, symmetric=symmetric)
+    codes = grid.codes(weight)
+    before = squared(weight, hessian, grid.values(codes))
+    grid = fit_grid(weight, hessian, codes, grid, symmetric=symmetric)
+    fitted = squared(weight, hessian, grid.values(codes))
+    assert bool((fitted <= before * (1 + 1e-4)).all())
+    assert float(fitted.sum()) < 0.95 * float(before.sum())
+    swept = squared(weight, hessian, grid.values(sweep(weight, hessian, codes, grid)))
+    assert bool((swept <= fitted * (1 + 1e-4)).all())
+    assert float(swept.sum()) < 0.7 * float(fitted.sum())
+    if symmetric:
+        assert torch.equal(grid.offset, -8 * grid.scale)
