@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.llm import LLM, build_engine
 from tests.serve.running import Running
@@ -32,3 +33,17 @@ def running(stories: Path) -> Iterator[Running]:
 def llm(stories: Path) -> LLM:
     """The same engine through the class for Python."""
     return LLM(stories, device="cpu", threads=1, chat_template="chatml", kv_cache_bytes=8 << 20)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("CI", "1")
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = execute([str(word) for word in words])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call

@@ -1,0 +1,157 @@
+"""``modelmill serve``: engines behind an HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelmill.cli.engine import CacheBuild, changed
+from modelmill.cli.options import Common, config
+from modelmill.cli.output import note
+from modelmill.core.config import RunConfig, option
+from modelmill.core.errors import MissingDependency, UsageError
+
+if TYPE_CHECKING:
+    from modelmill.serve.engine import Engine
+    from modelmill.serve.server import Place
+
+HELP = "Serve engines over HTTP, for clients of the OpenAI API."
+MORE = """Without --api-key only this machine is answered. SIGTERM lets running answers finish; a second one ends them.
+
+Examples:
+
+  modelmill serve model.engine --port 8000
+
+  modelmill serve large.engine small.engine --served-model-name large --served-model-name small --host 0.0.0.0 --api-key-file keys.txt
+
+  curl localhost:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "model", "messages": [{"role": "user", "content": "Hello"}]}'"""  # noqa: E501
+
+LEVELS = ("debug", "info", "warning", "error")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """engines: folders or checkpoints."""
+
+    engines: tuple[Path, ...] = option(
+        (), "engine folders, or checkpoints (they are built into the cache first)", positional=True, metavar="ENGINE…"
+    )
+    host: str = option("127.0.0.1", "address to listen on; others than this machine's need a key")
+    port: int = option(8000, "port to listen on; 0: any that is free")
+    served_model_name: tuple[str, ...] = option((), "name of each engine in requests (default: its folder's name)")
+    api_key: tuple[str, ...] = option((), "a key that opens the API (repeatable)", metavar="KEY")
+    api_key_file: Path | None = option(None, "file with a key on each line")
+    chat_template: str | None = option(None, "chat template, or a file with one, instead of the engines' own")
+    max_waiting: int = option(1024, "answers that may wait beyond --max-num-seqs; more are refused with 429")
+    max_body_bytes: int = option(16 << 20, "largest request")
+    shutdown_timeout: float = option(30.0, "seconds that running answers may take to finish after SIGTERM")
+    allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call the API (CORS); * for all")
+    allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which a server without a key answers")
+    log_level: str = option("warning", "what is logged on stderr, as JSON lines (info: every request)", choices=LEVELS)
+    warm_up: bool = option(True, "record decode graphs before the first request (GPU)")
+    build: CacheBuild = config(CacheBuild, "A checkpoint in an engine's place")
+    run: RunConfig = config(RunConfig, "Engine")
+
+
+def run(args: Args) -> int:
+    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end."""
+    try:
+        from modelmill.serve.logs import set_up
+        from modelmill.serve.server import Server
+    except ModuleNotFoundError as missing:
+        raise MissingDependency(
+            f"serve needs {missing.name}; install it with: pip install 'modelmill[serve]'"
+        ) from None
+    place, names = _place(args), _names(args)
+    set_up(args.log_level)
+
+    async def serve() -> None:
+        engines = _engines(args, names)
+        await Server(engines, place).run(lambda url: note(f"listening on {url}; loading {', '.join(names)}"))
+
+    asyncio.run(serve())
+    return 0
+
+
+def _place(args: Args) -> Place:
+    from modelmill.serve.server import Place
+    from modelmill.serve.service import Limits
+
+    if not 0 <= args.port < 65536:
+        raise UsageError(f"--port must be in 0…65535, not {args.port}")
+    if args.shutdown_timeout < 0 or args.max_waiting < 0 or args.max_body_bytes < 1024:
+        raise UsageError("--shutdown-timeout and --max-waiting must not be negative, --max-body-bytes at least 1024")
+    keys = (*args.api_key, *_keys(args.api_key_file))
+    if any(not key.strip() or not key.isascii() or not key.isprintable() for key in keys):
+        raise UsageError("an API key must be printable ASCII and not empty")
+    if not keys and args.host not in LOOPBACK:
+        raise UsageError(f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well")
+    limits = Limits(
+        keys=keys,
+        body=args.max_body_bytes,
+        origins=args.allowed_origins,
+        hosts=tuple(map(str.lower, args.allowed_hosts)),
+    )
+    return Place(args.host, args.port, args.shutdown_timeout, limits)
+
+
+def _keys(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        keys = [line.strip() for line in file.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError):
+        raise UsageError(f"--api-key-file {file} cannot be read") from None
+    if not keys:
+        raise UsageError(f"--api-key-file {file} holds no key")
+    return keys
+
+
+def _names(args: Args) -> list[str]:
+    """A name for each engine."""
+    if not args.engines:
+        raise UsageError("give at least one ENGINE")
+    names = list(args.served_model_name) or [path.resolve().name.removesuffix(".engine") for path in args.engines]
+    if len(names) != len(args.engines):
+        raise UsageError(
+            f"{len(names)} --served-model-name for {len(args.engines)} engines; give one for each, or none"
+        )
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise UsageError(f"two engines would be served as {double}; give --served-model-name for each")
+    return names
+
+
+def _engines(args: Args, names: Sequence[str]) -> list[Engine]:
+    from modelmill.serve.budget import parted
+    from modelmill.serve.engine import Engine
+    from modelmill.serve.message import Open
+
+    run = changed(parted(args.run, len(names)))
+    weights = [_bytes(path) for path in args.engines]
+    return [
+        Engine(
+            name,
+            Open(str(path), _build(args, path), run, args.warm_up, tuple(weights[place + 1 :])),
+            queue=args.max_waiting,
+            chat_template=args.chat_template,
+        )
+        for place, (name, path) in enumerate(zip(names, args.engines, strict=True))
+    ]
+
+
+def _build(args: Args, path: Path) -> dict[str, Any]:
+    """A recipe is for checkpoints; beside them, engines may stand as they are."""
+    mixed = len(args.engines) > 1 and (path / "manifest.json").is_file()
+    return {} if mixed else changed(args.build)
+
+
+def _bytes(path: Path) -> int:
+    """Bytes of an engine, about."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0

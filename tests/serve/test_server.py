@@ -1,0 +1,194 @@
+"""The server over real sockets, with the clients that people have."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from modelmill.core.types import SamplingParams
+from modelmill.llm import LLM
+from tests.serve.process import Serving, rest
+
+TALK: list[Any] = [{"role": "user", "content": "Tell me a story"}]
+LONG = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 450, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(stories: Path) -> Iterator[Serving]:
+    with Serving(stories) as serving:
+        yield serving
+
+
+def client(server: Serving) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def test_the_openai_client(server: Serving, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20)
+    said = llm.chat(TALK, params, progress=False)[0].outputs[0].text
+    with client(server) as api:
+        assert [model.id for model in api.models.list()] == ["stories"]
+        how: Any = {"model": "stories", "messages": TALK, "temperature": 0, "max_tokens": 20}
+        whole = api.chat.completions.create(**how)
+        assert whole.choices[0].message.content == said
+        chunks = list(api.chat.completions.create(**how, stream=True, stream_options={"include_usage": True}))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == said
+        assert chunks[-1].usage == whole.usage or chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        text = api.completions.create(model="stories", prompt=["Once upon", "The"], max_tokens=3, temperature=0)
+        assert len(text.choices) == 2
+        with pytest.raises(openai.NotFoundError) as missing:
+            api.chat.completions.create(**{**how, "model": "gpt"})
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as wrong:
+            api.chat.completions.create(**{**how, "temperature": 3})
+        assert wrong.value.param == "temperature"
+
+
+def test_the_openai_client_for_asyncio(server: Serving) -> None:
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as api:
+            how: Any = {"model": "stories", "messages": TALK, "max_tokens": 12}
+
+            async def streamed(seed: int) -> str:
+                stream = await api.chat.completions.create(**how, seed=seed, stream=True)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            async def whole(seed: int) -> str | None:
+                return (await api.chat.completions.create(**how, seed=seed)).choices[0].message.content
+
+            seeds = range(12)
+            assert await asyncio.gather(*map(streamed, seeds)) == await asyncio.gather(*map(whole, seeds))
+
+    asyncio.run(main())
+
+
+def test_loading_is_told_and_requests_are_refused_meanwhile(stories: Path) -> None:
+    with Serving(stories, ready=False) as serving:
+        status, body, headers = serving.ask("/health")
+        if status == 503:
+            assert body["status"] == "loading"
+            assert body["engines"][0]["progress"].keys() == {"stage", "done", "total"}
+            status, body, headers = serving.ask("/v1/completions", LONG)
+            assert (status, body["error"]["code"]) == (503, "not_ready")
+            assert "retry-after" in headers
+        serving.wait(200)
+
+
+def test_sigterm_lets_running_answers_finish(stories: Path) -> None:
+    with Serving(stories, "--shutdown-timeout", 60) as serving:
+        sock = serving.begin("/v1/completions", {**LONG, "stream": True})
+        head = sock.recv(1 << 16)
+        serving.process.send_signal(signal.SIGTERM)
+        serving.wait(503, 5)
+        status, body, _ = serving.ask("/v1/completions", LONG)
+        assert (status, body["error"]["code"]) == (503, "draining")
+        told = head + rest(sock)
+        sock.close()
+        assert b'"finish_reason":"length"' in told
+        assert told.count(b"data: [DONE]") == 1
+        assert serving.finish()[0] == 0
+
+
+@pytest.mark.parametrize("how", ["timeout", "twice"])
+def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
+    patience = 0.05 if how == "timeout" else 60
+    with Serving(stories, "--shutdown-timeout", patience, "--max-num-seqs", 4) as serving:
+        workers = serving.workers
+        assert len(workers) == 1
+        socks = [serving.begin("/v1/completions", {**LONG, "n": 4, "stream": True}) for _ in range(40)]
+        socks[0].recv(10)
+        serving.process.send_signal(signal.SIGTERM)
+        if how == "twice":
+            serving.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        told = [rest(sock) for sock in socks]
+        assert serving.finish()[0] == 0
+        assert time.monotonic() - began < 15
+        assert b'"error"' in told[-1]
+        assert b"[DONE]" not in told[-1]
+        for sock in socks:
+            sock.close()
+        assert not any(psutil.pid_exists(worker.pid) for worker in workers)
+
+
+def test_a_worker_that_is_killed(server: Serving) -> None:
+    """Running answers end with an error, /health tells, and the next request is served."""
+    (worker,) = server.workers
+    stream = server.begin("/v1/completions", {**LONG, "n": 8, "stream": True})
+    whole = server.begin("/v1/completions", {**LONG, "n": 8})
+    told = stream.recv(1 << 12)
+    worker.kill()
+    body = server.wait(503, 5)
+    assert body["engines"][0]["state"] == "restarting"
+    told += rest_of_chunked(stream)
+    assert b'data: {"error"' in told
+    assert b"engine_restarted" in told
+    assert b"[DONE]" not in told
+    assert whole.recv(1 << 16).startswith(b"HTTP/1.1 503")
+    body = server.wait(200)
+    assert body["engines"][0]["restarts"] == 1
+    assert server.ask("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
+    assert len(server.workers) == 1
+    for sock in (stream, whole):
+        sock.close()
+
+
+def rest_of_chunked(sock: Any) -> bytes:
+    """Until the last chunk."""
+    told = b""
+    while not told.endswith(b"0\r\n\r\n"):
+        told += sock.recv(1 << 16)
+    return told
+
+
+def test_a_second_server_on_the_port_and_an_engine_that_is_none(server: Serving, tmp_path: Path, cli: Any) -> None:
+    code, _, said = cli("serve", tmp_path, "--port", server.address[1])
+    assert code == 2
+    assert "--port" in said
+    code, _, said = cli("serve", tmp_path / "none", "--port", 0)
+    assert code == 2
+    assert (
+        said.splitlines()[-1] == f"modelmill: {tmp_path / 'none'} does not exist; give an engine folder or a checkpoint"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["serve"], "ENGINE"),
+        (["serve", "a", "--host", "0.0.0.0"], "--api-key"),
+        (["serve", "a", "--port", "99999"], "--port"),
+        (["serve", "a", "a"], "--served-model-name"),
+        (["serve", "a", "b", "--served-model-name", "x"], "--served-model-name"),
+        (["serve", "a", "--api-key-file", "/nonexistent/keys"], "--api-key-file"),
+        (["serve", "a", "--api-key", " "], "key"),
+    ],
+    ids=str,
+)
+def test_command_lines_that_make_no_sense(words: list[str], told: str, cli: Any) -> None:
+    code, out, said = cli(*words)
+    assert (code, out) == (2, "")
+    assert told in said
+    assert len(said.splitlines()) == 1
+
+
+def test_two_engines_share_the_memory(stories: Path) -> None:
+    names = ("--served-model-name", "one", "--served-model-name", "two")
+    with Serving(stories, stories, *names) as serving:
+        assert len(serving.workers) == 2
+        answers = [
+            serving.ask("/v1/completions", {**LONG, "model": name, "max_tokens": 8})[1] for name in ("one", "two")
+        ]
+        assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+        assert [each["id"] for each in serving.ask("/v1/models")[1]["data"]] == ["one", "two"]
+        page = serving.ask("/metrics")[1]
+        assert 'model_name="one"' in page
+        assert 'model_name="two"' in page
