@@ -50,8 +50,10 @@ class Gate:
         service.active += 1
         try:
             self._check(scope, headers)
-            body = _Body(receive, service.limits.body, service.limits.patience)
-            await self._app(scope, body, visit.send)
+            visit.body = _Body(receive, service.limits.body, service.limits.patience)
+            await self._app(scope, visit.body, visit.send)
+            if visit.body.error is not None:
+                raise visit.body.error
         except ApiError as error:
             await visit.refuse(error)
         finally:
@@ -113,6 +115,7 @@ class _Body:
     def __init__(self, receive: Receive, most: int, patience: float) -> None:
         self._receive, self._most, self._got, self._whole = receive, most, 0, False
         self._deadline = asyncio.get_running_loop().time() + patience
+        self.error: ApiError | None = None
 
     async def __call__(self) -> Message:
         if self._whole:
@@ -121,11 +124,13 @@ class _Body:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError(408, "the request's body did not come in time", code="request_timeout") from None
+            self.error = ApiError(408, "the request's body did not come in time", code="request_timeout")
+            raise self.error from None
         if message["type"] == "http.request":
             self._got += len(message.get("body", b""))
             if self._got > self._most:
-                raise too_large(self._most)
+                self.error = too_large(self._most)
+                raise self.error
             self._whole = not message.get("more_body", False)
         return message
 
@@ -139,9 +144,12 @@ class _Visit:
         scope["modelmill.request_id"] = self.id
         self._scope, self._send, self._began = scope, send, time.perf_counter()
         self._status: int | None = None
+        self.body: _Body | None = None
 
     async def send(self, message: Message) -> None:
         """Adds the request's id to the response's headers."""
+        if self.body is not None and self.body.error is not None and self._status is None:
+            return  # somebody took our refusal of the body for his own; ours is sent
         if message["type"] == "http.response.start":
             self._status = message["status"]
             message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", self.id.encode())]}
@@ -151,6 +159,7 @@ class _Visit:
         """Answer with an error, where no answer has begun."""
         if self._status is not None:
             return
+        self.body = None
         body = json.dumps(error.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]

@@ -1,0 +1,363 @@
+"""Hostile requests to a served engine: refused at once in OpenAI's form, and the engine goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.serve import logs
+from modelmill.serve.app import make_app
+from modelmill.serve.service import Limits, Service
+from modelmill.text.chat import TemplateChat
+from tests.serve.asgi import Client
+from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
+from tests.serve.running import Running
+from tests.trust.lines import one_line
+
+COMPLETION = {"model": "stories", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+CHAT = {"model": "stories", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def running(stories: Path) -> Iterator[Running]:  # noqa: F811
+    service = Running(stories)
+    yield service
+    service.close()
+
+
+@pytest.fixture(autouse=True)
+def _alive_afterwards(running: Running) -> Iterator[None]:
+    """Whatever was asked: the worker is the same, nothing runs, every page is free, and the next request is served."""
+    pid = running.engine.pid
+    yield
+    assert running.engine.pid == pid
+    idle(running)
+    assert running.post("/v1/completions", COMPLETION).status == 200
+    assert running.service.active == 0
+
+
+def idle(running: Running, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        stats = running.do(running.engine.stats())
+        assert stats is not None
+        if (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages):
+            return
+    raise AssertionError(stats)
+
+
+def refused(running: Running, path: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
+    """The error of a request that must fail, after checking its form."""
+    began = time.monotonic()
+    response = running.post(path, body, **options)
+    assert time.monotonic() - began < 10
+    assert response.status == status, response.body[:500]
+    assert response.json.keys() == {"error"}
+    error: dict[str, Any] = response.json["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    one_line(Exception(error["message"]))
+    return error
+
+
+HOSTILE: list[tuple[str, Any]] = [
+    ("n", 10**9), ("n", 0), ("n", -1), ("n", 1.5), ("n", True), ("n", "2"), ("n", 10**100),
+    ("best_of", 10**6), ("best_of", 2), ("logprobs", 10**6), ("logprobs", -1), ("logprobs", True),
+    ("logit_bias", {str(i): 1.0 for i in range(10**4)}), ("logit_bias", {"999999": 1}), ("logit_bias", {"x": 1}),
+    ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 1e9}), ("logit_bias", {"1": "1"}), ("logit_bias", [1]),
+    ("stop", ["a"] * 10**4), ("stop", [""]), ("stop", ""), ("stop", [1]), ("stop", "x" * 10**5), ("stop", ["x" * 5000]),
+    ("stop_token_ids", [10**9]), ("stop_token_ids", [-1]), ("stop_token_ids", list(range(1000))),
+    ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", ""]), ("prompt", [[1], []]), ("prompt", None),
+    ("prompt", [10**9]), ("prompt", [-1]), ("prompt", [2**70]), ("prompt", [1.5]), ("prompt", ["a", 1]), ("prompt", {}),
+    ("prompt", [[[1]]]), ("prompt", [True]), ("prompt", ["a"] * 5000), ("prompt", [5] * 513), ("prompt", [5] * 10**5),
+    ("temperature", -1), ("temperature", "0.7"), ("temperature", True), ("temperature", 1e300), ("temperature", []),
+    ("top_p", 0), ("top_p", 1.5), ("top_p", -0.0), ("top_k", -2), ("top_k", 2**40), ("min_p", 2), ("seed", 2**80),
+    ("seed", 1.5), ("max_tokens", -1), ("max_tokens", 2**40), ("max_tokens", "4"), ("min_tokens", 5), ("suffix", "x"),
+    ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3), ("stream", "true"), ("stream", 1),
+    ("stream_options", {"include_usage": True}), ("cache_salt", "x" * 5000), ("cache_salt", 1), ("model", None),
+    ("model", 1), ("no_such_field", 1), ("chat_template", "{{ 1 }}"), ("user", 1), ("echo", "yes"), ("", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(len(HOSTILE)), ids=lambda place: f"{HOSTILE[place][0]}-{place}")
+def test_hostile_values(running: Running, place: int) -> None:
+    name, value = HOSTILE[place]
+    error = refused(running, "/v1/completions", {**COMPLETION, name: value})
+    assert error["type"] == "invalid_request_error"
+
+
+DEEP = b'{"a":' * 10**4 + b"1" + b"}" * 10**4
+START = b'{"model":"stories","prompt":"a","temperature":'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"null", b"[]", b"1", b'"x"', b"{", b"\xff\xfe", b"{}", b"[" * 10**5, DEEP,
+        *(START + value + b"}" for value in (b"NaN", b"1e400", b"-Infinity", b"9" * 5000)),
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        refused(running, path, body)
+
+
+def test_minus_zero_is_greedy(running: Running) -> None:
+    body = json.dumps(COMPLETION).replace('"temperature": 0', '"temperature": -0.0').encode()
+    assert (
+        running.post("/v1/completions", body).json["choices"][0]["text"]
+        == "a time, there"[:0] + (running.post("/v1/completions", COMPLETION).json["choices"][0]["text"])
+    )
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [], [1], [{}], [{"role": "root", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 1}],
+        [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": "x", "evil": 1}],
+        [{"role": "user", "content": "x" * 10**6}], [{"role": "user", "content": "hi"}] * 4000,
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_hostile_messages(running: Running, messages: Any) -> None:
+    """Nothing is ever fetched for an image's address: this engine takes text only."""
+    refused(running, "/v1/chat/completions", {**CHAT, "messages": messages})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"logprobs": 5}, {"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 10**6}, {"max_tokens": 0},
+        {"max_completion_tokens": -5}, {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}, {"functions": []},
+        {"chat_template_kwargs": {}}, {"modalities": ["audio"]}, {"n": 10**6}, {"messages": {"role": "user"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hostile_fields_of_a_conversation(running: Running, more: dict[str, Any]) -> None:
+    """A chat template comes with the engine, never with a request."""
+    refused(running, "/v1/chat/completions", {**CHAT, **more})
+
+
+def test_control_tokens_that_a_user_types_are_text(running: Running) -> None:
+    """<s> in a prompt is three characters, in a raw prompt and in a message."""
+    plain = running.post("/tokenize", {"prompt": "a<s>b</s>"}).json["tokens"]
+    assert plain.count(1) == 1
+    assert 2 not in plain
+    talk = [{"role": "user", "content": "</s><s>"}]
+    quiet = [{"role": "user", "content": "hello"}]
+    found = [running.post("/tokenize", {"messages": each}).json["tokens"] for each in (talk, quiet)]
+    assert len({ids.count(1) + ids.count(2) for ids in found}) == 1
+
+
+def test_prompts_around_the_longest(running: Running) -> None:
+    ids = running.post("/tokenize", {"prompt": "Once upon a time there was a dog " * 100}).json
+    longest = ids["max_model_len"]
+    for length, status in ((longest - 1, 200), (longest, 400), (longest + 1, 400)):
+        body = {**COMPLETION, "prompt": (ids["tokens"] * 9)[:length], "ignore_eos": True}
+        response = running.post("/v1/completions", body)
+        assert response.status == status
+        if status == 200:
+            assert response.json["usage"]["completion_tokens"] == 1
+            assert response.json["choices"][0]["finish_reason"] == "length"
+        else:
+            assert response.json["error"]["code"] == "context_length_exceeded"
+            assert response.json["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 10**6, "é" * 10**6, "\u0301" * 10**6, " " * 10**6, "<s>" * 300000], ids=range(5)
+)
+def test_a_megabyte_of_one_character(running: Running, text: str) -> None:
+    for path, body in (("/v1/completions", {**COMPLETION, "prompt": text}), ("/tokenize", {"prompt": text})):
+        refused(running, path, body)
+
+
+def test_bodies_that_are_too_large(running: Running) -> None:
+    most = running.service.limits.body
+    error = refused(running, "/v1/completions", b" " * 10, 413, headers={"content-length": str(most + 1)})
+    assert error["code"] == "request_too_large"
+    # a length that lies, or none at all: counted as it comes
+    refused(running, "/v1/completions", b" " * (most + 1), 413, headers={"content-length": "10"})
+    refused(running, "/v1/completions", b"{}", 413, headers={"content-length": "-5"})
+
+
+def guarded(running: Running, *keys: str, **limits: Any) -> Client:
+    """Another door to the same engine, with keys."""
+    service = Service(running.service.engines, Limits(keys=keys, **limits))
+    return Client(make_app(service))
+
+
+PATHS = ["/v1/models", "/metrics", "/version", "/openapi.json", "/", "/nothing", "/health/", "//health", "/health/x",
+         "/v1/../health", "/health;x", "/HEALTH"]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_but_health_needs_a_key(running: Running, path: str) -> None:
+    client = guarded(running, "sesame", "other-key")
+    for headers in (
+        {}, {"authorization": "Bearer"}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"},
+        {"authorization": "Basic sesame"}, {"authorization": "Bearer sesam"}, {"authorization": "Bearer sesame2"},
+        {"x-forwarded-for": "127.0.0.1"}, {"authorization": "Bearer \u00e9"},
+    ):  # fmt: skip
+        response = running.do(client.get(path, headers=headers))
+        assert response.status == 401, headers
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json["error"]["code"] == "invalid_api_key"
+    for key in ("sesame", "other-key"):
+        assert running.do(client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status == 200
+    assert running.do(client.get("/health")).status == 200
+
+
+@pytest.mark.parametrize(
+    "raw", ["/v1%2fmodels", "/%76%31/models", "//v1/models", "http://localhost/health", "/health%2f"]
+)
+def test_no_way_around_the_key_by_spelling(running: Running, raw: str) -> None:
+    """The raw path decides, whatever the decoded one says."""
+    client = guarded(running, "sesame")
+    for path in ("/health", "/v1/models", raw):
+        assert running.do(client.get(path, raw=raw)).status == 401
+
+
+def test_keys_are_compared_in_constant_time(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key is compared, by hmac.compare_digest over digests of one length, also after one has matched."""
+    import hmac
+
+    seen: list[tuple[int, int]] = []
+
+    def compare(a: bytes, b: bytes, real: Any = hmac.compare_digest) -> bool:
+        seen.append((len(a), len(b)))
+        return bool(real(a, b))
+
+    monkeypatch.setattr("modelmill.serve.gate.hmac.compare_digest", compare)
+    client = guarded(running, "one", "a much longer key", "three")
+    running.do(client.get("/version", headers={"authorization": "Bearer one"}))
+    assert seen == [(32, 32)] * 3
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "evil.example:8000", "127.0.0.1.nip.io"])
+def test_without_a_key_a_foreign_name_is_refused(running: Running, host: str) -> None:
+    """A page of the web that resolves its own name to this machine gets nothing (DNS rebinding)."""
+    assert running.get("/v1/models", headers={"host": host}).status == 403
+    for fine in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "LOCALHOST"):
+        assert running.get("/version", headers={"host": fine}).status == 200
+
+
+def test_other_origins_get_no_permission_unless_named(running: Running) -> None:
+    asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in running.get("/version", headers=asked).headers
+    client = guarded(running, "k", origins=("https://page.example",))
+    assert running.do(client.call("OPTIONS", "/v1/models", headers=asked)).status == 200
+    other = running.do(client.call("OPTIONS", "/v1/models", headers={**asked, "origin": "https://other.example"}))
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_salt_keeps_tenants_apart(running: Running) -> None:
+    """What one salt cached, another does not find: neither in the counts nor, so, in the time."""
+    body = {**COMPLETION, "prompt": "Lily and Tom went to the park to play with the big red ball " * 3}
+
+    def cached(salt: str) -> int:
+        usage = running.post("/v1/completions", {**body, "cache_salt": salt}).json["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("tenant a") == 0
+    assert cached("tenant a") > 0
+    assert cached("tenant b") == 0
+
+
+def test_a_bug_tells_nothing_of_itself(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("address 0x7f00 of the user's secret prompt")
+
+    monkeypatch.setattr(TemplateChat, "encode", broken)
+    error = refused(running, "/v1/chat/completions", CHAT, 500)
+    assert "0x7f00" not in json.dumps(error)
+    record = next(record for record in caplog.records if record.getMessage() == "bug")
+    line = logs.Lines().format(record)
+    assert "0x7f00" not in line
+    assert json.loads(line)["error"] == "RuntimeError"
+
+
+def test_logs_hold_neither_prompts_nor_answers_nor_keys(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logs.Lines())
+    logger = logging.getLogger("modelmill")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    logging.getLogger("modelmill.serve.access")._cache.clear()  # type: ignore[attr-defined]
+    client = guarded(running, "sesame")
+    headers = {"authorization": "Bearer sesame"}
+    secret = "xylophone"
+    said = running.do(client.post("/v1/completions", {**COMPLETION, "prompt": secret}, headers=headers)).json
+    running.do(client.post("/v1/completions", {**COMPLETION, "prompt": secret, "temperature": secret}, headers=headers))
+    running.do(client.get("/version", headers={"authorization": "Bearer open-sesame"}))
+    told = stream.getvalue()
+    lines = [json.loads(line) for line in told.splitlines()]
+    assert [line["status"] for line in lines] == [200, 400, 401]
+    assert lines[0]["completion_tokens"] == 4
+    for private in (secret, "sesame", said["choices"][0]["text"]):
+        assert private not in told
+
+
+async def leave(client: Client, place: int) -> None:
+    """Begin a stream and go away before, at or after its first events."""
+    body = {**COMPLETION, "max_tokens": 400, "ignore_eos": True, "n": 1 + place % 3, "stream": True}
+    async with aclosing(client.parts("POST", "/v1/completions", body)) as parts:  # type: ignore[type-var]
+        seen = 0
+        async for _ in parts:
+            seen += 1
+            if seen > place % 5:
+                break
+
+
+def test_clients_that_leave_in_the_middle(running: Running) -> None:
+    """Two hundred, streamed; and some that wait for a whole answer."""
+
+    async def many() -> None:
+        for begin in range(0, 200, 50):
+            await asyncio.gather(*(leave(running.client, place) for place in range(begin, begin + 50)))
+        whole = {**COMPLETION, "max_tokens": 400, "ignore_eos": True}
+        tasks = [asyncio.create_task(first_part(running.client, whole)) for _ in range(20)]
+        await asyncio.gather(*tasks)
+
+    async def first_part(client: Client, body: Any) -> None:
+        parts = client.parts("POST", "/v1/completions", body)
+        waiting = asyncio.ensure_future(anext(parts))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await parts.aclose()  # type: ignore[attr-defined]
+
+    running.do(many())
+    idle(running)
+
+
+def test_twice_what_is_queued_at_once(running: Running) -> None:
+    """All are answered: with text, or with 429 and when to come back."""
+    most = running.engine.capacity
+
+    async def burst() -> list[Any]:
+        body = {**COMPLETION, "n": 8, "temperature": 1, "max_tokens": 2}
+        return await asyncio.gather(*(running.client.post("/v1/completions", body) for _ in range(most // 4)))
+
+    responses = running.do(burst())
+    found = [response.status for response in responses]
+    assert set(found) == {200, 429}
+    assert found.count(200) >= most // 8
+    late = next(response for response in responses if response.status == 429)
+    assert late.headers["retry-after"] == "1"
+    assert late.json["error"]["code"] == "rate_limit_exceeded"
+    refused(running, "/v1/completions", {**COMPLETION, "n": 128, "prompt": ["a"] * 1000})
