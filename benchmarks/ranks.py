@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gc
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -250,7 +251,10 @@ def start(options: argparse.Namespace) -> Iterator[Row]:
             yield from looped(options, model, ALONE, [])
             del model
             _forget()
-        yield from rank(options, Group(0, options.tp, store, "cuda:0"), links)
+        mesh = Group(0, options.tp, store, "cuda:0")
+        yield from rank(options, mesh, links)
+        torch.cuda.synchronize()
+        mesh.stop()
         for child in children:
             child.wait(30)
     finally:
@@ -277,7 +281,7 @@ def main() -> None:
         mesh = Group(number, options.tp, join(port), f"cuda:{number}", 300)
         for _ in rank(options, mesh, [socket.socket(fileno=descriptor)]):
             pass
-        return
+        os._exit(0)  # nobody is left to take leave of
     stamp = {
         "command": "python benchmarks/ranks.py " + " ".join(sys.argv[1:]), "shape": options.shape,
         "device": f"{torch.cuda.get_device_name()} x{options.tp}", "versions": {"torch": torch.__version__},
@@ -288,9 +292,7 @@ def main() -> None:
         print(f"{time.perf_counter() - began:6.1f} s", json.dumps(row), flush=True)
         if options.save:
             with options.save.open("a") as file:
-                file.write(
-                    json.dumps(row | {"unit": row["figure"].rsplit(".", 1)[1].removeprefix("decode_")} | stamp) + "\n"
-                )
+                file.write(json.dumps(row | {"unit": "us" if row["figure"].endswith("us") else "ms"} | stamp) + "\n")
 
 
 if __name__ == "__main__":

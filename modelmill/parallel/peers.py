@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from modelmill.core import env, log
+from modelmill.parallel import ipc
 from modelmill.parallel.shard import starts_of
 
 REGION = 4096  # words of 32 bits in a row: 8,192 values of 16 bits, 4,096 of 32
@@ -23,43 +25,34 @@ _log = log.get(__name__)
 class Peers:
     """This rank's buffer and the addresses of the others'."""
 
-    def __init__(self, rank: int, buffer: torch.Tensor, addresses: tuple[int, ...]) -> None:
+    def __init__(self, rank: int, addresses: tuple[int, ...], device: torch.device, keep: Any = None) -> None:
         from modelmill.ops.triton import exchange
 
         self._exchange = exchange
-        self._keep = buffer
+        self._keep = keep
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        count = torch.zeros(exchange.PROGRAMS, dtype=torch.int32, device=buffer.device)
+        count = torch.zeros(exchange.PROGRAMS, dtype=torch.int32, device=device)
         self._buffers = exchange.Buffers(rank, addresses, count, self._stop, REGION)
-        self._device = buffer.device
+        self._device = device
 
     @staticmethod
-    def meet(rank: int, size: int, rendezvous: Any, device: torch.device) -> Peers | None:
-        """Collective. None, with a line in the log, where GPUs cannot reach each other's memory or Triton is absent."""
-        from torch.distributed import PrefixStore
-        from torch.distributed._symmetric_memory import _SymmetricMemory
+    def meet(
+        rank: int, size: int, rendezvous: Any, device: torch.device, agree: Callable[[bool], bool], group: Any
+    ) -> Peers | None:
+        """Collective. None, with a line in the log, where GPUs cannot reach each other's memory or Triton is absent.
 
-        try:
-            from modelmill.ops.triton.exchange import Buffers
-
-            env.forgo_multicast()
-            if rank == 0:
-                rendezvous.set("peers", uuid.uuid4().hex)
-            # torch takes a name once in the life of a process
-            name = "modelmill-" + rendezvous.get("peers").decode()
-            _SymmetricMemory.set_group_info(name, rank, size, PrefixStore(name, rendezvous))
-            words = Buffers.words(size, REGION)
-            buffer = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, device, name)
-            buffer.zero_()
-            torch.cuda.synchronize(device)
-            handle = _SymmetricMemory.rendezvous(buffer)
-            handle.barrier(0, 60_000)
-            torch.cuda.synchronize(device)
-            offset = buffer.data_ptr() - int(handle.buffer_ptrs[rank])
-            return Peers(rank, buffer, tuple(int(p) + offset for p in handle.buffer_ptrs))
-        except (RuntimeError, ImportError, AttributeError) as error:
-            _log.warning("sums of decode steps go through NCCL: %s", str(error).splitlines()[0])
-            return None
+        agree: whether all ranks say so.
+        """
+        for way in (_mapped, _symmetric):
+            found = None
+            try:
+                found = way(rank, size, rendezvous, device, group)
+            except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+                _log.warning("%s: %s", way.__name__, str(error).splitlines()[0])
+            if agree(found is not None) and found is not None:
+                addresses, keep = found
+                return Peers(rank, addresses, device, keep)
+        return None
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x [T, H] is small and regular enough."""
@@ -90,6 +83,47 @@ class Peers:
     def stop(self) -> None:
         """Nobody waits any more; results are worthless from here on."""
         self._stop.fill_(1)
+
+
+Found = tuple[tuple[int, ...], Any]
+
+
+def _mapped(rank: int, size: int, rendezvous: Any, device: torch.device, group: Any) -> Found:  # noqa: ARG001
+    from modelmill.ops.triton.exchange import Buffers
+
+    own = ipc.allocate(8 * Buffers.words(size, REGION))
+    rendezvous.set(f"peer {rank}", ipc.handle_of(own))
+    handles = [bytes(rendezvous.get(f"peer {other}")) for other in range(size)]
+    addresses = tuple(own if other == rank else ipc.mapped(handles[other]) for other in range(size))
+    return addresses, None
+
+
+def _symmetric(rank: int, size: int, rendezvous: Any, device: torch.device, group: Any) -> Found:
+    from torch._C._distributed_c10d import ProcessGroup, _register_process_group
+    from torch.distributed import PrefixStore
+    from torch.distributed._symmetric_memory import _SymmetricMemory
+
+    from modelmill.ops.triton.exchange import Buffers
+
+    env.forgo_multicast()
+    if rank == 0:
+        rendezvous.set("peers", uuid.uuid4().hex)
+    # torch takes a name once in the life of a process
+    name = "modelmill-" + rendezvous.get("peers").decode()
+    store = PrefixStore(name, rendezvous)
+    whole = ProcessGroup(store, rank, size)
+    whole._register_backend(device, ProcessGroup.BackendType.NCCL, group)
+    whole._set_group_name(name)
+    _register_process_group(name, whole)
+    _SymmetricMemory.set_group_info(name, rank, size, store)
+    buffer = _SymmetricMemory.empty_strided_p2p((Buffers.words(size, REGION),), (1,), torch.int64, device, name)
+    buffer.zero_()
+    torch.cuda.synchronize(device)
+    handle = _SymmetricMemory.rendezvous(buffer)
+    handle.barrier(0, 60_000)
+    torch.cuda.synchronize(device)
+    offset = buffer.data_ptr() - int(handle.buffer_ptrs[rank])
+    return tuple(int(p) + offset for p in handle.buffer_ptrs), (buffer, whole)
 
 
 @functools.lru_cache
