@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError, UsageError
@@ -59,21 +60,8 @@ class Server:
 
         Raises UsageError where the port cannot be had, ModelmillError where an engine cannot be opened or kept.
         """
-        sock = _listen(self.place.host, self.place.port)
-        server = _Uvicorn(
-            uvicorn.Config(
-                make_app(self.service),
-                http=Http,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=2,
-                h11_max_incomplete_event_size=HEADER_BYTES,
-            )
-        )
+        sock = listen(self.place.host, self.place.port)
+        server = http_server(make_app(self.service))
         host, port = sock.getsockname()[:2]
         opened(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         tasks = [asyncio.create_task(self._engines()), asyncio.create_task(server.serve([sock]))]
@@ -132,7 +120,24 @@ class Server:
             await asyncio.sleep(0.02)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def http_server(app: ASGIApp) -> uvicorn.Server:
+    """Serves an application on sockets that it is given; leaves the signals to others."""
+    config = uvicorn.Config(
+        app,
+        http=Http,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )
+    return _Uvicorn(config)
+
+
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises UsageError where the address cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,0 +1,200 @@
+"""What can be done to a server with nothing but a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from modelmill.serve import http, stream
+from modelmill.serve.app import make_app
+from modelmill.serve.server import http_server, listen
+from modelmill.serve.service import Limits, Service
+from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
+from tests.serve.process import rest
+from tests.serve.running import Running
+from tests.trust.test_serving import COMPLETION, idle
+
+LONG = {**COMPLETION, "max_tokens": 450, "ignore_eos": True, "stream": True}
+
+
+class Port:
+    """A listening server on the running service's event loop."""
+
+    def __init__(self, running: Running, limits: Limits) -> None:
+        self.running = running
+        self.service = Service(running.service.engines, limits)
+        sock = listen("127.0.0.1", 0)
+        self.address = sock.getsockname()
+
+        async def start() -> None:
+            self.server = http_server(make_app(self.service))
+            self.task = asyncio.create_task(self.server.serve([sock]))
+            while not self.server.started:
+                await asyncio.sleep(0.001)
+
+        running.do(start())
+
+    def close(self) -> None:
+        async def stop() -> None:
+            self.server.should_exit = True
+            await self.task
+
+        self.running.do(stop())
+        self.service.close()
+
+    def send(self, data: bytes) -> socket.socket:
+        sock = socket.create_connection(self.address, timeout=20)
+        sock.sendall(data)
+        return sock
+
+    def answer(self, data: bytes) -> bytes:
+        """All that comes until the server closes."""
+        with self.send(data) as sock:
+            try:
+                return rest(sock)
+            except ConnectionResetError:
+                return b"reset"
+
+
+@pytest.fixture(scope="module")
+def running(stories: Path) -> Iterator[Running]:  # noqa: F811
+    service = Running(stories)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def port(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
+    """Impatient, so that the tests need not wait."""
+    monkeypatch.setattr(http, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(stream, "STALL", 0.3)
+    found = Port(running, Limits(patience=0.3))
+    yield found
+    idle(running)
+    assert running.post("/v1/completions", COMPLETION).status == 200
+    deadline = time.monotonic() + 5
+    while found.service.active and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found.service.active == 0
+    found.close()
+
+
+def post(body: Any, *headers: str, path: str = "/v1/completions") -> bytes:
+    data = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data
+
+
+def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and error of an answer that closes the connection."""
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert b"connection: close" in head.lower()
+    assert b"application/json" in head
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20000, 431),
+        (b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 10**6, 431),
+        (b"GET /" + b"z" * 10**6, 431),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400),
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: lo", 408),
+    ],
+    ids=range(10),
+)
+def test_headers_without_end_or_sense(port: Port, data: bytes, status: int) -> None:
+    answer = port.answer(data)
+    # a server that closes while more is coming may look like a reset
+    if answer != b"reset":
+        assert error_of(answer)[0] == status
+
+
+def test_a_connection_that_says_nothing_is_closed(port: Port) -> None:
+    assert port.answer(b"") == b""
+
+
+def test_a_body_that_never_comes(port: Port) -> None:
+    whole = post(COMPLETION)
+    status, error = error_of(port.answer(whole[:-5]))
+    assert (status, error["code"]) == (408, "request_timeout")
+
+
+def test_a_connection_serves_many_requests_and_pauses_between_them(port: Port) -> None:
+    sock = port.send(post(COMPLETION))
+    for _ in range(3):
+        answer = sock.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+        time.sleep(0.4)
+        sock.sendall(post(COMPLETION))
+    sock.close()
+
+
+def test_a_client_that_reads_nothing_is_dropped_and_others_go_on(port: Port) -> None:
+    """Its answer fits no buffer: the server gives it up after a while; meanwhile everyone else is served."""
+    fat = {**LONG, "n": 16, "logprobs": 20, "temperature": 1}
+    socks = []
+    for _ in range(3):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(port.address)
+        sock.sendall(post(fat))
+        socks.append(sock)
+    assert b" 200 " in port.answer(post(COMPLETION, "connection: close"))
+    idle(port.running, 60)
+    deadline = time.monotonic() + 20
+    while port.service.active and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert port.service.active == 0
+    for sock in socks:
+        sock.close()
+
+
+def test_clients_that_go_away_in_the_middle(port: Port) -> None:
+    """Two hundred on real sockets: half are closed, half reset."""
+    for begin in range(0, 200, 40):
+        socks = [port.send(post({**LONG, "n": 1 + place % 2})) for place in range(begin, begin + 40)]
+        for place, sock in enumerate(socks):
+            if place % 3:
+                sock.recv(1 << (place % 10))
+            if place % 2:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            sock.close()
+    idle(port.running)
+
+
+def test_requests_in_one_packet_are_answered_in_order(port: Port) -> None:
+    """Pipelined requests are no way to smuggle one past the gate."""
+    short = post({**COMPLETION, "max_tokens": 1})
+    with port.send(short * 4 + post(COMPLETION, "connection: close", path="/nothing")) as sock:
+        told = rest(sock)
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", told)] == [200, 200, 200, 200, 404]
+
+
+def test_only_the_port_of_the_api_listens(port: Port) -> None:
+    """Neither the server nor its worker opens another one."""
+    me = psutil.Process()
+    ports = {
+        connection.laddr.port
+        for process in (me, *me.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert ports == {port.address[1]}
