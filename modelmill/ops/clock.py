@@ -24,7 +24,8 @@ SIDE = {"cuda": 8192, "cpu": 1024}  # of the square products; large enough that 
 def recorded(call: Call, repeats: int = 1) -> Call:
     """A replay of ``repeats`` calls, recorded in a CUDA graph. Raises RuntimeError where a call waits for the host.
 
-    The caller has called it before: what compiles or allocates at first must not happen while recording.
+    The caller has called it before: what compiles or allocates at first must not happen while recording. The replay
+    keeps the call, and with it the tensors at whose addresses the graph reads.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -35,7 +36,11 @@ def recorded(call: Call, repeats: int = 1) -> Call:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(repeats):
             call()
-    return graph.replay
+
+    def replay(_kept: Call = call) -> None:
+        graph.replay()
+
+    return replay
 
 
 def in_turn(

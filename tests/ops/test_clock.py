@@ -1,0 +1,64 @@
+"""The clock: turns, queues, ceilings, and recordings that keep what they read."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops import clock
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+    found = clock.in_turn([lambda: order.append("a"), lambda: order.append("b")], 2, [1, 3])
+    assert "".join(order) == "ab" + "abbb" * 2
+    assert [len(each) for each in found] == [2, 2]
+    assert all(seconds >= 0 for each in found for seconds in each)
+
+
+def test_short_calls_are_timed_in_rows() -> None:
+    assert clock.queue_for(lambda: None, 1.0, most=50) == 50
+    assert clock.queue_for(lambda: sum(range(20000)), 1e-9) == 1
+
+
+def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "COPY_BYTES", {"cpu": 1 << 18})
+    monkeypatch.setattr(clock, "SIDE", {"cpu": 64})
+    assert clock.memory_rate("cpu") >= clock.copy_rate("cpu") / 10 > 0
+    assert clock.product_rate("cpu", torch.float32) > 0
+    read, size = clock.reading()
+    read()
+    assert size == 1 << 18
+
+
+def test_a_recording_keeps_the_tensors_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph knows addresses only: memory that is given back while it is replayed would be read as garbage."""
+    replayed: list[int] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes: dict[str, Any] = {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda chosen: nullcontext(),
+        "synchronize": lambda: None,
+        "graph": lambda graph, stream: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: replayed.append(1)),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def recording() -> tuple[Any, Any]:
+        tensor = torch.ones(4)
+        return clock.recorded(lambda: tensor.add_(1), 3), weakref.ref(tensor)
+
+    replay, tensor = recording()
+    gc.collect()
+    assert tensor() is not None
+    assert tensor().tolist() == [5.0] * 4  # once to warm up, three times recorded
+    replay()
+    assert replayed == [1]
