@@ -48,14 +48,15 @@ def norm(
     # What is read a column is read once for several rows; the next of them is on its way while one is rounded.
     many = rows // (4 * multiprocessors(x.device))
     share = 1 if order is None and not each else max(1, many)
-    warps = max(block, block_n) // (1024 if many and share == 1 else 512)
+    # Where rows are many a thread takes 32 of a row's values; with what it keeps of each column, 8.
+    warps = max(block, block_n) // (256 if share > 1 else 1024 if many else 512)
     _kernel[(triton.cdiv(rows, share),)](
         flat, held, weight, values, flat if scale is None else scale, total,
         flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
         rows, width, columns, flat.stride(0), held.stride(0), eps, share,
         ADD=residual is not None, TOKEN=factor is None, EACH=each, SHIFT=zero is not None, ORDER=order is not None,
         WHOLE=kind is torch.int8, MOST=most, BLOCK=block, BLOCK_N=block_n,
-        STAGES=2 if share > 1 else 1, num_warps=max(1, min(16, warps)), **launch(x.device, rows),
+        STAGES=3 if share > 1 else 1, num_warps=max(1, min(16, warps)), **launch(x.device, rows),
     )  # fmt: skip
     return values.view(*x.shape[:-1], columns), scale, total
 

@@ -159,7 +159,7 @@ def _prefill(
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
     block_d = max(16, power_of_two(dim))
-    block_m, block_n, warps, stages, registers = _tiling(bounds, heads * batch, block_d, q)
+    block_m, block_n, warps, stages, registers = _tiling(bounds, heads * batch, block_d, q, k)
     # Sequence b's tiles begin at starts[b] // block_m + b: no more than these in all, whatever the lengths.
     tiles = q.shape[0] // block_m + batch
     paged_prefill.tiles[(heads, tiles)](
@@ -172,7 +172,7 @@ def _prefill(
 
 
 def _tiling(
-    bounds: tuple[int, int], pairs: int, block_d: int, q: torch.Tensor
+    bounds: tuple[int, int], pairs: int, block_d: int, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[int, int, int, int, int | None]:
     """(queries, keys, warps, stages, most registers) of a prefill tile, measured on an H200."""
     max_query, max_context = bounds
@@ -180,6 +180,9 @@ def _tiling(
         return (16, 16, 4, 1, None) if block_d > 128 else (32, 32, 4, 1, None)
     if max_query <= 16:
         return 16, 64, 4, 3 if block_d <= 128 else 2, None
+    if k.element_size() == 1 and block_d <= 128:
+        # The conversion takes registers: wide tiles, each alone on a multiprocessor.
+        return (64, 128, 4, 2, None) if max_query <= 64 else (128, 128, 8, 2, None)
     # Tiles of 128 queries read the keys half as often, but need work enough to be spread evenly.
     tiles = triton.cdiv(max_query, 128) * pairs
     even = tiles >= 4 * multiprocessors(q.device) or max_context >= 2 * max_query

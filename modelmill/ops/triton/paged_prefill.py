@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.eight_bit import floats, halves, log2, shrunk
+from modelmill.ops.triton.eight_bit import floats, halves, shrunk
 from modelmill.ops.triton.paged_decode import places, whole
 
 
@@ -89,32 +89,26 @@ def attend(
         k = tl.load(k_ptr + at)
         v = tl.load(v_ptr + at)
     if SCALED:
+        # Many queries share a block: here it is the elements that take their scales, two at a time.
+        beside = whole(place) // DIM
         if MASKED:
-            k_scale = tl.load(k_scale_ptr + whole(place) // DIM, mask=key < end, other=1.0) * scale
-            v_scale = tl.load(v_scale_ptr + whole(place) // DIM, mask=key < end, other=1.0)
+            k_scale = tl.load(k_scale_ptr + beside, mask=key < end, other=0.0)[:, None]
+            v_scale = tl.load(v_scale_ptr + beside, mask=key < end, other=0.0)[:, None]
         else:
-            k_scale = tl.load(k_scale_ptr + whole(place) // DIM) * scale
-            v_scale = tl.load(v_scale_ptr + whole(place) // DIM)
+            k_scale = tl.load(k_scale_ptr + beside)[:, None]
+            v_scale = tl.load(v_scale_ptr + beside)[:, None]
         if q.dtype == tl.float32:
-            k, v = floats(k), floats(v)
+            k, v = floats(k) * k_scale, floats(v) * v_scale
         else:
-            k, v = halves(k), halves(v)
+            k, v = halves(k) * k_scale.to(tl.float16), halves(v) * v_scale.to(tl.float16)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if SCALED:
-        # As in decoding: the value's scale goes into its weight's exponent, and out of the sum of the weights.
-        score = score * k_scale[None, :] + log2(v_scale)[None, :]
     if MASKED:
         allowed = key[None, :] <= position[:, None]
         if WINDOW > 0:
             allowed = allowed & (key[None, :] > position[:, None] - WINDOW)
         score = tl.where(allowed, score, float("-inf"))
-    if SCALED:
-        new = tl.maximum(top, tl.max(score, axis=1))
-        keep, add = tl.exp2(top - new), tl.exp2(score - new[:, None])
-        mass = mass * keep + tl.sum(add * (1.0 / v_scale)[None, :], axis=1)
-    else:
-        new = tl.maximum(top, tl.max(score, axis=1) * scale)
-        keep, add = tl.exp2(top - new), tl.exp2(score * scale - new[:, None])
-        mass = mass * keep + tl.sum(add, axis=1)
+    new = tl.maximum(top, tl.max(score, axis=1) * scale)
+    keep, add = tl.exp2(top - new), tl.exp2(score * scale - new[:, None])
+    mass = mass * keep + tl.sum(add, axis=1)
     mixed = tl.dot(add.to(v.dtype), v, mixed * keep[:, None], input_precision="ieee")
     return new, mass, mixed
