@@ -33,34 +33,74 @@ inline float depth(float x, float most) {
     return z < -60.0f ? -60.0f : z;
 }
 
-inline int64_t weight_of(float z) {
-    const float whole = std::floor(z), part = z - whole;
+// Twenty-four bits of 2^z, and how far they have to be shifted down from the place where they weigh one.
+inline void parts_of(float z, int32_t& bits, int32_t& shift) {
+    int32_t whole = static_cast<int32_t>(z);
+    whole -= static_cast<float>(whole) > z;  // z is negative: towards zero is up
+    const float part = z - static_cast<float>(whole);
     float power = part * 0.0002161293086828664f;
     power = (power + 0.0012467841152101755f) * part;
     power = (power + 0.00967545248568058f) * part;
     power = (power + 0.055485282093286514f) * part;
     power = (power + 0.2402293086051941f) * part;
     power = (power + 0.6931470632553101f) * part;
-    const uint64_t bits = static_cast<uint32_t>(static_cast<int32_t>((power + 1.0f) * 8388608.0f));
-    return static_cast<int64_t>((bits << (kOne - 23)) >> static_cast<uint32_t>(static_cast<int32_t>(-whole)));
+    bits = static_cast<int32_t>((power + 1.0f) * 8388608.0f);
+    shift = -whole;
+}
+
+inline int64_t shifted(int32_t bits, int32_t shift) {
+    return static_cast<int64_t>((static_cast<uint64_t>(static_cast<uint32_t>(bits)) << (kOne - 23)) >> shift);
+}
+
+int64_t weight_of(float x, float most) {
+    int32_t bits, shift;
+    parts_of(depth(x, most), bits, shift);
+    return shifted(bits, shift);
+}
+
+void weights_of(const float* x, int64_t* w, int64_t count, float most) {
+    constexpr int64_t kBlock = 512;
+    int32_t bits[kBlock], shift[kBlock];
+    for (int64_t i = 0; i < count; i += kBlock) {
+        const int64_t n = std::min(kBlock, count - i);
+        for (int64_t j = 0; j < n; j++) parts_of(depth(x[i + j], most), bits[j], shift[j]);
+        for (int64_t j = 0; j < n; j++) w[i + j] = shifted(bits[j], shift[j]);
+    }
+}
+
+// NaN never counts.
+float largest(const float* x, int64_t count) {
+    constexpr int kLanes = 32;
+    float lanes[kLanes], most = kNever;
+    for (float& lane : lanes) lane = kNever;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+        for (int j = 0; j < kLanes; j++) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+    for (; i < count; i++) most = x[i] > most ? x[i] : most;
+    for (float lane : lanes) most = lane > most ? lane : most;
+    return most;
 }
 
 float scaled(float* x, const float* logits, int64_t vocab, float temperature) {
-    float most = kNever;
     const float cold = 1.0f / temperature;
     for (int64_t i = 0; i < vocab; i++) {
         const float value = logits[i] * cold;
         x[i] = value == value ? value : kNever;
     }
-    for (int64_t i = 0; i < vocab; i++) most = x[i] > most ? x[i] : most;
-    return most;
+    return largest(x, vocab);
 }
 
 int64_t likeliest(const float* logits, int64_t vocab) {
-    float most = kNever;
-    for (int64_t i = 0; i < vocab; i++) most = logits[i] > most ? logits[i] : most;
-    for (int64_t i = 0; i < vocab; i++)
-        if (logits[i] == most) return i;
+    const float most = largest(logits, vocab);
+    constexpr int64_t kBlock = 256;
+    for (int64_t i = 0; i < vocab; i += kBlock) {
+        const int64_t end = std::min(i + kBlock, vocab);
+        bool found = false;
+        for (int64_t j = i; j < end; j++) found |= logits[j] == most;
+        if (!found) continue;
+        for (int64_t j = i; j < end; j++)
+            if (logits[j] == most) return j;
+    }
     return 0;
 }
 
@@ -75,9 +115,10 @@ float kth_largest(const float* x, int64_t vocab, int64_t k, float* room) {
     constexpr int64_t kBlock = 64;
     for (int64_t i = k; i < vocab; i += kBlock) {
         const int64_t end = std::min(i + kBlock, vocab);
-        float most = kNever;
-        for (int64_t j = i; j < end; j++) most = x[j] > most ? x[j] : most;
-        if (!(most > room[0])) continue;
+        const float least = room[0];
+        bool found = false;
+        for (int64_t j = i; j < end; j++) found |= x[j] > least;
+        if (!found) continue;
         for (int64_t j = i; j < end; j++) {
             if (!(x[j] > room[0])) continue;
             std::pop_heap(room, room + k, std::greater<float>());
@@ -111,7 +152,7 @@ void nucleus(const float* x, int64_t* w, int64_t count, float most, double p, fl
     float last = members ? room[0] : most;
     for (int64_t i = 0; i < members && before < limit; i++) {
         if (room[i] != last) last = room[i];
-        before += weight_of(depth(last, most));
+        before += weight_of(last, most);
     }
     int64_t above = 0;
     for (int64_t i = 0; i < count; i++) above += x[i] > last ? w[i] : 0;
@@ -158,7 +199,7 @@ int64_t sample_row(const float* logits, int64_t vocab, const Knobs& how) {
         }
     }
     int64_t* w = whole.get<int64_t>(count);
-    for (int64_t i = 0; i < count; i++) w[i] = weight_of(depth(x[i], most));
+    weights_of(x, w, count, most);
     if (how.top_p < 1.0f) nucleus(x, w, count, most, how.top_p, room);
     const int64_t least = static_cast<int64_t>(std::ceil(static_cast<double>(how.min_p) * 1099511627776.0));
     if (least > 0)
