@@ -23,6 +23,8 @@ from modelmill.core.config import BuildConfig, to_dict
 from modelmill.core.errors import CheckpointError, RequestError, TensorMismatch, UnknownArchitecture, UsageError
 from modelmill.core.find import find, names, nearest
 from modelmill.core.types import DEFAULTED, SamplingParams
+from modelmill.nn.kv import DTYPES as KV_DTYPES
+from modelmill.nn.kv import KVShape
 from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.recipe import Recipe, make_recipe
@@ -119,8 +121,11 @@ class Plan:
     @property
     def token_bytes(self) -> int:
         """KV cache per token of context."""
-        dim, heads = self.sizes.head_dim, self.sizes.kv_heads
-        return 2 * self.sizes.layers * heads * dim * self.dtype.itemsize
+        return self._kv.page_bytes(1, self.dtype)
+
+    @property
+    def _kv(self) -> KVShape:
+        return KVShape(self.sizes.layers, self.sizes.kv_heads, self.sizes.head_dim)
 
     @cached_property
     def memory(self) -> dict[str, Any]:
@@ -145,6 +150,7 @@ class Plan:
             "weights": self.weight_bytes,
             "build_peak": self.build_bytes,
             "kv_per_token": self.token_bytes,
+            "kv_per_token_8bit": self._kv.page_bytes(1, KV_DTYPES["int8"]),
             "workspace": workspace,
             "kv_tokens": tokens,
             "max_batch_at_max_len": full,

@@ -156,7 +156,7 @@ def show_plan(plan: dict[str, Any]) -> None:
             ("while building", size(memory["build_peak"])),
             ("weights at run time", size(memory["weights"])),
             ("workspace at run time", size(memory["workspace"])),
-            ("KV cache per token", size(memory["kv_per_token"])),
+            ("KV cache per token", f"{size(memory['kv_per_token'])} ({size(memory['kv_per_token_8bit'])} in 8 bits)"),
             ("fits", memory["fits"]),
         ],
         title="Memory",

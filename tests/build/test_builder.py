@@ -241,6 +241,7 @@ def test_the_plan_tells_sizes_that_come_true(llama: Path, tmp_path: Path) -> Non
     # headers and padding come on top of the tensors
     assert told["memory"]["weights"] <= on_disk <= told["memory"]["weights"] + 40_000
     assert told["memory"]["kv_per_token"] == 2 * 3 * 2 * 12 * 4
+    assert told["memory"]["kv_per_token_8bit"] == 2 * 3 * 2 * (12 + 4)
     assert told["bytes_by_kind"]["int8"] > 0
 
 

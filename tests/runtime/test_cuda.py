@@ -53,6 +53,19 @@ def test_the_same_tokens_as_the_cpu(kind: str, window: int | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_8_bit_pages_answer_alike_with_graphs_and_without(kv: str) -> None:
+    """Not always as on the CPU: a value at the border between two steps may be stored as either."""
+    model = tiny.decoder(device="cuda:0")
+    options = {"kv_cache_dtype": kv, "kv_cache_bytes": 1 << 22}
+    expected = tiny.run(tiny.loop(model, cuda_graphs=False, **options), work())
+    engine = tiny.loop(model, **options)
+    assert tiny.run(engine, work()) == expected
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs._graphs
+
+
+@pytest.mark.gpu
 def test_warm_up_records_and_changes_nothing() -> None:
     model = tiny.decoder(device="cuda:0")
     expected = tiny.run(tiny.loop(model), work())
