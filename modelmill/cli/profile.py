@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +47,11 @@ class Args(Common):
 
 def run(args: Args) -> int:
     """Measure the ceilings, then each phase; print, and write the trace."""
-    import torch
-
     from modelmill.eval import chrome
     from modelmill.eval.ceilings import measure
     from modelmill.eval.profile import Work, profile
     from modelmill.eval.report import device_name
+    from modelmill.ops.clock import product_rate
     from modelmill.runtime.device import pick_device, use_threads
 
     if args.batch < 1 or args.prompt < 1 or args.lines < 0:
@@ -60,10 +59,10 @@ def run(args: Args) -> int:
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
-    # before the engine takes the memory
-    ceilings = measure(device, [torch.float32, torch.float16, torch.bfloat16])
-    llm = open_llm(args.engine, args.build, args.run)
-    loop = llm.loop
+    ceilings = measure(device, [])  # before the engine takes the memory
+    loop = open_llm(args.engine, args.build, args.run).loop
+    name = str(loop.dtype).removeprefix("torch.")
+    ceilings = replace(ceilings, products={name: product_rate(device, loop.dtype)})
     build = loop.artifact.manifest.build  # type: ignore[union-attr]
     about = {"engine": str(args.engine), "device": device_name(loop.device)}
     about |= {"dtype": build["dtype"], "quantization": build["quantization"]}
@@ -87,7 +86,7 @@ def run(args: Args) -> int:
         emit_json({**about, "ceilings": ceilings.to_dict(), "kernels": dict(loop.ops.chosen), "phases": phases_told})
         return 0
     print(f"{args.engine} ({about['dtype']}, {about['quantization']}) on {about['device']}; at most ", end="")
-    rate = ceilings.products[str(loop.dtype).removeprefix("torch.")] / 1e12
+    rate = ceilings.products[name] / 1e12
     print(f"{ceilings.memory / 1e9:,.0f} GB/s and {rate:,.3g} TFLOP/s")
     for each in found:
         show(each, args.lines)

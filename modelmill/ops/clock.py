@@ -19,6 +19,7 @@ from modelmill.ops.cpu import build
 Call = Callable[[], Any]
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # many times the caches, read and written
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square products; large enough that the sides do not matter
+ENOUGH_S = 5e-3  # a product that takes this long on a CPU needs not be larger
 
 
 def recorded(call: Call, repeats: int = 1) -> Call:
@@ -103,10 +104,17 @@ def memory_rate(device: str) -> float:
 
 
 def multiplying(device: str, dtype: torch.dtype) -> tuple[Call, int]:
-    """A large square matrix product of random values, as torch computes it, and its operations."""
-    side = SIDE[_kind(device)]
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return lambda: a @ b, 2 * side**3
+    """A large square matrix product of random values, as torch computes it, and its operations.
+
+    On a CPU it grows from a small one: torch has no fast product for every dtype there.
+    """
+    most = SIDE[_kind(device)]
+    side = most if _kind(device) == "cuda" else min(128, most)
+    while True:
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        if side >= most or in_turn([lambda: a @ b], 1)[0][0] > ENOUGH_S:  # noqa: B023  called at once
+            return (lambda: a @ b), 2 * side**3  # noqa: B023  the last pair
+        side *= 2
 
 
 def product_rate(device: str, dtype: torch.dtype) -> float:
