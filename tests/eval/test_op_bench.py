@@ -94,7 +94,7 @@ def test_a_kernel_that_fails_is_told_and_the_others_are_timed(quick: None, monke
     real = serving
     monkeypatch.setattr(op_bench, "serving", lambda *args: {**real(*args), "odd": broken})
     found = list(bench(measure("cpu", [torch.float32]), torch.float32, Wanted(ops=("rms_norm",), rounds=1)))
-    assert {each.variant: each.failed for each in found}["odd"] == "out of order"
+    assert {each.variant: each.failed for each in found}["odd"] == "RuntimeError: out of order"
     assert [each for each in found if each.variant == "torch" and each.us]
 
 
