@@ -5,7 +5,6 @@ MODELMILL_CACHE         folder for pulled models, built engines and compiled ker
 MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
 TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)
 NO_COLOR, CI            plain output without colours and progress bars
-TORCH_SYMM_MEM_…        ``forgo_multicast`` sets one of torch's where nobody did
 ======================  ==========================================================================
 """
 
@@ -42,8 +41,3 @@ def compiler() -> str | None:
 def child() -> dict[str, str]:
     """A copy of the environment for child processes."""
     return dict(os.environ)
-
-
-def forgo_multicast() -> None:
-    """Tell torch's symmetric memory, where nobody decided, to leave NVLink multicast alone: we do not use it."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

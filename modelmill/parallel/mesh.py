@@ -77,9 +77,7 @@ class Group(Mesh):
             options._timeout = _FOREVER
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
             self.least(0)  # the communicator is made at the first use, which must not be in a graph
-            self.peers = Peers.meet(
-                rank, size, rendezvous, self.device, lambda yes: bool(self.least(int(yes))), self._group
-            )
+            self.peers = Peers.meet(rank, size, rendezvous, self.device, lambda yes: bool(self.least(int(yes))))
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
             self._group.set_timeout(_FOREVER)

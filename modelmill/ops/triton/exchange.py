@@ -5,7 +5,8 @@ has the right word, and neither fences nor signals are needed. A program writes 
 well, so that all ranks add in one order and hold identical sums), then reads what the others wrote to its own memory.
 
 Program p counts its exchanges in ``count[p]``; odd and even ones use different places. A place is written again two
-exchanges later: by then every rank has answered the one between, so it has read this one.
+exchanges later: by then every rank has answered the one between, so it has read this one. What is more than PROGRAMS
+exchanges goes in rounds; all programs of a kernel must run at once, since they wait for their like.
 
 The buffer of a rank: [2, ranks, PROGRAMS, REGION] words of 64 bits. ``stop``: one word in the host's memory; once it
 is not 0 nobody waits any more (a rank is gone, the results are thrown away).
@@ -23,9 +24,9 @@ import triton.language as tl
 from modelmill.ops.triton.device import power_of_two
 from modelmill.ops.triton.early import enter, launch
 
-PROGRAMS = 128  # rows of a sum, or blocks of a gather
+PROGRAMS = 128  # of a kernel, at most: each exchanges one row of a sum or one block of a gather at a time
 PATIENCE = 0x3FFF  # looks at the memory between two looks at ``stop``
-CHUNK = 1024  # words of a block of a gather
+_BLOCKS = (1024, 4096)  # words of a block of a gather: small while one round does, then large
 _PACK = 4  # words that a thread waits for at a time
 
 
@@ -53,7 +54,7 @@ def sum_rows(
     norm: tuple[torch.Tensor, torch.Tensor, float] | None,
     buffers: Buffers,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add x [T, H], T ≤ PROGRAMS, of all ranks; (sum, sum), or with norm = (residual, weight, eps) what add_rms_norm
+    """Add x [T, H] of all ranks; (sum, sum), or with norm = (residual, weight, eps) what add_rms_norm
     of the sum returns, the new residual stored over the old one.
     """
     ranks, region = len(buffers.addresses), buffers.region
@@ -64,9 +65,9 @@ def sum_rows(
     warps = min(16, block // (32 * _PACK))
     residual, weight, eps = (out, out, 0.0) if norm is None else norm
     asm, constraints = _waiting(ranks, _kind(x), _PACK, 8 * PROGRAMS * region)
-    _sum_rows[(rows,)](
+    _sum_rows[(min(rows, PROGRAMS),)](
         x, residual, weight, out, buffers.addresses, buffers.addresses[buffers.rank], buffers.count, buffers.stop,
-        buffers.rank, words, eps,
+        buffers.rank, rows, words, eps,
         NORM=norm is not None, KIND=_kind(x), RANKS=ranks, REGION=region, PROGRAMS=PROGRAMS, BLOCK=block,
         ASM=asm, CONSTRAINTS=constraints, PACK=_PACK, num_warps=warps, **launch(x.device, rows),
     )  # fmt: skip
@@ -80,22 +81,20 @@ def gather_columns(x: torch.Tensor, starts: torch.Tensor, widths: tuple[int, ...
     """
     ranks, region = len(buffers.addresses), buffers.region
     per = 4 // x.element_size()
-    width = sum(widths)
-    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    chunks = blocks_of(max(widths), x.dtype)
+    width, rows = sum(widths), x.shape[0]
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    widest = max(widths) // per
+    block = _BLOCKS[0] if rows * triton.cdiv(widest, _BLOCKS[0]) <= PROGRAMS else min(_BLOCKS[1], region)
+    blocks = triton.cdiv(widest, block)
     asm, constraints = _waiting(1, "word", _PACK, 0)
-    _gather_columns[(x.shape[0], chunks)](
+    _gather_columns[(min(rows * blocks, PROGRAMS),)](
         x, out, starts, buffers.addresses, buffers.addresses[buffers.rank], buffers.count, buffers.stop,
-        buffers.rank, x.shape[1] // per, width // per,
-        PER=per, RANKS=ranks, REGION=region, PROGRAMS=PROGRAMS, BLOCK=CHUNK,
-        ASM=asm, CONSTRAINTS=constraints, PACK=_PACK, num_warps=CHUNK // (32 * _PACK), **launch(x.device, x.shape[0]),
+        buffers.rank, rows * blocks, blocks, x.shape[1] // per, width // per,
+        PER=per, RANKS=ranks, REGION=region, PROGRAMS=PROGRAMS, BLOCK=block,
+        ASM=asm, CONSTRAINTS=constraints, PACK=_PACK, num_warps=min(block // (32 * _PACK), 16),
+        **launch(x.device, rows),
     )  # fmt: skip
     return out
-
-
-def blocks_of(widest: int, dtype: torch.dtype) -> int:
-    """Programs a row that a gather takes where the widest rank has ``widest`` columns."""
-    return triton.cdiv(widest * dtype.itemsize // 4, CHUNK)
 
 
 def _kind(x: torch.Tensor) -> str:
@@ -157,85 +156,91 @@ def _added(kind: str, word: str, low: str, high: str) -> list[str]:
     ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "rows"])
 def _sum_rows(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, addresses, own, count_ptr, stop_ptr, rank, words, eps,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, addresses, own, count_ptr, stop_ptr, rank, rows, words, eps,
     NORM: tl.constexpr, KIND: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    program = tl.program_id(0)
     word = tl.arange(0, BLOCK)
     inside = word < words
     # threads past the end send and await the last word, as the thread that owns it does
     at = tl.minimum(word, words - 1)
+    x32, out32 = x_ptr.to(tl.pointer_type(tl.int32)), out_ptr.to(tl.pointer_type(tl.int32))
+    residual32 = residual_ptr.to(tl.pointer_type(tl.int32))
+    stop = stop_ptr.to(tl.int64) + at.to(tl.int64) * 0
     if NORM:
         weight = tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + at)
     enter(EARLY)
-    number = tl.load(count_ptr + row) + 1
-    line = row.to(tl.int64) * words + at
-    mine = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + line)
-    place = _place(number, row, RANKS, REGION, PROGRAMS)
-    _send(addresses, place + rank * (PROGRAMS * REGION) + at, mine, number, RANKS)
-    if NORM:
-        held = tl.load(residual_ptr.to(tl.pointer_type(tl.int32)) + line)
-    source = own + 8 * (place + at)
-    waited = number + at * 0
-    stop = stop_ptr.to(tl.int64) + at.to(tl.int64) * 0
-    out32 = out_ptr.to(tl.pointer_type(tl.int32))
-    if KIND == "f32":
-        low = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, [source, waited, stop], dtype=tl.float32, is_pure=False, pack=PACK
-        )
+    number = tl.load(count_ptr + program)
+    for row in range(program, rows, PROGRAMS):
+        number += 1
+        line = row * words + at
+        mine = tl.load(x32 + line)
+        place = _place(number, program, RANKS, REGION, PROGRAMS)
+        _send(addresses, place + rank * (PROGRAMS * REGION) + at, mine, number, RANKS)
         if NORM:
-            low += held.to(tl.float32, bitcast=True)
-            tl.store(residual_ptr.to(tl.pointer_type(tl.int32)) + line, low.to(tl.int32, bitcast=True), mask=inside)
-            scale = tl.rsqrt(tl.sum(tl.where(inside, low * low, 0.0)) / words + eps)
-            low = low * scale * weight.to(tl.float32, bitcast=True)
-        tl.store(out32 + line, low.to(tl.int32, bitcast=True), mask=inside)
-    else:
-        low, high = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, [source, waited, stop], dtype=(tl.float32, tl.float32), is_pure=False, pack=PACK
-        )
-        if NORM:
-            total = _packed(low + _low(held, out_ptr), high + _high(held, out_ptr), out_ptr)
-            tl.store(residual_ptr.to(tl.pointer_type(tl.int32)) + line, total, mask=inside)
-            # rounded to the stream's dtype before the statistics, as add_rms_norm does
-            low, high = _low(total, out_ptr), _high(total, out_ptr)
-            scale = tl.rsqrt(tl.sum(tl.where(inside, low * low + high * high, 0.0)) / (2 * words) + eps)
-            normal = _packed(low * scale, high * scale, out_ptr)
-            low = _low(normal, out_ptr) * _low(weight, out_ptr)
-            high = _high(normal, out_ptr) * _high(weight, out_ptr)
-        tl.store(out32 + line, _packed(low, high, out_ptr), mask=inside)
-    tl.debug_barrier()
-    tl.store(count_ptr + row, number)
+            held = tl.load(residual32 + line)
+        source = own + 8 * (place + at)
+        waited = number + at * 0
+        if KIND == "f32":
+            low = tl.inline_asm_elementwise(
+                ASM, CONSTRAINTS, [source, waited, stop], dtype=tl.float32, is_pure=False, pack=PACK
+            )
+            if NORM:
+                low += held.to(tl.float32, bitcast=True)
+                tl.store(residual32 + line, low.to(tl.int32, bitcast=True), mask=inside)
+                scale = tl.rsqrt(tl.sum(tl.where(inside, low * low, 0.0)) / words + eps)
+                low = low * scale * weight.to(tl.float32, bitcast=True)
+            tl.store(out32 + line, low.to(tl.int32, bitcast=True), mask=inside)
+        else:
+            low, high = tl.inline_asm_elementwise(
+                ASM, CONSTRAINTS, [source, waited, stop], dtype=(tl.float32, tl.float32), is_pure=False, pack=PACK
+            )
+            if NORM:
+                total = _packed(low + _low(held, out_ptr), high + _high(held, out_ptr), out_ptr)
+                tl.store(residual32 + line, total, mask=inside)
+                # rounded to the stream's dtype before the statistics, as add_rms_norm does
+                low, high = _low(total, out_ptr), _high(total, out_ptr)
+                scale = tl.rsqrt(tl.sum(tl.where(inside, low * low + high * high, 0.0)) / (2 * words) + eps)
+                normal = _packed(low * scale, high * scale, out_ptr)
+                low = _low(normal, out_ptr) * _low(weight, out_ptr)
+                high = _high(normal, out_ptr) * _high(weight, out_ptr)
+            tl.store(out32 + line, _packed(low, high, out_ptr), mask=inside)
+        # nobody sends the next words before all threads have these
+        tl.debug_barrier()
+    tl.store(count_ptr + program, number)
 
 
-@triton.jit(do_not_specialize=["rank", "words"])
+@triton.jit(do_not_specialize=["rank", "items", "blocks", "words"])
 def _gather_columns(
-    x_ptr, out_ptr, starts_ptr, addresses, own, count_ptr, stop_ptr, rank, words, width,
+    x_ptr, out_ptr, starts_ptr, addresses, own, count_ptr, stop_ptr, rank, items, blocks, words, width,
     PER: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(0), tl.program_id(1)
-    program = row * tl.num_programs(1) + block
+    program = tl.program_id(0)
     word = tl.arange(0, BLOCK)
-    at = block * BLOCK + word
-    enter(EARLY)
-    number = tl.load(count_ptr + program) + 1
-    mine = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * words + at, mask=at < words, other=0)
-    place = _place(number, program, RANKS, REGION, PROGRAMS)
-    _send(addresses, place + rank * (PROGRAMS * REGION) + word, mine, number, RANKS)
-    waited = number + word * 0
+    x32, out32 = x_ptr.to(tl.pointer_type(tl.int32)), out_ptr.to(tl.pointer_type(tl.int32))
     stop = stop_ptr.to(tl.int64) + word.to(tl.int64) * 0
-    for other in tl.static_range(RANKS):
-        source = own + 8 * (place + other * (PROGRAMS * REGION) + word)
-        found = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, [source, waited, stop], dtype=tl.int32, is_pure=False, pack=PACK
-        )
-        first, last = tl.load(starts_ptr + other) // PER, tl.load(starts_ptr + other + 1) // PER
-        target = out_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * width + first + at
-        tl.store(target, found, mask=at < last - first)
-    tl.debug_barrier()
+    enter(EARLY)
+    number = tl.load(count_ptr + program)
+    for item in range(program, items, PROGRAMS):
+        number += 1
+        row = item // blocks
+        at = item % blocks * BLOCK + word
+        mine = tl.load(x32 + row * words + at, mask=at < words, other=0)
+        place = _place(number, program, RANKS, REGION, PROGRAMS)
+        _send(addresses, place + rank * (PROGRAMS * REGION) + word, mine, number, RANKS)
+        waited = number + word * 0
+        for other in tl.static_range(RANKS):
+            source = own + 8 * (place + other * (PROGRAMS * REGION) + word)
+            found = tl.inline_asm_elementwise(
+                ASM, CONSTRAINTS, [source, waited, stop], dtype=tl.int32, is_pure=False, pack=PACK
+            )
+            first, last = tl.load(starts_ptr + other) // PER, tl.load(starts_ptr + other + 1) // PER
+            tl.store(out32 + row * width + first + at, found, mask=at < last - first)
+        tl.debug_barrier()
     tl.store(count_ptr + program, number)
 
 
