@@ -143,7 +143,7 @@ class Loop:
             crew.close()
             raise
         loop.runner.crew = crew
-        loop._end = weakref.finalize(loop, crew.close)
+        loop._end = weakref.finalize(loop, _close, crew, loop.runner)
         return loop
 
     @classmethod
@@ -375,6 +375,12 @@ class Loop:
         else:
             free = memory.free_on_cpu(mesh.size)
         return memory.page_count(model.kv, self.kv_dtype, config, self.max_model_len, free, held, mesh)  # type: ignore[arg-type]
+
+
+def _close(crew: Crew, runner: Runner) -> None:
+    """Graphs go first: a communicator that one of them has recorded waits for it."""
+    runner.graphs = None
+    crew.close()
 
 
 def mixed_tokens(weight_bytes: int) -> int:
