@@ -1,0 +1,112 @@
+"""Times decode steps of a model shape on the GPU by how their tokens are chosen.
+
+    python benchmarks/sampling.py qwen-7b [--batch 1,64] [--context 128] [--save FILE.jsonl]
+
+Each row of a batch asks for top-k 50 and top-p 0.9 at temperature 0.8. ``greedy``: argmax, in the step's graph.
+``drawn``: ``ops.sample``, in the graph. ``sorted``: the logits leave the graph, and the vocabulary is sorted behind it.
+All are timed in turn, round by round; the median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.make_checkpoint import SHAPES  # noqa: E402
+from benchmarks.step import make_step, random_model  # noqa: E402
+from modelmill.nn.step import Step  # noqa: E402
+from modelmill.ops.clock import in_turn, recorded  # noqa: E402
+from modelmill.ops.sample import case  # noqa: E402
+
+
+def by_sort(logits: torch.Tensor, how: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Top-k, top-p and a draw as they are usually written."""
+    logits = logits / how["temperature"][:, None]
+    kth = logits.topk(50, dim=-1).values[:, -1:]
+    logits = logits.masked_fill(logits < kth, float("-inf"))
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    likely = values.softmax(-1)
+    out = likely.cumsum(-1) - likely >= how["top_p"][:, None]
+    logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).scatter_(1, order, out), float("-inf"))
+    running = logits.softmax(-1).cumsum(-1)
+    target = how["noise"].float()[:, None] * running[:, -1:]
+    return torch.searchsorted(running, target, right=True)[:, 0]
+
+
+def asked(batch: int, vocab: int) -> dict[str, torch.Tensor]:
+    """How every row is drawn."""
+    how = case(batch, vocab, "cuda", how=0).args
+    del how["logits"]
+    how["min_p"].zero_()
+    return how
+
+
+def ways(model: nn.Module, step: Step, how: dict[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """A step of each way, ready to be timed while the caller holds what the graphs read."""
+    ops = step.ops
+    held: list[torch.Tensor] = []
+
+    def leave() -> None:
+        held[:] = [model(step)]
+
+    inside = {
+        "greedy by torch": lambda: model(step).argmax(-1),
+        "greedy": lambda: ops.argmax(model(step)),
+        "drawn": lambda: ops.sample(model(step), **how),
+        "logits": leave,
+    }
+    graphs: dict[str, Callable[[], Any]] = {}
+    for name, call in inside.items():
+        call()  # compiles
+        graphs[name] = recorded(call)
+    logits, outside = held[0], graphs["logits"]
+
+    def then_sorted() -> torch.Tensor:
+        outside()
+        return by_sort(logits, how)
+
+    return {**graphs, "sorted": then_sorted}
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("--batch", default="1,64")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    model = random_model(options.shape)
+    stamp = {
+        "command": "python benchmarks/sampling.py " + " ".join(sys.argv[1:]), "shape": options.shape, "unit": "ms",
+        "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    for batch in map(int, options.batch.split(",")):
+        step = make_step(model, batch, 1, options.context)
+        how = asked(batch, int(model.config.vocab))  # type: ignore[union-attr, arg-type]
+        calls = ways(model, step, how)
+        for name, seconds in zip(calls, in_turn(list(calls.values()), 15, 4, "cuda"), strict=True):
+            found = {"batch": batch, "context": options.context, "chosen": name}
+            row = {"figure": "step.sampled_ms", **found, "value": round(statistics.median(seconds) * 1e3, 3)}
+            print(json.dumps(row), flush=True)
+            if options.save:
+                with options.save.open("a") as file:
+                    file.write(json.dumps(row | stamp) + "\n")
+
+
+if __name__ == "__main__":
+    main()
