@@ -4,6 +4,7 @@
 // register-blocked panel product, and read once for all query rows (and all query heads that share a KV head).
 #pragma once
 #include <limits>
+#include <type_traits>
 
 #include "simd.h"
 #include "threads.h"
@@ -50,13 +51,14 @@ __attribute__((noinline)) static void product(float* c, int64_t ldc, const float
     for (; n < cols; n += W) panel_rows<1>(c + n, ldc, a, lda, b + n, ldb, rows, k, accumulate);
 }
 
-// The cache of one layer. C: its element type.
+// The cache of one layer. C: its element type; int8_t with a scale for each token and head.
 template <class C> struct Pages {
     const C *k, *v;
     int64_t kv_heads, page_size, dim;
-    const C* at(const C* base, const int32_t* table, int64_t kv_head, int64_t key) const {
+    const float *k_scale = nullptr, *v_scale = nullptr;
+    int64_t place(const int32_t* table, int64_t kv_head, int64_t key) const {
         const int64_t page = table[key / page_size];
-        return base + ((page * kv_heads + kv_head) * page_size + key % page_size) * dim;
+        return (page * kv_heads + kv_head) * page_size + key % page_size;
     }
 };
 
@@ -81,10 +83,17 @@ struct Workspace {
 template <class C>
 __attribute__((noinline)) void gather(const Workspace& w, const Pages<C>& pages, const int32_t* table, int64_t kv_head, int64_t first,
                    int64_t count) {
+    constexpr bool kScaled = std::is_same_v<C, int8_t>;
     const C *rows_k[kTile], *rows_v[kTile];
+    float scale_k[kTile] = {}, scale_v[kTile];
     for (int64_t j = 0; j < count; j++) {
-        rows_k[j] = pages.at(pages.k, table, kv_head, first + j);
-        rows_v[j] = pages.at(pages.v, table, kv_head, first + j);
+        const int64_t place = pages.place(table, kv_head, first + j);
+        rows_k[j] = pages.k + place * pages.dim;
+        rows_v[j] = pages.v + place * pages.dim;
+        if constexpr (kScaled) {
+            scale_k[j] = pages.k_scale[place];
+            scale_v[j] = pages.v_scale[place];
+        }
     }
     const int64_t columns = (count + W - 1) / W * W;
     each(pages.dim, [&](int64_t i, int c) {
@@ -92,9 +101,15 @@ __attribute__((noinline)) void gather(const Workspace& w, const Pages<C>& pages,
             vf square[W];
             for (int l = 0; l < W; l++) square[l] = j + l < count ? take(rows_k[j + l] + i, c) : zero();
             transpose(square);
+            if constexpr (kScaled)
+                for (int l = 0; l < c; l++) square[l] = mul(square[l], load(scale_k + j));
             for (int l = 0; l < c; l++) store(w.keys + (i + l) * kTile + j, square[l]);
         }
-        for (int64_t j = 0; j < count; j++) store(w.values + j * w.width + i, take(rows_v[j] + i, c));
+        for (int64_t j = 0; j < count; j++) {
+            vf v = take(rows_v[j] + i, c);
+            if constexpr (kScaled) v = mul(v, set1(scale_v[j]));
+            store(w.values + j * w.width + i, v);
+        }
     });
 }
 

@@ -133,21 +133,24 @@ void run(const Call& c, T* out, const T* q, const mill::Pages<C>& pages) {
 
 }  // namespace
 
-// Shapes as in ops/paged_attention.py; window 0 for none. The cache has its own dtype.
+// Shapes as in ops/paged_attention.py; window 0 for none. The cache has its own dtype, or is of int8 where scales are given.
 extern "C" void paged_attention(void* out, const void* q, const void* k_cache, const void* v_cache,
                                 const int32_t* tables, const int32_t* starts, const int32_t* contexts,
-                                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t page_size, int64_t dim,
-                                int64_t table_stride, int64_t window, double scale, int dtype, int cache_dtype) {
+                                const float* k_scale, const float* v_scale, int64_t sequences, int64_t heads,
+                                int64_t kv_heads, int64_t page_size, int64_t dim, int64_t table_stride, int64_t window,
+                                double scale, int dtype, int cache_dtype) {
     const mill::BesideTorch team(mill::torch_multiplies(starts[sequences], dtype));
     const Call c{tables, starts, contexts, sequences, heads, kv_heads, dim, table_stride, window,
                  static_cast<float>(scale)};
     mill::by_dtype(dtype, [&](auto* type) {
-        mill::by_dtype(cache_dtype, [&](auto* cache_type) {
-            using T = std::remove_pointer_t<decltype(type)>;
+        using T = std::remove_pointer_t<decltype(type)>;
+        const auto serve_from = [&](auto* cache_type) {
             using C = std::remove_pointer_t<decltype(cache_type)>;
             const mill::Pages<C> pages{static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), kv_heads,
-                                       page_size, dim};
+                                       page_size, dim, k_scale, v_scale};
             run(c, static_cast<T*>(out), static_cast<const T*>(q), pages);
-        });
+        };
+        if (k_scale) serve_from(static_cast<int8_t*>(nullptr));
+        else mill::by_dtype(cache_dtype, serve_from);
     });
 }

@@ -33,11 +33,11 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference, which also serves caches with gaps and index tensors other than packed int32."""
+    """As the reference, which also serves fp8 pages, caches with gaps and index tensors other than packed int32."""
     dtype = q.dtype
     if (
         dtype not in _DTYPES
-        or k_cache.dtype not in _DTYPES
+        or not _held(k_cache.dtype, k_scale, v_scale)
         or v_cache.dtype is not k_cache.dtype
         or not (k_cache.is_contiguous() and v_cache.is_contiguous())
         or not (_packed(block_tables) and _packed(query_start) and _packed(context_lens))
@@ -57,6 +57,8 @@ def run(
         block_tables.data_ptr(),
         query_start.data_ptr(),
         context_lens.data_ptr(),
+        None if k_scale is None else k_scale.data_ptr(),
+        None if v_scale is None else v_scale.data_ptr(),
         sequences,
         heads,
         kv_heads,
@@ -66,9 +68,18 @@ def run(
         window or 0,
         scale,
         _DTYPES[dtype],
-        _DTYPES[k_cache.dtype],
+        _DTYPES.get(k_cache.dtype, 0),
     )
     return out
+
+
+def _held(dtype: torch.dtype, *scales: torch.Tensor | None) -> bool:
+    """Whether pages are of a dtype that the kernel reads: 16 or 32 bits, or int8 with packed scales."""
+    if all(scale is None for scale in scales):
+        return dtype in _DTYPES
+    return dtype is torch.int8 and all(
+        scale is not None and scale.dtype is torch.float32 and scale.is_contiguous() for scale in scales
+    )
 
 
 def _packed(tensor: torch.Tensor) -> bool:
@@ -77,9 +88,9 @@ def _packed(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 7 + "q" * 7 + "dii")
+    return build.function("paged_attention", "p" * 9 + "q" * 7 + "dii")
 
 
 @functools.cache
 def _long_kernel() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 7 + "q" * 7 + "dii", long=True)
+    return build.function("paged_attention", "p" * 9 + "q" * 7 + "dii", long=True)
