@@ -65,10 +65,10 @@ def test_without_a_peer_the_newest_row_counts_and_the_oldest_was_first() -> None
     )
     assert line.ours is not None
     assert line.first is not None
-    assert (line.ours.value, line.first.value, line.peers) == (3.7, 4.2, {})
+    assert (line.ours.value, line.first.value, line.beside, line.peers) == (3.7, 4.2, None, {})
 
 
-def test_peers_come_from_the_run_of_ours_and_runs_with_a_peer_first() -> None:
+def test_peers_come_from_the_newest_run_that_has_both_and_ours_from_the_newest() -> None:
     rows = [
         table("modelmill", 3.8, "a", "05"), table("vLLM", 4.9, "a", "05"),
         table("modelmill", 3.6, "b", "06"), table("vLLM", 4.8, "b", "06"),
@@ -76,8 +76,8 @@ def test_peers_come_from_the_run_of_ours_and_runs_with_a_peer_first() -> None:
     ]  # fmt: skip
     line = line_of("decode-1x128", [*rows, bench(3.4, "09")])
     assert line.ours is not None
-    assert line.ours.value == 3.6
-    assert line.peers["vLLM"].value == 4.8
+    assert line.beside is not None
+    assert (line.ours.value, line.beside.value, line.peers["vLLM"].value) == (3.5, 3.6, 4.8)
 
 
 def test_runs_with_other_options_are_other_figures() -> None:
@@ -109,7 +109,7 @@ def test_a_speed_line_shows_target_spread_peer_and_ratio() -> None:
     line = next(line for line in tables.speed(rows) if "prompt 128 |" in line)
     assert line == (
         "| decode, batch 1, prompt 128 | ms/token | 3.34 | 3.8 | 4.20 | **3.70** (3.60 … 3.80) | reached "
-        "| vLLM 0.25.1: 4.84 (4.74 … 4.94) | **1.31** |"
+        "| ours 3.70, vLLM 0.25.1 4.84 (4.74 … 4.94) | **1.31** |"
     )
     missed = next(line for line in tables.speed([bench(4.2, "01")]) if "prompt 128 |" in line)
     assert "| missed |" in missed
@@ -119,6 +119,21 @@ def test_a_speed_line_shows_target_spread_peer_and_ratio() -> None:
 def test_ratios_are_of_one_run_only() -> None:
     rows = [table("vLLM", 4.84, "other", "05"), table("modelmill", 3.7, "b", "06")]
     assert not any("vLLM" in line for line in tables.speed(rows))
+
+
+def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
+    decode = {"figure": "step.decode_ms", "batch": 1, "context": 128}
+    total = {"figure": "sum.us", "tokens": 1, "width": 4096}
+    rows = [
+        {**decode, "tp": 1, "value": 3.6}, {**decode, "tp": 2, "value": 2.4}, {**decode, "value": 9.9},
+        {**total, "tp": 2, "value": 2.86, "nccl_us": 11.3},
+    ]  # fmt: skip
+    assert tables.gpus(rows) == [
+        "| work | 1 GPU | 2 GPUs |",
+        "|---|---|---|",
+        "| one step, a graph, batch 1, 128 tokens held, ms | 3.60 | 2.40 (**1.50** ×) |",
+        "| a sum over the ranks with residual and norm, 1 × 4096 bfloat16, µs (NCCL and a norm) |  | **2.86** (11.3) |",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "kernels": ("h200", lambda rows: tables.bars(plots.fractions(rows), ("kernel and case", "share of copy"))),
     "products": ("h200", lambda rows: tables.bars(plots.rates(rows), ("kernel and case", "TFLOP/s"))),
     "ideas": ("h200", lambda rows: tables.bars(plots.states(rows), ("state of the code", "time"))),
+    "gpus": ("h200", tables.gpus),
     "cpu": ("cpu", tables.cpu),
 }
 _MARK = re.compile(r"^\{\{ *(table|plot) +(\w+) *\}\}$", re.MULTILINE)

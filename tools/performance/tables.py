@@ -10,30 +10,39 @@ from tools.performance.rows import Line, Measured, Pair, Row, cpu_groups, line_o
 
 
 def speed(rows: Sequence[Row]) -> list[str]:
-    """Every line of the speed targets: floor, must, first, now, and the peer of the same run."""
-    head = ["| work | unit | floor | must | first measured | ours now | | peer, same run | × ours |"]
+    """Every line of the speed targets that was measured: floor, must, first, now, and a run beside a peer."""
+    head = ["| work | unit | floor | must | first measured | ours now | | in one run with a peer | × ours |"]
     lines = [*head, "|---|---|---|---|---|---|---|---|---|"]
     for work, target in TARGETS.items():
-        lines.append("| " + " | ".join(_speed_cells(target, line_of(work, rows))) + " |")
+        line = line_of(work, rows)
+        if line.ours is not None:
+            lines.append("| " + " | ".join(_speed_cells(target, line.ours, line)) + " |")
     return lines
 
 
-def _speed_cells(target: Target, line: Line) -> list[str]:
-    ours, first = line.ours, line.first
-    same = first is None or ours is None or first.row["date"] == ours.row["date"]
+def _speed_cells(target: Target, ours: Measured, line: Line) -> list[str]:
     floor = "–" if target.floor is None else f"{target.floor:g}"
-    cells = [target.title, target.unit, floor, f"{target.must:g}", "–" if same else number(first.value)]  # type: ignore[union-attr]
-    if ours is None:
-        return [*cells, "not measured", "", "–", ""]
+    first = "–" if line.first is None or line.first.row["date"] == ours.row["date"] else number(line.first.value)
     reached = "dream" if ours.value <= target.dream else "reached" if ours.value <= target.must else "missed"
+    cells = [
+        target.title,
+        target.unit,
+        floor,
+        f"{target.must:g}",
+        first,
+        f"**{number(ours.value)}**{_range(ours)}",
+        reached,
+    ]
+    if line.beside is None:
+        return [*cells, "–", ""]
     peers = [f"{_named(name, each)} {spread(each)}" for name, each in line.peers.items()]
-    ratios = [f"**{each.value / ours.value:.2f}**" for each in line.peers.values()]
-    return [*cells, f"**{number(ours.value)}**{_range(ours)}", reached, "; ".join(peers) or "–", ", ".join(ratios)]
+    ratios = [f"**{each.value / line.beside.value:.2f}**" for each in line.peers.values()]
+    return [*cells, f"ours {number(line.beside.value)}, {', '.join(peers)}", ", ".join(ratios)]
 
 
 def _named(name: str, measured: Measured) -> str:
     version = measured.row.get("versions", {}).get(name.lower())
-    return f"{name} {version}:" if version else f"{name}:"
+    return f"{name} {version}" if version else name
 
 
 def spread(measured: Measured) -> str:
@@ -63,9 +72,10 @@ def conditions(rows: Sequence[Row]) -> list[str]:
         ours = line_of(work, rows).ours
         if ours is not None:
             row = ours.row
+            said = f" ({row['note']})" if "note" in row else ""
             versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if name != "numpy")
             told = f"`{row['command']}`, {row['device']}, {versions}, {row['date'][:16].replace('T', ' ')} UTC"
-            found.setdefault(told, []).append(target.title)
+            found.setdefault(told, []).append(target.title + said)
     return [f"* {told}: {'; '.join(titles)}" for told, titles in found.items()]
 
 
@@ -96,3 +106,37 @@ def _cpu_cells(pair: Pair) -> list[str]:
     old = ["–", ""] if before is None else [f"{before['ours']:.0f}", f"{before['ratio']:.2f}"]
     reached = "reached" if now["ratio"] >= must else "missed"
     return [*old, f"{now['ours']:.0f}", f"**{now['ratio']:.2f}**", f"{must:g}", reached]
+
+
+_ON_GPUS = {
+    "step.decode_ms": "one step, a graph, batch {batch}, {context} tokens held, ms",
+    "loop.decode_ms": "through the loop, batch {batch}, prompt {context}, ms/step",
+    "step.prefill_ms": "first step, batch {batch}, {tokens} tokens, ms",
+    "sum.us": "a sum over the ranks with residual and norm, {tokens} × {width} bfloat16, µs (NCCL and a norm)",
+    "gather.us": "{tokens} × {width} logits in bfloat16 on every rank, µs (NCCL)",
+}
+
+
+def gpus(rows: Sequence[Row]) -> list[str]:
+    """Figures of ``benchmarks/ranks.py`` by the number of GPUs, with what they are of one GPU's."""
+    found: dict[str, dict[int, Row]] = {}
+    measured = [row for row in rows if "tp" in row]
+    for figure, title in _ON_GPUS.items():
+        for row in (row for row in measured if row["figure"] == figure):
+            found.setdefault(title.format_map(row), {})[row["tp"]] = row
+    counts = sorted({count for each in found.values() for count in each})
+    names = ["1 GPU" if count == 1 else f"{count} GPUs" for count in counts]
+    lines = ["| work | " + " | ".join(names) + " |", "|---" * (len(counts) + 1) + "|"]
+    for title, each in found.items():
+        cells = [_gpu_cell(each.get(count), each.get(1)) for count in counts]
+        lines.append("| " + " | ".join([title, *cells]) + " |")
+    return lines
+
+
+def _gpu_cell(row: Row | None, alone: Row | None) -> str:
+    if row is None:
+        return ""
+    if "nccl_us" in row:
+        return f"**{number(row['value'])}** ({number(row['nccl_us'])})"
+    ratio = "" if alone is None or alone is row else f" (**{alone['value'] / row['value']:.2f}** ×)"
+    return number(row["value"]) + ratio
