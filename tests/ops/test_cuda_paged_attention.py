@@ -97,7 +97,7 @@ def test_ragged_batches_with_history(dtype: torch.dtype, dim: int, heads: tuple[
 @pytest.mark.parametrize("queries", [17, 63, 64, 65, 127, 128, 129, 255, 257])
 @pytest.mark.parametrize("history", [0, 1, 15, 16, 127, 128])
 def test_every_edge_of_a_tile(queries: int, history: int) -> None:
-    _check(_arguments([(queries, queries + history), (66, 66)]))
+    _check(_arguments([(queries, queries + history), (130, 130)]))
 
 
 @pytest.mark.gpu
@@ -115,7 +115,7 @@ def test_windows(window: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "lengths", [[(30, 30), (5, 0), (70, 131), (1, 0)], [(0, 50), (70, 70), (0, 0), (2, 2)]], ids=str
+    "lengths", [[(30, 30), (5, 0), (130, 131), (1, 0)], [(0, 50), (130, 130), (0, 0), (2, 2)]], ids=str
 )
 def test_padding_and_absent_sequences(lengths: list[tuple[int, int]]) -> None:
     _check(_arguments(lengths))
@@ -124,7 +124,7 @@ def test_padding_and_absent_sequences(lengths: list[tuple[int, int]]) -> None:
 @pytest.mark.gpu
 def test_many_sequences() -> None:
     _check(_arguments([(1 + i * 37 % 90, 1 + i * 37 % 90 + i * 53 % 300) for i in range(600)], 2, 1))
-    _check(_arguments([(17 + i % 3, 20 + i % 50) for i in range(variant.MOST_SEQUENCES)], 2, 2, dim=64))
+    _check(_arguments([(66 + i % 3, 70 + i % 50) for i in range(variant.MOST_SEQUENCES)], 2, 2, dim=64))
 
 
 @pytest.mark.gpu
@@ -140,15 +140,16 @@ def test_single_queries_of_a_mixed_step_may_come_from_elsewhere() -> None:
 
 @pytest.mark.gpu
 def test_what_it_does_not_serve_is_refused() -> None:
-    args = _arguments([(20, 20), (60, 70)])
+    args = _arguments([(20, 20), (140, 150)])
     assert variant.supports(**args)
     eight = args["k_cache"].nan_to_num().to(torch.float8_e4m3fn)
     for change in (
         {"max_query": 1},
+        {"max_query": 64},
         {"k_cache": eight, "v_cache": eight},
         {"q": args["q"].float()},
-        {"q": args["q"][:60]},  # few tokens: the launch takes longer than all else
-        {"q": args["q"].new_empty(80 * 4 * 128 + 1)[1:].view(80, 4, 128)},  # not at 16 bytes
+        {"q": args["q"][:120]},  # few tokens: the launch takes longer than all else
+        {"q": args["q"].new_empty(160 * 4 * 128 + 1)[1:].view(160, 4, 128)},  # not at 16 bytes
         {"k_cache": args["k_cache"].transpose(1, 2), "v_cache": args["v_cache"].transpose(1, 2)},
         {"block_tables": args["block_tables"].long()},
     ):

@@ -16,8 +16,8 @@ from modelmill.ops.cuda import build, launch
 
 LOG2E = 1.4426950408889634
 SHARES = True
-FEW_QUERIES = 16  # up to here a tile of 128 would be almost empty
-FEW_TOKENS = 64  # up to here starting the copies takes longer than all else
+FEW_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
+FEW_TOKENS = 128  # up to here starting the copies takes longer than all else
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of paged_attention.cu.
 QUERIES, KEYS, STAGES, THREADS = 128, 128, 2, 384
