@@ -30,8 +30,7 @@ def main() -> None:
             count += 1
 
         def call() -> int:
-            for request in requests:
-                loop.add(request)
+            loop.add_all(requests)  # together, as LLM.generate hands them in: longest answer first
             tokens = ended = 0
             while ended < len(requests):
                 for token in loop.step():

@@ -143,6 +143,13 @@ def test_numbers_have_three_digits_that_count(value: float, text: str) -> None:
     assert tables.number(value) == text
 
 
+def test_a_figure_just_above_its_target_does_not_look_like_it() -> None:
+    row = bench(29.015, "01", figure="throughput.seconds", command="modelmill bench throughput --trace t.csv")
+    assert "| 29 | – | **29.02** | missed |" in tables.speed([row])[2]
+    assert "| **28.9** | dream |" not in tables.speed([row | {"value": 28.94}])[2]
+    assert "| **28.9** | reached |" in tables.speed([row | {"value": 28.94}])[2]
+
+
 def test_the_newest_row_of_each_kernel_counts_and_references_are_left_out() -> None:
     rows = [op("1x2", "triton", 0.5), op("1x2", "torch", 0.9), op("1x2", "triton", 0.8), op("1x2", "cuda", 0.9)]
     assert [row["fraction"] for row in kernels(rows)] == [0.8, 0.9]

@@ -38,7 +38,8 @@ def speed(rows: Sequence[Row]) -> Bars:
             values["floor"] = target.floor / target.must
         if line.first is not None and line.first is not line.ours and line.first.row["date"] != line.ours.row["date"]:
             values["first"] = line.first.value / target.must
-        values |= {name: each.value / target.must for name, each in line.peers.items() if name in _COLOURS}
+        if line.beside is not None:
+            values |= {name: each.value / target.must for name, each in line.peers.items() if name in _COLOURS}
         found.append((target.title, values))
     return found
 

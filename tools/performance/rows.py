@@ -48,29 +48,32 @@ class Measured:
 class Line:
     """What is known of one line of the speed table.
 
-    ours: the newest; first: the oldest. peers: by name, from the same run and by the same statistic as ours.
+    ours: the newest; first: the oldest. beside, peers: ours and others from the newest run that has both, measured by
+    the same statistic.
     """
 
     ours: Measured | None
     first: Measured | None
+    beside: Measured | None
     peers: Mapping[str, Measured]
 
 
 def line_of(work: str, rows: Sequence[Row]) -> Line:
-    """The line of a work of ``benchmarks/targets.py``. Runs beside a peer come before newer ones without."""
+    """The line of a work of ``benchmarks/targets.py``. Rows of ``table.py`` come before ``modelmill bench``."""
     tables = [row for row in rows if row.get("bench") == "table" and row["work"] == work and "layers" not in row]
-    benches = [row for row in rows if _benched(work, row)]
-    runs = {row["run"]: row["date"] for row in tables if row["subject"] == OURS}
-    paired = {row["run"] for row in tables if row["subject"] != OURS and row["run"] in runs}
-    wanted = [(run in paired, date, run) for run, date in runs.items()]
     mine = [row for row in tables if row["subject"] == OURS]
-    first = min([*mine, *benches], key=lambda row: row["date"], default=None)
-    if not wanted:
-        newest = max(benches, key=lambda row: row["date"], default=None)
-        return Line(_maybe(newest), _maybe(first), {})
-    run = max(wanted)[2]
-    of_run = {row["subject"]: Measured.of(row) for row in tables if row["run"] == run}
-    return Line(of_run.pop(OURS), _maybe(first), of_run)
+    benches = [row for row in rows if _benched(work, row)]
+    first = min([*mine, *benches], key=_date, default=None)
+    ours = max(mine or benches, key=_date, default=None)
+    others = {row["run"] for row in tables if not str(row["subject"]).startswith(OURS)}
+    beside = max((row for row in mine if row["run"] in others), key=_date, default=None)
+    run = None if beside is None else beside["run"]
+    peers = {row["subject"]: Measured.of(row) for row in tables if row["run"] == run and row["subject"] != OURS}
+    return Line(_maybe(ours), _maybe(first), _maybe(beside), peers)
+
+
+def _date(row: Row) -> str:
+    return str(row["date"])
 
 
 def _maybe(row: Row | None) -> Measured | None:
@@ -107,7 +110,8 @@ def newest(rows: Iterable[Row], *keys: str) -> list[Row]:
 
 def kernels(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each op, case, type and variant, references left out."""
-    ops = [row for row in rows if row.get("bench") == "op" and row["variant"] != "torch"]
+    timed = [row for row in rows if "op" in (row.get("bench"), row.get("figure")) and "variant" in row]
+    ops = [row for row in timed if row["variant"] != "torch"]
     return newest(ops, "op", "dtype", "case", "variant")
 
 
@@ -122,9 +126,9 @@ def ideas(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def what(row: Row) -> str:
     """The work of a row with a state, in words."""
-    if "context" in row:
+    if "batch" in row and "context" in row:
         return f"decode, batch {row['batch']}, context {row['context']:,}"
-    if "tokens" in row:
+    if "batch" in row and "tokens" in row:
         return f"prefill, batch {row['batch']}, {row['tokens']:,} tokens"
     if row.get("op"):
         return " ".join(str(row[key]) for key in ("op", "dtype", "case") if key in row)

@@ -65,6 +65,12 @@ def number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
+def _beside(value: float, must: float) -> str:
+    """The number, with a digit more where it would look like what must be reached and is not."""
+    text = number(value)
+    return f"{value:.4g}" if value != must and float(text.replace(",", "")) == must else text
+
+
 def conditions(rows: Sequence[Row]) -> list[str]:
     """The runs that the speed table's newest figures come from: command, device, versions, date."""
     found: dict[str, list[str]] = {}
@@ -74,7 +80,7 @@ def conditions(rows: Sequence[Row]) -> list[str]:
             row = ours.row
             said = f" ({row['note']})" if "note" in row else ""
             versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if name != "numpy")
-            told = f"`{row['command']}`, {row['device']}, {versions}, {row['date'][:16].replace('T', ' ')} UTC"
+            told = f"`{row['command']}`, {row['device']}, {versions}, {row['date'][:10]}"
             found.setdefault(told, []).append(target.title + said)
     return [f"* {told}: {'; '.join(titles)}" for told, titles in found.items()]
 
