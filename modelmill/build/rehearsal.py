@@ -22,11 +22,14 @@ import modelmill
 from modelmill.artifact.tuning import StoredTuning
 from modelmill.build.plan import Plan
 from modelmill.build.tuning import Outcome, Product, Race, search
+from modelmill.core import log
 from modelmill.nn.step import Step
 from modelmill.nn.trial import draw_weights, trial_step
 from modelmill.ops import shelf
 from modelmill.ops.clock import in_turn, recorded
 from modelmill.ops.tuning import Choices, Key, Tuning, key_text
+
+_log = log.get(__name__)
 
 LEAST_BYTES = 64 << 20  # a smaller model lives in the cache, and its steps are launches
 LAYER_BYTES = 3 << 30  # drawn at least: weights come from memory, and the head is no larger part than it will be
@@ -50,13 +53,18 @@ def why_not(plan: Plan) -> str | None:
 
 @torch.inference_mode()
 def tune(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> StoredTuning | None:
-    """Launch sizes for the GPU of this machine; None where ``why_not`` says so or memory is short. At most ~30 s."""
+    """Launch sizes for the GPU of this machine; None where ``why_not`` says so. At most some 30 s.
+
+    Whatever goes wrong (memory, a weight that cannot be drawn) is logged and means None: an engine without tuned sizes
+    is a good engine, and no build fails for want of them.
+    """
     if why_not(plan) is not None:
         return None
     began = time.perf_counter()
     try:
         outcomes = _outcomes(plan, began + LIMIT_S, progress)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        _log.warning("nothing was tuned: %s", " ".join(str(error).split()) or type(error).__name__)
         return None
     finally:
         torch.cuda.empty_cache()

@@ -112,7 +112,7 @@ def _tuned(plan: Plan, args: Args) -> StoredTuning | None:
         return None
     found = read_tuning(args.output, torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if found is None:
-        note(why_not(plan) or "too little memory was free to tune: the engine runs with default launch sizes")
+        note(why_not(plan) or "not tuned: the engine runs with default launch sizes")
     return found
 
 
@@ -183,13 +183,39 @@ def show_acceptance(report: dict[str, Any]) -> None:
             ("compared", f"{len(report.get('layers', []))} modules, {logits.get('tokens')} tokens" if logits else None),
             ("next tokens", agreed if logits else None),
             ("perplexity", perplexity if logits else None),
+            ("mean KL to the checkpoint", logits.get("mean_kl")),
+            ("next tokens as the checkpoint's", _share(logits.get("agreement"))),
+            ("size", size(report["bytes"]) if "bytes" in report else None),
         ],
         title="Acceptance",
     )
+    show_recipe(report.get("recipe") or [])
     rows = worst_by_module(report.get("layers", []))
     columns = ("module", "worst at", "max abs", "mean abs", "median abs", "cosine", "tolerance", "within")
     keys = ("module", "name", "max_abs", "mean_abs", "median_abs", "cosine", "tolerance", "ok")
     table(columns, [[row.get(key) for key in keys] for row in rows])
+
+
+def show_recipe(told: list[dict[str, Any]]) -> None:
+    """What a calibrated recipe did to each layer: errors of its outputs before (plain rounding) and after."""
+    if not told:
+        return
+    layers: dict[int, list[dict[str, Any]]] = {}
+    for each in told:
+        layers.setdefault(each["layer"], []).append(each)
+    columns = ["layer", *(each["module"] for each in next(iter(layers.values()))), "bits", "outlier channels"]
+    rows = []
+    for layer, matrices in layers.items():
+        errors = [f"{100 * each['before']:.2g} → {100 * each['after']:.2g} %" for each in matrices]
+        worst = max(matrices, key=lambda each: each["outliers"][0][1])
+        channels = ", ".join(f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2])
+        bits = sum(each["bits"] for each in matrices) / len(matrices)
+        rows.append([layer, *errors, f"{bits:.3g}", f"{worst['module']}: {channels}"])
+    table(columns, rows, title="Errors of outputs on the calibration inputs, rounded to nearest → as held")
+
+
+def _share(value: Any) -> str | None:
+    return f"{100 * value:.1f} %" if isinstance(value, float) else None
 
 
 def worst_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:

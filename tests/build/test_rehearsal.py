@@ -50,6 +50,19 @@ def test_a_tiny_model_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert "MiB" in str(rehearsal.why_not(small))
 
 
+def test_no_build_fails_for_want_of_tuning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*rest: Any) -> None:
+        raise KeyError("no such kind of weight")
+
+    monkeypatch.setattr(rehearsal, "why_not", lambda plan: None)
+    monkeypatch.setattr(rehearsal, "_outcomes", broken)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert rehearsal.tune(plan(folder, target="cpu")) is None
+    assert [record.message for record in caplog.records] == ["nothing was tuned: 'no such kind of weight'"]
+
+
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     choices = {"linear": {(8, 64, 128, torch.bfloat16): (16, 64, 128, 4, 4)}}
     outcomes = {1: Outcome({}, 1e-3, 1e-3), 8: Outcome(choices, 2e-3, 1.5e-3, 2)}
