@@ -30,7 +30,7 @@ def _speed_cells(target: Target, ours: Measured, line: Line) -> list[str]:
         floor,
         f"{target.must:g}",
         first,
-        f"**{number(ours.value)}**{_range(ours)}",
+        f"**{_beside(ours.value, target.must)}**{_range(ours)}",
         reached,
     ]
     if line.beside is None:
