@@ -11,7 +11,8 @@ void silu_mul(void*, const void*, int64_t, int64_t, int);
 void rope_cache(void*, const void*, void*, void*, const int64_t*, const float*, const float*, const float*, const void*,
                 const void*, int64_t, int64_t, int64_t, int64_t, int64_t, double, int, int);
 void paged_attention(void*, const void*, const void*, const void*, const int32_t*, const int32_t*, const int32_t*,
-                     int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, double, int, int);
+                     const float*, const float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, double,
+                     int, int);
 }
 
 namespace {
@@ -81,8 +82,8 @@ extern "C" void decode(float* logits, void* residual, const void* stack_words, c
         times(middle, normed, l.qkv, count, dtype);
         rope_cache(mixed, middle, l.k_cache, l.v_cache, t.slots, t.cosine, t.sine, t.q_scale, l.q_norm, l.k_norm, count,
                    s.heads, s.kv_heads, s.dim, s.page_size, eps, dtype, dtype);
-        paged_attention(mixture, mixed, l.k_cache, l.v_cache, t.tables, t.starts, t.contexts, t.sequences, s.heads,
-                        s.kv_heads, s.page_size, s.dim, t.table_stride, l.window, scale, dtype, dtype);
+        paged_attention(mixture, mixed, l.k_cache, l.v_cache, t.tables, t.starts, t.contexts, nullptr, nullptr, t.sequences,
+                        s.heads, s.kv_heads, s.page_size, s.dim, t.table_stride, l.window, scale, dtype, dtype);
         times(branch, mixture, l.o, count, dtype);
         add_rms_norm(normed, residual, branch, l.mlp_norm, count, s.hidden, eps, dtype);
         times(middle, normed, l.gate_up, count, dtype);
