@@ -137,6 +137,16 @@ def test_variants_know_nothing_of_ours() -> None:
                 assert allowed, f"{path.name}:{line} imports {name}"
 
 
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_ranks_meet_in_one_room(path: Path) -> None:
+    """torch.distributed is imported in ``parallel`` only, and nobody makes it the process's own group."""
+    where = str(path.relative_to(ROOT))
+    for name, line in imports(path):
+        distributed = name.startswith(("torch.distributed", "torch._C._distributed"))
+        assert not distributed or where.startswith("parallel/"), f"{where}:{line} imports {name}"
+    assert "init_process_group" not in path.read_text(), f"{where}: the default group is the caller's"
+
+
 def test_importing_is_light() -> None:
     """``import modelmill`` and the command line's main must not import torch."""
     import subprocess

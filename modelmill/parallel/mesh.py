@@ -23,10 +23,10 @@ _FOREVER = timedelta(days=30)  # who watches the processes ends a wait, not a cl
 
 
 class Mesh:
-    """One rank alone."""
+    """One rank alone; with another rank and size only to learn what the part of such a rank would be."""
 
-    rank = 0
-    size = 1
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks, the same on all; x may be overwritten."""
@@ -64,7 +64,7 @@ class Group(Mesh):
         """Meets the others, at most ``seconds`` long. Raises RuntimeError where they do not come."""
         import torch.distributed as dist
 
-        self.rank, self.size = rank, size
+        super().__init__(rank, size)
         self.device = torch.device(device)
         self.peers: Peers | None = None
         store = dist.PrefixStore("group", rendezvous)

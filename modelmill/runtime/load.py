@@ -31,10 +31,16 @@ def load(artifact: Artifact, device: str, mesh: Mesh = ALONE) -> nn.Module:
     mesh: only this rank's part is read. Raises CorruptArtifact where tensors are missing, left over or of a wrong
     shape, UsageError where the model cannot be split so often.
     """
+    model, manifest = part_of(artifact, mesh), artifact.manifest
+    fill(model, artifact.tensor, artifact.names(), manifest.weights, manifest.aliases, device)
+    return model
+
+
+def part_of(artifact: Artifact, mesh: Mesh) -> nn.Module:
+    """What a rank computes of the engine's model, without memory. Raises UsageError where it cannot be split so."""
     manifest = artifact.manifest
     model = build(manifest.model_type, manifest.config)
     split(model, mesh, lambda name: _grain(artifact, name))
-    fill(model, artifact.tensor, artifact.names(), manifest.weights, manifest.aliases, device)
     return model
 
 

@@ -109,8 +109,7 @@ def test_each_rank_holds_its_share() -> None:
 
 def test_shares_follow_the_grain() -> None:
     """Columns of a product are cut at multiples of what its weight asks for."""
-    mesh = Mesh()
-    mesh.size, mesh.rank = 2, 1
+    mesh = Mesh(1, 2)
     model = build("llama", LLAMA)
     split(model, mesh, lambda name: 16 if name.endswith("down_proj") else 1)
     part = model.get_submodule("layers.1.mlp.down_proj").part
@@ -122,7 +121,6 @@ def test_shares_follow_the_grain() -> None:
 
 
 def test_more_ranks_than_heads_is_one_line() -> None:
-    mesh = Mesh()
-    mesh.size = 7
+    mesh = Mesh(0, 7)
     with pytest.raises(UsageError, match=r"^--tp 7: the model has 6 attention heads; use --tp 6 or less$"):
         split(build("llama", LLAMA), mesh, lambda _: 1)

@@ -15,7 +15,7 @@ class ThreadMesh(Mesh):
     """One rank of several; ``table`` is where all of them put what they exchange."""
 
     def __init__(self, rank: int, size: int, table: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, size
+        super().__init__(rank, size)
         self._table, self._barrier = table, barrier
 
     def _exchange(self, value: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, MissingDependency, UsageError
 from modelmill.nn.kv import KVShape
+from modelmill.parallel.mesh import Mesh
 from modelmill.runtime.device import available_cores, pick_device, use_threads
 from modelmill.runtime.loop import Loop
 from modelmill.runtime.memory import page_count
@@ -23,6 +24,18 @@ def test_counts() -> None:
     assert page_count(SHAPE, torch.float32, config, 100, 1 << 40) == 4 * 7
     given = RunConfig(max_num_seqs=4, kv_cache_bytes=10 * size)
     assert page_count(SHAPE, torch.float32, given, 100, 0) == 9
+
+
+def test_ranks_have_as_many_pages_as_the_one_with_the_fewest() -> None:
+    class Poor(Mesh):
+        def least(self, value: int) -> int:
+            return min(value, 12)
+
+    size = SHAPE.page_bytes(16, torch.float32)
+    config = RunConfig(max_num_seqs=4)
+    assert page_count(SHAPE, torch.float32, config, 100, 20 * size, mesh=Poor(0, 2)) == 11
+    with pytest.raises(CapacityError, match="--max-model-len"):
+        page_count(SHAPE, torch.float32, config, 1000, 200 * size, mesh=Poor(0, 2))
 
 
 def test_too_little_says_what_would_fit() -> None:
@@ -47,5 +60,6 @@ def test_options_that_make_no_sense() -> None:
 def test_threads() -> None:
     before = torch.get_num_threads()
     assert use_threads(2) == torch.get_num_threads() == 2
+    assert (use_threads(5, 2), use_threads(1, 3)) == (2, 1)
     assert 1 <= available_cores() <= 4096
     use_threads(before)
