@@ -34,7 +34,7 @@ from modelmill.runtime.device import devices, use_threads
 from modelmill.runtime.device import pick_device as pick_device
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.ledger import Ledger
-from modelmill.runtime.load import load
+from modelmill.runtime.load import load, part_of
 from modelmill.runtime.pages import PagePool
 from modelmill.runtime.ranks import Crew
 from modelmill.runtime.runner import After, Before, Flight, Runner
@@ -134,6 +134,7 @@ class Loop:
         if config.tp == 1:
             check(artifact)
             return cls.part(artifact, config, device)
+        part_of(artifact, Mesh(size=config.tp))  # before processes are started: whether it can be split so
         crew = Crew(artifact.path, config, devices(device, config.tp))
         try:
             with crew.guard():
