@@ -15,8 +15,9 @@ from typing import Any
 
 from modelmill.artifact.manifest import NAME, Manifest
 from modelmill.core.errors import CorruptArtifact, RequestError, TokenizerError, UsageError
-from modelmill.core.types import DEFAULTED, Request, SamplingParams
+from modelmill.core.types import DEFAULTED, Grammar, Request, SamplingParams
 from modelmill.dialogue import Dialogue
+from modelmill.text import grammar as grammars
 from modelmill.text.chat import ChatFormat, load_chat
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -49,6 +50,7 @@ class Language:
         self.eos_ids = eos_ids(manifest, self.tokenizer)
         self._base_stops = _base_stops(manifest)
         self._count = itertools.count()
+        self._guides: grammars.Guides | None = None
 
     @staticmethod
     def read(path: Path, chat_template: str | Path | None = None) -> Language:
@@ -61,17 +63,34 @@ class Language:
             raise CorruptArtifact(f"{path} cannot be read as an engine; rebuild it") from None
         return Language(path, manifest, files, chat_template)
 
-    def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> Dialogue:
-        """A prompt in any form, or a conversation, as a request that has not been added yet."""
+    def request(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        grammar: Grammar | None = None,
+        **template: Any,
+    ) -> Dialogue:
+        """A prompt in any form, or a conversation, as a request that has not been added yet.
+
+        grammar: what the answer must be.
+        """
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-            return self.chat_request(prompt, params, **template)
+            return self.chat_request(prompt, params, grammar=grammar, **template)
         if template:
             raise UsageError(f"{', '.join(template)} belong(s) to a chat template, but this is no conversation")
         request = self._request(self.ids(prompt), params, self.eos_ids, self._base_stops, _salt(prompt))
+        request = replace(request, grammar=grammar)
         return Dialogue(request, text_of(prompt), self.tokenizer)
 
     def chat_request(
-        self, messages: Messages, params: SamplingParams | None, *, cache_salt: str = "", **template: Any
+        self,
+        messages: Messages,
+        params: SamplingParams | None,
+        *,
+        cache_salt: str = "",
+        grammar: Grammar | None = None,
+        **template: Any,
     ) -> Dialogue:
         """One conversation as a request. Raises UsageError where the engine has no chat template."""
         if self.chat_format is None:
@@ -79,6 +98,7 @@ class Language:
         ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
+        request = replace(request, grammar=grammar)
         return Dialogue(request, None, self.tokenizer)
 
     def ids(self, prompt: Any) -> list[int]:
@@ -96,6 +116,17 @@ class Language:
                 )
             return self.tokenizer.encode(prompt)
         return _checked(prompt)
+
+    def guide(self, request: Request, vocab: int) -> grammars.Guide:
+        """A guide for an answer to a request with a grammar. vocab: rows of the logits. Raises RequestError."""
+        assert request.grammar is not None, "a guide follows a grammar"
+        if self.tokenizer is None:
+            raise RequestError("structured output needs a tokenizer, which this engine has not")
+        if self._guides is None:
+            stops = () if self.chat_format is None else self.chat_format.stop_ids
+            self._guides = grammars.Guides(self.tokenizer, vocab, (*self.eos_ids, *stops))
+        ends = () if request.params.ignore_eos else (*request.eos_ids, *request.params.stop_token_ids)
+        return self._guides.make(request.grammar, ends)
 
     @functools.cached_property
     def longest_token(self) -> int:

@@ -56,6 +56,7 @@ class LLM:
         self.language = language = Language(engine, artifact.manifest, artifact.tokenizer_files(), chat_template)
         self.tokenizer, self.chat_format = language.tokenizer, language.chat_format
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
+        self.loop.guides = lambda request: language.guide(request, self.loop.vocab)
         self._running: dict[str, Dialogue] = {}
         self._news: dict[str, deque[Delta]] = {}
 

@@ -136,9 +136,8 @@ def _engines(args: Args, names: Sequence[str]) -> list[Engine]:
     return [
         Engine(
             name,
-            Open(str(path), _build(args, path), run, args.warm_up, tuple(weights[place + 1 :])),
+            Open(str(path), _build(args, path), run, args.warm_up, args.chat_template, tuple(weights[place + 1 :])),
             queue=args.max_waiting,
-            chat_template=args.chat_template,
         )
         for place, (name, path) in enumerate(zip(names, args.engines, strict=True))
     ]

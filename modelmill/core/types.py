@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from modelmill.core.errors import RequestError
 from modelmill.core.quote import quoted
@@ -146,6 +146,24 @@ class Insert:
     handle: Any = None
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must be. kind: json (text: a JSON schema), regex, choice (a JSON list of texts) or lark."""
+
+    kind: str
+    text: str
+
+
+class Guide(Protocol):
+    """Which tokens may come next in one answer."""
+
+    def mask(self) -> Any:
+        """[ceil(V / 8)] uint8 of numpy: bit t % 8 of byte t // 8 is set where token t may come; never all zero."""
+
+    def accept(self, token: int) -> None:
+        """The token that was taken."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless ignored."""
@@ -156,6 +174,7 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     inserts: tuple[Insert, ...] = ()
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

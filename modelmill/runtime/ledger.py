@@ -19,13 +19,14 @@ from modelmill.runtime.sequence import Sequence
 class Ledger:
     """The sequences of every request that is not over, and the counts of tokens.
 
-    live: by request id. searches: beam searches among them.
+    live: by request id. searches: beam searches among them. guided: sequences whose next token depends on
+    the last one's text.
     """
 
     def __init__(self, scheduler: Scheduler, sampler: Sampler) -> None:
         self.scheduler, self.sampler = scheduler, sampler
         self.live: dict[str, list[Sequence]] = {}
-        self.searches = 0
+        self.searches = self.guided = 0
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
 
     def add(self, seqs: list[Sequence]) -> None:
@@ -33,6 +34,7 @@ class Ledger:
         leader = seqs[0]
         if leader.beam is not None:
             self.searches += 1
+        self.guided += sum(seq.guide is not None for seq in seqs)
         self.live[leader.request.id] = seqs
         self.scheduler.add(leader)
 
@@ -71,6 +73,8 @@ class Ledger:
         if seq.prompt_logprobs is not None and len(seq.tokens) == seq.prompt_len:
             prompt = seq.prompt_logprobs
         seq.tokens.append(token)
+        if seq.guide is not None:
+            seq.guide.accept(token)
         finish: Finish | None = None
         stop: int | None = None
         said: int | None = token
@@ -175,6 +179,8 @@ class Ledger:
         if seq.finish is not None:
             return
         seq.finish = finish
+        if seq.guide is not None:
+            self.guided -= 1
         self.scheduler.remove(seq)
         if seq.beam is None and seq.siblings:
             # they waited for its prompt; now they compute their own

@@ -21,7 +21,7 @@ from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RequestError, UsageError
-from modelmill.core.types import Finish, Request, Token
+from modelmill.core.types import Finish, Guide, Request, Token
 from modelmill.nn.kv import KVCache, held_dtype
 from modelmill.ops.shelf import resolve
 from modelmill.ops.tuning import Tuning
@@ -113,6 +113,8 @@ class Loop:
                 )
         self.ledger = Ledger(self.scheduler, self.sampler)
         self._end: Callable[[], Any] | None = None
+        # who opens a loop may give what makes a guide of a request's grammar
+        self.guides: Callable[[Request], Guide] | None = None
         self._events: list[Token] = []
         self._flight: Flight | None = None
         self._arrivals = 0
@@ -212,12 +214,23 @@ class Loop:
             Sequence(request, i, arrival, self._rope, limit=limit, seed=_stream(seed, i), digest=self._digest)
             for i in range(count)
         ]
+        if request.grammar is not None:
+            self._guide(request, seqs)
         leader = seqs[0]
         leader.siblings = seqs[1:]
         if searches:
             leader.beam = BeamSearch(leader)
             leader.siblings = leader.beam.seqs
         self.ledger.add(seqs)
+
+    def _guide(self, request: Request, seqs: list[Sequence]) -> None:
+        """A guide for each sequence of a request with a grammar."""
+        if self.guides is None:
+            raise RequestError("this engine was opened without structured output")
+        if request.params.num_beams > 1:
+            raise RequestError("structured output is not offered for beams; use num_beams=1")
+        for seq in seqs:
+            seq.guide = self.guides(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step tells ABORT for each of its sequences. Unknown ids are ignored."""
@@ -319,6 +332,7 @@ class Loop:
             not self._overlap
             or flight is None
             or self.ledger.searches
+            or self.ledger.guided
             or flight.schedule.forks
             or flight.schedule.ended
         ):

@@ -39,6 +39,8 @@ class Plan:
     once: torch.Tensor | None = None
     each: torch.Tensor | None = None
     knobs: dict[str, np.ndarray] = field(default_factory=dict)
+    guided: list[int] = field(default_factory=list)
+    guided_rows: torch.Tensor | None = None
     told: list[int] = field(default_factory=list)
     told_rows: torch.Tensor | None = None
     top: int = 0
@@ -158,7 +160,16 @@ class Sampler:
             logits[plan.tallied] = part
         if plan.never is not None:
             logits[plan.never] = float("-inf")
+        if plan.guided_rows is not None:
+            masks = self._masks(plan)
+            logits[plan.guided_rows] = filters.allowed(logits[plan.guided_rows], masks)
         return logits
+
+    def _masks(self, plan: Plan) -> torch.Tensor:
+        """What each guided row may say now: [G, ceil(V / 8)] uint8 on the device."""
+        guides = (plan.seqs[i].guide for i in plan.guided)
+        masks = np.stack([guide.mask() for guide in guides if guide is not None])
+        return torch.from_numpy(masks).to(self.device, non_blocking=True)
 
     def _make(self, seqs: list[Sequence], short: tuple[bool, ...]) -> Plan:
         plan = Plan(list(seqs), short)
@@ -174,7 +185,7 @@ class Sampler:
         return plan
 
     def _plan_changes(self, plan: Plan, params: list[SamplingParams]) -> None:
-        """Bias, penalties and min_tokens."""
+        """Bias, penalties, min_tokens and grammars."""
         biased = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias.items()]
         if biased:
             rows, ids, values = zip(*biased)
@@ -188,11 +199,16 @@ class Sampler:
             if any(params[i].presence_penalty or params[i].frequency_penalty for i in tallied):
                 plan.once = self._real([params[i].presence_penalty or 0.0 for i in tallied])[:, None]
                 plan.each = self._real([params[i].frequency_penalty or 0.0 for i in tallied])[:, None]
-        never = [(i, t) for i, s in enumerate(plan.seqs) if plan.short[i] for t in sorted(s.stops) if t < self.vocab]
+        plan.guided = [i for i, s in enumerate(plan.seqs) if s.guide is not None]
+        if plan.guided:
+            plan.guided_rows = self._whole(plan.guided)
+        # a grammar says itself where an answer may end
+        short = [(i, s) for i, s in enumerate(plan.seqs) if plan.short[i] and s.guide is None]
+        never = [(i, t) for i, s in short for t in sorted(s.stops) if t < self.vocab]
         if never:
             rows, ids = zip(*never)
             plan.never = self._whole(rows), self._whole(ids)
-        plan.plain = not (biased or tallied or never)
+        plan.plain = not (biased or tallied or never or plan.guided)
 
     def _plan_draws(self, plan: Plan, params: list[SamplingParams]) -> None:
         """Temperature, filters and seeds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from modelmill.core.types import Finish, Request
+from modelmill.core.types import Finish, Guide, Request
 from modelmill.runtime.pages import chain, root
 
 
@@ -34,6 +34,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "beam",
+        "guide",
         "cached",
         "chunk",
         "computed",
@@ -88,6 +89,7 @@ class Sequence:
         eos = () if request.params.ignore_eos else request.eos_ids
         self.stops = frozenset((*eos, *request.params.stop_token_ids))
         self.beam: object | None = None
+        self.guide: Guide | None = None
         wants_prompt = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[object] | None = [None] if wants_prompt else None
         # logits of every prompt row are large: such prompts go in small chunks

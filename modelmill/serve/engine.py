@@ -82,7 +82,6 @@ class Engine:
         order: Open,
         *,
         queue: int,
-        chat_template: str | Path | None = None,
         start: Launch = launch,
         read: Callable[[Path, str | Path | None], Language] = Language.read,
         pause: float = 0.2,
@@ -95,7 +94,7 @@ class Engine:
         self.facts: Ready | None = None
         self.since = int(time.time())
         self.settled = asyncio.Event()
-        self._order, self._queue, self._template = order, queue, chat_template
+        self._order, self._queue = order, queue
         self._start, self._read, self._pause = start, read, pause
         self._language: Language | None = None
         self._child: Child | None = None
@@ -239,7 +238,7 @@ class Engine:
     async def _opened(self, facts: Ready) -> None:
         if self._language is None:
             try:
-                self._language = await asyncio.to_thread(self._read, Path(facts.path), self._template)
+                self._language = await asyncio.to_thread(self._read, Path(facts.path), self._order.template)
             except ModelmillError as error:
                 self.error, self.usage, self._closing = str(error), isinstance(error, UsageError), True
                 self.state = State.FAILED

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from modelmill.core.types import Finish, Logprob, Request, SamplingParams, Token
+from modelmill.core.types import Finish, Grammar, Logprob, Request, SamplingParams, Token
 
 HEAD = struct.Struct(">I")
 
@@ -21,13 +21,15 @@ HEAD = struct.Struct(">I")
 class Open:
     """Open an engine. model: engine folder or checkpoint. build: BuildConfig fields for a checkpoint; run: RunConfig's.
 
-    warm: record decode graphs before the first request. others: bytes of weights of the engines that load after it.
+    warm: record decode graphs before the first request. others: bytes of weights of the engines that load
+    after it. template: a chat template in place of the engine's own.
     """
 
     model: str
     build: Mapping[str, Any]
     run: Mapping[str, Any]
     warm: bool = True
+    template: str | None = None
     others: tuple[int, ...] = ()
 
 
@@ -164,6 +166,7 @@ def _request(request: Request) -> dict[str, Any]:
         "params": params,
         "eos": request.eos_ids,
         "salt": request.cache_salt,
+        "grammar": None if request.grammar is None else [request.grammar.kind, request.grammar.text],
     }
 
 
@@ -177,6 +180,7 @@ def _request_of(raw: Mapping[str, Any]) -> Request:
         params=SamplingParams(**params),
         eos_ids=tuple(raw["eos"]),
         cache_salt=raw["salt"],
+        grammar=None if raw["grammar"] is None else Grammar(*raw["grammar"]),
     )
 
 

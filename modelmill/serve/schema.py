@@ -6,13 +6,14 @@ change it and are not offered are refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_BIAS, MAX_N, MAX_STOPS, SamplingParams
+from modelmill.core.types import MAX_BIAS, MAX_N, MAX_STOPS, Grammar, SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_TOP = 20
@@ -23,6 +24,56 @@ class Shape(BaseModel):
     """A JSON object of ours: strict kinds, no unknown keys, no NaN."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Structured(Shape):
+    """What an answer must be; one of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="in Lark's notation, as llguidance reads it")
+
+    def as_grammar(self) -> Grammar:
+        """Raises RequestError unless exactly one is given."""
+        given = [
+            Grammar(kind, value if isinstance(value, str) else json.dumps(value))
+            for kind, value in (
+                ("json", self.json_),
+                ("regex", self.regex),
+                ("choice", self.choice),
+                ("lark", self.grammar),
+            )
+            if value is not None
+        ]
+        if len(given) != 1:
+            raise RequestError("structured_outputs takes one of json, regex, choice and grammar")
+        return given[0]
+
+
+class JsonSchema(Shape):
+    """response_format's json_schema. strict and description change nothing: a schema is always kept to."""
+
+    name: str = Field(min_length=1, max_length=256)
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Shape):
+    """text, some JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def as_grammar(self) -> Grammar | None:
+        """None for plain text. Raises RequestError."""
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise RequestError("response_format: json_schema and its type belong together")
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return Grammar("json", json.dumps({} if schema is None else schema))
 
 
 class StreamOptions(Shape):
@@ -58,6 +109,8 @@ class Sampling(Shape):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = Field(None, max_length=1024)
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
     # taken and not used
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -92,6 +145,17 @@ class Sampling(Shape):
             include_stop=bool(self.include_stop_str_in_output),
             **more,
         )
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must be. Raises RequestError."""
+        asked = None if self.response_format is None else self.response_format.as_grammar()
+        other = None if self.structured_outputs is None else self.structured_outputs.as_grammar()
+        if asked is not None and other is not None:
+            raise RequestError("response_format and structured_outputs ask for two things; give one of them")
+        found = other if asked is None else asked
+        if found is not None and self.ignore_eos:
+            raise RequestError("ignore_eos has no meaning with structured output; leave it out")
+        return found
 
     @property
     def wants_usage(self) -> bool:
@@ -144,13 +208,6 @@ class CompletionRequest(Sampling):
         return self.params(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
 
 
-class ResponseFormat(Shape):
-    """Only text, so far."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
@@ -159,7 +216,6 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1, le=WHOLE)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=128)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -172,8 +228,6 @@ class ChatRequest(Sampling):
         self.check_stream()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(f"response_format {self.response_format.type} is not offered yet; leave it out")
         if self.tools or self.tool_choice not in (None, "none", "auto"):
             raise RequestError("tools are not offered yet; leave tools and tool_choice out")
         if self.modalities not in (None, ["text"]):

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from modelmill.artifact.store import Artifact, is_engine, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
+from modelmill.core.types import Request
+from modelmill.language import Language
 from modelmill.runtime.device import pick_device
 from modelmill.runtime.loop import Loop
 from modelmill.runtime.memory import free_on_cpu
@@ -44,6 +47,7 @@ from modelmill.serve.message import (
     decode,
     encode,
 )
+from modelmill.text.grammar import Guide
 
 BUFFER = 4 << 20
 LOST = 3
@@ -73,20 +77,60 @@ class Wire:
         return decode(body) if body else None
 
 
+@dataclass(frozen=True)
+class Guided:
+    """A request whose grammar has been made ready, or one line why it cannot be."""
+
+    request: Request
+    guide: Guide | None
+    problem: str = ""
+
+
 class Inbox:
-    """Reads the wire on a thread of its own, so that a server that is gone is noticed whatever the engine does."""
+    """Reads the wire on a thread of its own, so that a server that is gone is noticed whatever the engine does.
+
+    Grammars are made ready on another thread, so that they stop no step. ``prepare`` is given once the engine is open.
+    """
 
     def __init__(self, wire: Wire, lost: Callable[[], None]) -> None:
         """lost: called once the server is gone; after it, ``messages`` ends with None."""
-        self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Message | Guided | None] = queue.SimpleQueue()
+        self.prepare: Callable[[Request], Guide] | None = None
         self._wire, self._lost = wire, lost
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
+        self._pending: set[str] = set()
+        self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="modelmill-worker-in", daemon=True).start()
 
     def _listen(self) -> None:
         while (message := self._wire.receive()) is not None:
-            self.messages.put(message)
+            if isinstance(message, Add) and message.request.grammar is not None:
+                self._pending.add(message.request.id)
+                self._pool.submit(self._make, message.request)
+                continue
+            with self._lock:
+                if isinstance(message, Abort):
+                    self._pending.discard(message.id)
+                self.messages.put(message)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._lost()
         self.messages.put(None)
+
+    def _make(self, request: Request) -> None:
+        if request.id not in self._pending:
+            return
+        guide, problem = None, ""
+        try:
+            if self.prepare is None:
+                raise RequestError("this engine was opened without structured output")
+            guide = self.prepare(request)
+        except ModelmillError as error:
+            problem = str(error)
+        with self._lock:
+            # an abort that came meanwhile has taken it away
+            if request.id in self._pending:
+                self._pending.discard(request.id)
+                self.messages.put(Guided(request, guide, problem))
 
 
 class Worker:
@@ -114,6 +158,17 @@ class Worker:
         except (BrokenPipeError, ConnectionResetError):
             return
 
+    def _add(self, request: Request, guide: Guide | None, problem: str) -> None:
+        self.loop.guides = None if guide is None else lambda _: guide.copy()
+        try:
+            if problem:
+                raise RequestError(problem)
+            self.loop.add(request)
+        except RequestError as error:
+            self._wire.send(Refused(request.id, str(error)))
+            return
+        self._queued[request.id] = time.monotonic()
+
     def _begun(self) -> None:
         """Tell which requests have left the queue: in order, so the first that waits ends the search."""
         now = time.monotonic()
@@ -125,14 +180,11 @@ class Worker:
             if seqs:
                 self._wire.send(Begun(id, round(now - came, 6)))
 
-    def _obey(self, message: Message) -> None:
-        if isinstance(message, Add):
-            try:
-                self.loop.add(message.request)
-            except RequestError as error:
-                self._wire.send(Refused(message.request.id, str(error)))
-                return
-            self._queued[message.request.id] = time.monotonic()
+    def _obey(self, message: Message | Guided) -> None:
+        if isinstance(message, Guided):
+            self._add(message.request, message.guide, message.problem)
+        elif isinstance(message, Add):
+            self._add(message.request, None, "")
         elif isinstance(message, Abort):
             self.loop.abort(message.id)
         elif isinstance(message, End):
@@ -169,6 +221,19 @@ def opened(order: Open, told: Callable[[str, int, int], None]) -> tuple[Loop, st
         told("warming up", 0, 1)
         loop.warm_up()
     return loop, str(path)
+
+
+class _Preparing:
+    """Makes guides. The vocabulary is read when the first one is asked for: most servers never need it."""
+
+    def __init__(self, path: Path, template: str | None, vocab: int) -> None:
+        self._path, self._template, self._vocab = path, template, vocab
+        self._language: Language | None = None
+
+    def __call__(self, request: Request) -> Guide:
+        if self._language is None:
+            self._language = Language.read(self._path, self._template)
+        return self._language.guide(request, self._vocab)
 
 
 def _budgeted(config: RunConfig, mine: int, others: Sequence[int]) -> RunConfig:
@@ -227,6 +292,7 @@ def main(argv: list[str]) -> int:
         return 1
     except BrokenPipeError:
         return LOST
+    inbox.prepare = _Preparing(Path(path), order.template, loop.vocab)
     wire.send(ready(loop, path))
     Worker(loop, wire, inbox).run()
     return LOST

@@ -30,7 +30,7 @@ class Running:
         self.client = Client(make_app(self.service))
 
     async def _make(self, path: Path, limits: Limits, template: str | None, run: dict[str, Any]) -> Service:
-        engine = Engine("stories", Open(str(path), {}, run), queue=512, chat_template=template)
+        engine = Engine("stories", Open(str(path), {}, run, template=template), queue=512)
         self._task = asyncio.create_task(engine.run())
         await engine.settled.wait()
         assert engine.error is None, engine.error

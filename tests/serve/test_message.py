@@ -29,7 +29,7 @@ from modelmill.serve.message import (
 PARAMS = SamplingParams(n=2, temperature=0.5, seed=2**63, logit_bias={5: -100.0}, stop_token_ids=(3,), ignore_eos=True)
 TOP = Logprob(-math.inf, 2)
 MESSAGES: list[Message] = [
-    Open("a b", {"dtype": "float32"}, {"kernels": {"linear": "torch"}}, False, [5]),  # type: ignore[arg-type]
+    Open("a b", {"dtype": "float32"}, {"kernels": {"linear": "torch"}}, False, "chatml", [5]),  # type: ignore[arg-type]
     Add(Request(id="r1", prompt=(1, 2), params=PARAMS, eos_ids=(7,), cache_salt="tenant")),
     Abort("r1"),
     End("r1", 3),

@@ -18,6 +18,7 @@ from modelmill.serve.schema import ChatRequest
 from modelmill.serve.shape import ChatLogprobs, event
 from modelmill.serve.stream import EventStream, finished
 from modelmill.serve.ticket import News, Ticket
+from modelmill.text.grammar import check
 
 router = APIRouter()
 
@@ -42,7 +43,10 @@ def _dialogue(language: Language, body: ChatRequest, longest: int) -> Dialogue:
     for message in body.messages:
         for text in _texts(message.get("content")):
             language.check_size(text, longest)
-    return language.chat_request(body.messages, body.sampling(), cache_salt=body.cache_salt or "")
+    grammar = body.grammar()
+    if grammar is not None:
+        check(grammar)
+    return language.chat_request(body.messages, body.sampling(), cache_salt=body.cache_salt or "", grammar=grammar)
 
 
 def _texts(content: object) -> list[str]:

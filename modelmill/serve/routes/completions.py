@@ -18,6 +18,7 @@ from modelmill.serve.schema import CompletionRequest
 from modelmill.serve.shape import TextLogprobs, event
 from modelmill.serve.stream import EventStream, finished
 from modelmill.serve.ticket import News, Ticket
+from modelmill.text.grammar import check
 
 router = APIRouter()
 
@@ -39,12 +40,14 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
 
 
 def _dialogues(language: Language, body: CompletionRequest, longest: int) -> list[Dialogue]:
-    params = body.sampling()
+    params, grammar = body.sampling(), body.grammar()
+    if grammar is not None:
+        check(grammar)
     dialogues = []
     for prompt in body.prompts():
         language.check_size(prompt, longest)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-        dialogues.append(language.request({key: prompt, "cache_salt": body.cache_salt}, params))
+        dialogues.append(language.request({key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar))
     return dialogues
 
 

@@ -1,0 +1,191 @@
+"""Structured output: a grammar says which tokens may come next, as bits that the sampler is given.
+
+llguidance does the work; this is its home. A guide follows one answer; making one may take milliseconds, so that is
+done away from the engine's loop, and nothing of it is kept beyond the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from modelmill.core.errors import MissingDependency, RequestError
+from modelmill.core.types import Grammar
+from modelmill.text.messages import check_data
+from modelmill.text.tokens import Tokenizer
+
+LONGEST = 1 << 18
+"""Most characters of a schema, pattern or grammar."""
+CHOICES = 1024
+SPACE = r"\n?[ ]{0,12}"
+"""Between the parts of JSON: room for lines and their indents, but no end of lines that a small model falls into."""
+
+
+def check(grammar: Grammar) -> None:
+    """Raises RequestError, one line, for what is no grammar or is too large for one."""
+    lib = _library()
+    problem = lib.LLMatcher.validate_grammar(_compiled(grammar, lib), limits=_limits(lib))
+    # warnings are about annotations that change nothing (format: …)
+    if problem and not problem.startswith("WARNING"):
+        raise RequestError(f"the {grammar.kind} cannot be used: {_short(problem)}")
+
+
+class Guides:
+    """Makes guides for one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Iterable[int]) -> None:
+        """vocab: rows of the logits. ends: every id that may end an answer."""
+        lib = _library()
+        self._lib, self._vocab = lib, vocab
+        self._ends = sorted({id for id in (*ends, *tokenizer.eos_ids) if 0 <= id < vocab})
+        if not self._ends:
+            raise RequestError("structured output needs an end-of-text token, which this engine has not")
+        words = _Words(tokenizer, vocab, self._ends[0])
+        self._tokens = lib.LLTokenizer(words, n_vocab=vocab, eos_token=self._ends)
+
+    def make(self, grammar: Grammar, ends: Iterable[int]) -> Guide:
+        """A guide for one answer that ends at ``ends``. Raises RequestError."""
+        matcher = self._lib.LLMatcher(
+            self._tokens, _compiled(grammar, self._lib), limits=_limits(self._lib), log_level=0
+        )
+        if matcher.is_error():
+            raise RequestError(f"the {grammar.kind} cannot be used: {_short(matcher.get_error())}")
+        mine = set(ends)
+        if not mine.intersection(self._ends):
+            raise RequestError("structured output needs an end of the answer; leave ignore_eos out")
+        return Guide(matcher, self._vocab, [id for id in self._ends if id not in mine], sorted(mine))
+
+
+class Guide:
+    """What may follow in one answer."""
+
+    def __init__(self, matcher: Any, vocab: int, foreign: list[int], ends: list[int]) -> None:
+        self._matcher, self._vocab = matcher, vocab
+        self._foreign, self._ends = foreign, ends
+
+    def mask(self) -> np.ndarray:
+        """[ceil(V / 8)] uint8: bit t % 8 of byte t // 8 is set where token t may come next; never all zero."""
+        matcher = self._matcher
+        bits = np.zeros(-(-self._vocab // 8), dtype=np.uint8)
+        if not matcher.is_stopped():
+            found = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            size = min(len(found), len(bits))
+            bits[:size] = found[:size]
+            _clear(bits, self._foreign)
+        if matcher.is_stopped() or matcher.is_error() or not bits.any():
+            # the text is complete, or the grammar can say no more: the answer ends
+            bits[:] = 0
+            _set(bits, self._ends)
+        return bits
+
+    def accept(self, token: int) -> None:
+        """The token that was taken."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+
+    def copy(self) -> Guide:
+        """Another one in the same state."""
+        return Guide(self._matcher.deep_copy(), self._vocab, self._foreign, self._ends)
+
+
+class _Words:
+    """A vocabulary as llguidance reads it."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = end, tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab)]
+        self.special_token_ids = sorted({id for id in (*tokenizer.special.values(), end) if id < vocab})
+        special = set(self.special_token_ids)
+        self._ids = {data: id for id, data in enumerate(self.tokens) if data and id not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Ids of a stretch inside an answer: their bytes are exactly the text's, no space is put before it."""
+        data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
+        # the empty piece tells the tokenizer that this is no beginning
+        ids = self._tokenizer.encode_pieces(["", data.decode("utf-8", "replace")])
+        if b"".join(self.tokens[id] for id in ids) == data:
+            return ids
+        return self._greedy(data)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """The longest token at each place; bytes that no token writes are left out."""
+        ids, at = [], 0
+        while at < len(data):
+            sizes = range(min(self._longest, len(data) - at), 0, -1)
+            size = next((size for size in sizes if data[at : at + size] in self._ids), 0)
+            if size:
+                ids.append(self._ids[data[at : at + size]])
+            at += max(size, 1)
+        return ids
+
+
+def _compiled(grammar: Grammar, lib: Any) -> str:
+    """llguidance's own form."""
+    if len(grammar.text) > LONGEST:
+        raise RequestError(f"the {grammar.kind} has {len(grammar.text)} characters, up to {LONGEST} are taken")
+    if grammar.kind == "regex":
+        return str(lib.LLMatcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "lark":
+        return str(lib.LLMatcher.grammar_from_lark(grammar.text))
+    value = _loaded(grammar)
+    if grammar.kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+            raise RequestError("a choice is a list of texts that are not empty")
+        if len(value) > CHOICES:
+            raise RequestError(f"a choice has up to {CHOICES} texts")
+        return str(lib.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value)))
+    if not isinstance(value, dict):
+        raise RequestError("a JSON schema is an object")
+    value.pop("x-guidance", None)  # settings of the library are ours to make
+    return str(lib.LLMatcher.grammar_from_json_schema(value, overrides={"whitespace_pattern": SPACE}))
+
+
+def _loaded(grammar: Grammar) -> Any:
+    try:
+        value = json.loads(grammar.text)
+    except (ValueError, RecursionError):
+        raise RequestError(f"the {grammar.kind} is not JSON") from None
+    check_data(value, f"the {grammar.kind}")
+    return value
+
+
+def _limits(lib: Any) -> Any:
+    """Less than the library allows by itself: about 20 ms for the start, 5 ms a token."""
+    return lib.LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise MissingDependency("structured output needs llguidance: pip install 'modelmill[serve]'") from None
+    return llguidance
+
+
+def _short(text: str, most: int = 200) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def _set(bits: np.ndarray, ids: Iterable[int]) -> None:
+    for id in ids:
+        bits[id >> 3] |= 1 << (id & 7)
+
+
+def _clear(bits: np.ndarray, ids: Iterable[int]) -> None:
+    for id in ids:
+        bits[id >> 3] &= 255 - (1 << (id & 7))

@@ -1,0 +1,75 @@
+"""Answers that a guide leads: only allowed tokens, on every path, and nobody else notices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Grammar, Request
+from modelmill.runtime import filters
+from tests.runtime import tiny
+
+GRAMMAR = Grammar("regex", "anything")
+
+
+class Alternating:
+    """Even tokens, then odd ones, in turn; after six, the end."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def mask(self) -> np.ndarray:
+        fine = np.zeros(8 * -(-tiny.VOCAB // 8), dtype=np.uint8)
+        if len(self.taken) < 6:
+            fine[2 + len(self.taken) % 2 : tiny.VOCAB : 2] = 1
+        else:
+            fine[tiny.EOS] = 1
+        return np.packbits(fine, bitorder="little")
+
+    def accept(self, token: int) -> None:
+        self.taken.append(token)
+
+
+def guided(prompts: list[tuple[int, ...]], **params: object) -> list[Request]:
+    return [replace(request, grammar=GRAMMAR) for request in tiny.requests(prompts, tiny.params(**params))]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 1.0, "seed": 3}, {"n": 3, "temperature": 1.0, "min_tokens": 9}], ids=str
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], overlap: bool) -> None:
+    prompts = tiny.prompts(12)
+    plain = tiny.run(tiny.loop(), tiny.requests(prompts[1::2], tiny.params(max_tokens=20)))
+    engine = tiny.loop(overlap=overlap, pages=24)
+    engine.guides = lambda _: Alternating()
+    mixed = [*guided(prompts[::2], max_tokens=20, **how), *tiny.requests(prompts[1::2], tiny.params(max_tokens=20))]
+    found = tiny.run(engine, [replace(request, id=str(place)) for place, request in enumerate(mixed)])
+    for (id, _), ids in found.items():
+        if int(id) < 6:
+            assert [token % 2 for token in ids] == [0, 1] * 3, ids
+    assert {key: found[str(int(key[0]) + 6), key[1]] for key in plain} == plain
+    assert engine.ledger.guided == 0
+
+
+def test_without_a_maker_or_with_beams_it_is_refused() -> None:
+    engine = tiny.loop()
+    with pytest.raises(RequestError, match="structured output"):
+        engine.add(guided([(2, 3)])[0])
+    engine.guides = lambda _: Alternating()
+    with pytest.raises(RequestError, match="beams"):
+        engine.add(guided([(2, 3)], num_beams=2)[0])
+    tiny.idle(engine)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 97])
+def test_bits(vocab: int) -> None:
+    fine = torch.rand(3, vocab) < 0.5
+    packed = np.packbits(fine.numpy(), axis=1, bitorder="little")
+    logits = torch.randn(3, vocab)
+    found = filters.allowed(logits, torch.from_numpy(packed))
+    assert torch.equal(found, logits.masked_fill(~fine, float("-inf")))

@@ -1,0 +1,164 @@
+"""Answers that keep to a grammar, over the API: whatever a model of 260 thousand parameters would rather say."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+
+from modelmill.core.types import SamplingParams
+from modelmill.llm import LLM
+from tests.serve.running import Running
+
+TALK = [{"role": "user", "content": "Tell me"}]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def said(running: Running, **body: Any) -> list[str]:
+    """What every choice says, whole and streamed, which must be the same."""
+    ask = {"model": "stories", "messages": TALK, "max_tokens": 200, "temperature": 0, **body}
+    whole = running.post("/v1/chat/completions", ask)
+    assert whole.status == 200, whole.body
+    texts = [choice["message"]["content"] for choice in whole.json["choices"]]
+    assert all(choice["finish_reason"] == "stop" for choice in whole.json["choices"]), texts
+    streamed = [""] * len(texts)
+    for event in running.post("/v1/chat/completions", {**ask, "stream": True}).events[:-1]:
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content", "")
+    assert streamed == texts
+    return texts
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value, "strict": True}}}
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.5, "seed": 3, "n": 4}, {"logprobs": True}], ids=str)
+def test_a_json_schema(running: Running, how: Any) -> None:
+    for text in said(running, **schema(PERSON), **how):
+        value = json.loads(text)
+        assert value.keys() == {"name", "age"}
+        assert len(value["name"]) <= 8
+        assert 0 <= value["age"] <= 99
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.2, "seed": 5, "n": 3, "repetition_penalty": 1.2}], ids=str)
+def test_patterns_and_choices(running: Running, how: Any) -> None:
+    for text in said(running, structured_outputs={"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}, **how):
+        assert re.fullmatch(r"[A-Z][a-z]{2,5}, [0-9]{3}", text)
+    for text in said(running, structured_outputs={"choice": ["yes", "no", 'may"be', "niño"]}, **how):
+        assert text in ("yes", "no", 'may"be', "niño")
+    for text in said(running, structured_outputs={"grammar": 'start: "a"+ "b"\n'}, logit_bias={"404": 1.0}, **how):
+        assert re.fullmatch("a+b", text)
+
+
+def test_some_object(running: Running) -> None:
+    body = {
+        "model": "stories",
+        "messages": TALK,
+        "max_tokens": 60,
+        "response_format": {"type": "json_object"},
+        "seed": 1,
+    }
+    choice = running.post("/v1/chat/completions", body).json["choices"][0]
+    assert choice["message"]["content"].startswith("{")
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+def test_neighbours_of_a_guided_answer_are_not_touched(running: Running, llm: LLM) -> None:
+    import asyncio
+
+    plain = {"model": "stories", "messages": TALK, "max_tokens": 40, "temperature": 0}
+    expected = llm.chat(TALK, SamplingParams(temperature=0, max_tokens=40), progress=False)[0].outputs[0].text
+
+    async def together() -> list[Any]:
+        bodies = [plain, {**plain, **schema(PERSON), "max_tokens": 200}] * 6
+        return await asyncio.gather(*(running.client.post("/v1/chat/completions", body) for body in bodies))
+
+    answers = [response.json["choices"][0]["message"]["content"] for response in running.do(together())]
+    assert answers[::2] == [expected] * 6
+    assert len(set(answers[1::2])) == 1
+    json.loads(answers[1])
+
+
+def test_completions_too(running: Running) -> None:
+    body = {
+        "model": "stories",
+        "prompt": ["The dog is", "The cat"],
+        "max_tokens": 30,
+        "min_tokens": 9,
+        "temperature": 0,
+    }
+    answers = running.post("/v1/completions", {**body, "structured_outputs": {"choice": ["big", "small"]}}).json
+    assert all(choice["text"] in ("big", "small") for choice in answers["choices"])
+
+
+DEEP: Any = {"type": "string"}
+for _ in range(100):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}}, schema({"type": "wrong"}),
+        {"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}}, schema(DEEP), schema([]),
+        schema({"$ref": "#/nowhere"}), schema({"$ref": "http://169.254.169.254/"}), schema({"$ref": "#"}),
+        schema({"type": "object", "properties": {str(i): {"enum": ["x" * 100]} for i in range(10**4)}}),
+        schema({"type": "string", "pattern": "("}), schema({"type": "string", "minLength": 10**9}),
+        *({"structured_outputs": value} for value in (
+            {}, {"regex": "("}, {"regex": "(a{1,9999}){1,9999}"}, {"regex": "(?=a)b"}, {"regex": "a", "choice": ["b"]},
+            {"choice": []}, {"choice": [""]}, {"choice": ["x"] * 5000}, {"grammar": "nope"},
+            {"grammar": "start: start"},
+            {"regex": "x" * 10**6}, {"json": "{"}, {"json": "[" * 5000}, {"evil": 1}, {"regex": "((((a*)*)*)*)*" * 300},
+        )),
+        {**schema(PERSON), "structured_outputs": {"regex": "a"}}, {**schema(PERSON), "ignore_eos": True},
+    ],
+    ids=range(29),
+)  # fmt: skip
+def test_what_is_no_grammar_is_refused_soon(running: Running, ask: Any) -> None:
+    """400, or an answer; within seconds, by the same worker."""
+    pid, began = running.engine.pid, time.monotonic()
+    body = {"model": "stories", "messages": TALK, "max_tokens": 8, **ask}
+    response = running.post("/v1/chat/completions", body)
+    assert time.monotonic() - began < 10
+    assert response.status in (200, 400), response.body
+    if response.status == 400:
+        assert len(response.json["error"]["message"]) < 600
+    assert running.engine.pid == pid
+    assert running.post("/v1/chat/completions", {**body, **dict.fromkeys(ask)}).status == 200
+
+
+def test_leaving_while_a_grammar_is_made(running: Running) -> None:
+    """Closed before, while or after it: nothing is left."""
+    import asyncio
+    from contextlib import aclosing
+
+    async def leave(place: int) -> None:
+        ask = {"model": "stories", "messages": TALK, "max_tokens": 100, "stream": True, **schema(PERSON)}
+        async with aclosing(running.client.parts("POST", "/v1/chat/completions", ask)) as parts:  # type: ignore[type-var]
+            async for kind, _ in parts:
+                if kind == "body":
+                    await asyncio.sleep(0.0005 * (place % 7))
+                    return
+
+    async def many() -> None:
+        await asyncio.gather(*(leave(place) for place in range(60)))
+
+    running.do(many())
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        stats = running.do(running.engine.stats())
+        if stats is not None and (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages):
+            return
+        time.sleep(0.02)
+    raise AssertionError(stats)

@@ -1,0 +1,85 @@
+"""Grammars over vocabularies: what a guide allows is what the grammar takes, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Grammar
+from modelmill.text import grammar as grammars
+from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared: Path) -> Tokenizer:
+    folder = shared / "data/models/stories260K"
+    return load_tokenizer({path.name: path.read_bytes() for path in folder.iterdir() if path.stat().st_size < 1 << 20})
+
+
+@pytest.fixture(scope="module")
+def guides(tokenizer: Tokenizer) -> grammars.Guides:
+    return grammars.Guides(tokenizer, tokenizer.vocab_size + 5, tokenizer.eos_ids)
+
+
+def walk(guides: grammars.Guides, tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 200) -> str | None:
+    """Random allowed tokens until the end; None where it takes too long."""
+    rng, guide, ids = random.Random(seed), guides.make(grammar, tokenizer.eos_ids), []
+    for _ in range(most):
+        bits = guide.mask()
+        allowed = [id for id in range(tokenizer.vocab_size + 5) if bits[id >> 3] >> (id & 7) & 1]
+        assert allowed
+        assert max(allowed) < tokenizer.vocab_size
+        id = tokenizer.eos_ids[0] if tokenizer.eos_ids[0] in allowed else rng.choice(allowed)
+        if id in tokenizer.eos_ids:
+            return b"".join(map(tokenizer.token_bytes, ids)).decode()
+        ids.append(id)
+        guide.accept(id)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_walks_end_inside_the_grammar(guides: grammars.Guides, tokenizer: Tokenizer, seed: int) -> None:
+    pattern = r"(ab|cd)+-[0-9]{2}"
+    text = walk(guides, tokenizer, Grammar("regex", pattern), seed)
+    assert text is not None
+    assert re.fullmatch(pattern, text)
+    words = ["yes", "no", "naïve", 'a"b', "日本"]
+    assert walk(guides, tokenizer, Grammar("choice", json.dumps(words)), seed) in words
+    schema: Any = {"type": "array", "items": {"enum": [1, "x", None]}, "minItems": 2, "maxItems": 3}
+    found = walk(guides, tokenizer, Grammar("json", json.dumps(schema)), seed)
+    assert found is not None
+    assert 2 <= len(json.loads(found)) <= 3
+
+
+def test_a_copy_goes_its_own_way(guides: grammars.Guides, tokenizer: Tokenizer) -> None:
+    guide = guides.make(Grammar("regex", "ab"), tokenizer.eos_ids)
+    other = guide.copy()
+    before = other.mask().copy()
+    guide.accept(next(id for id in range(3, tokenizer.vocab_size) if tokenizer.token_bytes(id) == b"a"))
+    assert (other.mask() == before).all()
+    assert (guide.mask() != before).any()
+
+
+def test_an_answer_without_an_end_is_refused(guides: grammars.Guides) -> None:
+    with pytest.raises(RequestError, match="end"):
+        guides.make(Grammar("regex", "ab"), ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "("), ("regex", "x" * 300000), ("json", "{"), ("json", "[]"), ("json", '{"type": "odd"}'),
+        ("choice", "[]"), ("choice", "{}"), ("choice", "[1]"), ("lark", "nothing"), ("json", "[" * 10**5),
+    ],
+)  # fmt: skip
+def test_what_is_no_grammar(kind: str, text: str) -> None:
+    with pytest.raises(RequestError) as told:
+        grammars.check(Grammar(kind, text))
+    assert "\n" not in str(told.value)
+    assert len(str(told.value)) < 400
