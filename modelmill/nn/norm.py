@@ -25,7 +25,8 @@ class RMSNorm(nn.Module):
         """x, residual: [T, H]."""
         if residual is None:
             return step.ops.rms_norm(x, self.weight, self.eps), x
-        return step.mesh.add_rms_norm(step.ops.add_rms_norm, x, residual, self.weight, self.eps)
+        plain = step.ops.add_rms_norm
+        return step.mesh.add_rms_norm(plain, x, residual, self.weight, self.eps, decode=step.max_query == 1)
 
 
 class LayerNorm(nn.Module):
@@ -42,7 +43,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual: [T, H]."""
-        total = x if residual is None else step.mesh.sum(x) + residual
+        total = x if residual is None else step.mesh.sum(x, decode=step.max_query == 1) + residual
         return step.ops.layer_norm(total, self.weight, self.bias, self.eps), total
 
 

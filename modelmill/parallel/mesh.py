@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from modelmill.core import log
+from modelmill.core.errors import MissingDependency
 from modelmill.parallel.peers import Peers
 
 AddNorm = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -28,12 +29,19 @@ class Mesh:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x over the ranks, the same on all; x may be overwritten."""
+    def sum(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:  # noqa: ARG002
+        """The sum of x over the ranks, the same on all; x may be overwritten. decode: of a step that may be a graph."""
         return x
 
     def add_rms_norm(
-        self, plain: AddNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        plain: AddNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        decode: bool = False,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``plain`` (the op add_rms_norm) of the sum of x [T, H] over the ranks."""
         return plain(x, residual, weight, eps)
@@ -72,6 +80,8 @@ class Group(Mesh):
         self._min = dist.AllreduceOptions()
         self._min.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         if self.device.type == "cuda":
+            if not dist.is_nccl_available():
+                raise MissingDependency("--tp on GPUs needs a torch that is built with NCCL; use one GPU")
             torch.cuda.set_device(self.device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _FOREVER
@@ -82,19 +92,27 @@ class Group(Mesh):
             self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
             self._group.set_timeout(_FOREVER)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if self.peers is not None and self.peers.takes(x):
+    def sum(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
+        if self.peers is not None and self.peers.takes(x, decode=decode):
             return self.peers.sum(x)
         x = x.contiguous()
         self._group.allreduce([x]).wait()
         return x
 
     def add_rms_norm(
-        self, plain: AddNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        plain: AddNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        decode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.peers is not None and self.peers.takes(x) and residual.is_contiguous() and weight.dtype == x.dtype:
+        alike = residual.is_contiguous() and residual.dtype == weight.dtype == x.dtype
+        if self.peers is not None and alike and self.peers.takes(x, decode=decode):
             return self.peers.add_rms_norm(x, residual, weight, eps)
-        return plain(self.sum(x), residual, weight, eps)
+        return plain(self.sum(x, decode=decode), residual, weight, eps)
 
     def gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         if self.peers is not None and self.peers.gathers(x, widths):

@@ -60,10 +60,11 @@ class Peers:
             _log.warning("sums of decode steps go through NCCL: %s", str(error).splitlines()[0])
         return Peers(rank, addresses, device) if agree(addresses is not None) and addresses is not None else None
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether x [T, H] is small and regular enough."""
+    def takes(self, x: torch.Tensor, *, decode: bool) -> bool:
+        """Whether x [T, H] is small and regular enough; of a prompt, so small that NCCL would be slower."""
+        most = ROWS if decode else self._exchange.PROGRAMS
         width = x.shape[-1] * x.element_size()
-        fits = 0 < x.shape[0] <= ROWS and width <= 4 * REGION and width % 4 == 0
+        fits = 0 < x.shape[0] <= most and width <= 4 * REGION and width % 4 == 0
         return x.dim() == 2 and fits and x.is_contiguous() and x.element_size() in (2, 4)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

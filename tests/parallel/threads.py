@@ -25,10 +25,10 @@ class ThreadMesh(Mesh):
         self._barrier.wait()
         return found
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
         return torch.stack(self._exchange(x.clone())).sum(0)
 
-    def add_rms_norm(self, plain: Any, x: torch.Tensor, residual: torch.Tensor, *more: Any) -> Any:
+    def add_rms_norm(self, plain: Any, x: torch.Tensor, residual: torch.Tensor, *more: Any, **_: Any) -> Any:
         return plain(self.sum(x), residual, *more)
 
     def gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
