@@ -41,6 +41,7 @@ class Crew:
         self._mesh: Mesh | None = None
         self._failed: RankError | None = None
         self._closed = False
+        self._stopping = threading.Lock()
         self._news = threading.Condition()
         self._ready = 0
         self._meeting = Meeting()
@@ -53,7 +54,8 @@ class Crew:
                 "engine": str(engine), "config": to_dict(config),
             }  # fmt: skip
             self._start(hello)
-        threading.Thread(target=self._watch, name="modelmill-ranks", daemon=True).start()
+        self._ears = threading.Thread(target=self._watch, name="modelmill-ranks", daemon=True)
+        self._ears.start()
 
     def meet(self) -> Mesh:
         """Wait until all ranks are up, and connect them."""
@@ -125,12 +127,17 @@ class Crew:
         if self._failed is None:
             self._failed = RankError("the engine was closed")
         self._end()
+        # it ends with the first rank that does
+        self._ears.join(_GRACE)
+        for link in self._links:
+            link.close()
 
     def _end(self) -> None:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-        if self._mesh is not None:
+        # whoever comes second does not wait: ending a group takes its time where a GPU is busy
+        if self._mesh is not None and self._stopping.acquire(blocking=False):
             self._mesh.stop()
         for process in self._processes:
             process.wait()

@@ -124,7 +124,11 @@ def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> N
 def test_a_trained_model_on_many_ranks(shared: Path, tmp_path: Path, tp: int) -> None:
     """8 heads over 4 KV heads: with 8 ranks, two hold each KV head."""
     build_engine(
-        shared / "data/models/stories260K", tmp_path / "e", BuildConfig(dtype="float32", target="cpu"), check=False, tune=False
+        shared / "data/models/stories260K",
+        tmp_path / "e",
+        BuildConfig(dtype="float32", target="cpu"),
+        check=False,
+        tune=False,
     )
     greedy = [tiny.params(max_tokens=24)] * 3
     found = []
@@ -212,6 +216,10 @@ def test_forgotten_loops_leave_no_processes(engines: Callable[[str], Path]) -> N
     crew: Any = loop.runner.crew
     del loop
     assert all(process.poll() is not None for process in crew._processes)
+    assert not crew._ears.is_alive()
+    crew.close()
+    with pytest.raises(RankError, match=r"^the engine was closed$"):
+        crew.check()
 
 
 def test_what_cannot_be_split_is_one_line(engines: Callable[[str], Path]) -> None:
