@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_BIAS, MAX_N, MAX_STOPS, Grammar, SamplingParams
+from modelmill.text.tools import forced
 
 MAX_PROMPTS = 1024
 MAX_TOP = 20
@@ -208,6 +209,35 @@ class CompletionRequest(Sampling):
         return self.params(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
 
 
+class Function(Shape):
+    """What a tool is. strict changes nothing: forced calls always keep to the parameters."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = Field(None, max_length=65536)
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Shape):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Shape):
+    """The function of a tool_choice."""
+
+    name: str
+
+
+class Choice(Shape):
+    """tool_choice: this function."""
+
+    type: Literal["function"]
+    function: Named
+
+
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
@@ -216,8 +246,8 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1, le=WHOLE)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=128)
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
@@ -228,10 +258,36 @@ class ChatRequest(Sampling):
         self.check_stream()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true")
-        if self.tools or self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tools are not offered yet; leave tools and tool_choice out")
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise RequestError("tool_choice needs tools")
+        if len(set(names)) < len(names):
+            raise RequestError("tools hold two functions of one name")
+        if isinstance(self.tool_choice, Choice) and self.tool_choice.function.name not in names:
+            raise RequestError("tool_choice names a function that is not among the tools")
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def forces(self) -> bool:
+        """Whether the answer has to be a call."""
+        return bool(self.tools) and self.tool_choice not in (None, "none", "auto")
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must be: a call that is forced, or what was asked for. Raises RequestError."""
+        found = super().grammar()
+        if not self.forces:
+            return found
+        if found is not None:
+            raise RequestError("response_format has no meaning where a call is forced; give one of them")
+        return forced(self.offered, self.tool_choice.function.name if isinstance(self.tool_choice, Choice) else None)
 
     def sampling(self) -> SamplingParams:
         """As the engine's SamplingParams."""

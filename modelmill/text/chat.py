@@ -12,6 +12,7 @@ from modelmill.text.guard import Guard, free_mark, texts_of, unmark
 from modelmill.text.messages import check_data, checked
 from modelmill.text.template import Limits, TemplateProcess
 from modelmill.text.tokens import Tokenizer
+from modelmill.text.tools import style_of
 
 __all__ = ["ChatFormat", "Limits", "TemplateChat", "load_chat"]
 
@@ -25,6 +26,7 @@ class ChatFormat(Protocol):
 
     stop_ids: tuple[int, ...]  # an answer ends at any of these
     stop_strings: tuple[str, ...]  # … or before any of these
+    tool_style: str  # how it writes tool calls, see tools.py
 
     def encode(
         self,
@@ -117,6 +119,7 @@ class TemplateChat:
         ends = [tokenizer.special[text] for text in TURN_ENDS if text in tokenizer.special and text in written]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
         self.stop_strings: tuple[str, ...] = ()
+        self.tool_style = style_of(written)
 
     def encode(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.text.messages import checked
 from modelmill.text.tokens import Tokenizer
+from modelmill.text.tools import TOLD
 
 START, END = "<|im_start|>", "<|im_end|>"
 SYSTEM = "You are a helpful assistant."
@@ -26,6 +27,7 @@ class QwenChat:
         self._newline = tokenizer.encode("\n", bos=False)
         self.stop_ids: tuple[int, ...] = (self._end, self._start)
         self.stop_strings: tuple[str, ...] = ()
+        self.tool_style = TOLD
 
     def encode(
         self,

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from modelmill.answer import Completion, Delta
+from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.serve import shape
@@ -18,6 +19,7 @@ from modelmill.serve.schema import ChatRequest
 from modelmill.serve.shape import ChatLogprobs, event
 from modelmill.serve.stream import EventStream, finished
 from modelmill.serve.ticket import News, Ticket
+from modelmill.text import tools
 from modelmill.text.grammar import check
 
 router = APIRouter()
@@ -40,13 +42,21 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
 
 
 def _dialogue(language: Language, body: ChatRequest, longest: int) -> Dialogue:
+    if language.chat_format is None:
+        raise RequestError("messages need a chat template, which this engine has not; use /v1/completions")
     for message in body.messages:
         for text in _texts(message.get("content")):
             language.check_size(text, longest)
     grammar = body.grammar()
     if grammar is not None:
         check(grammar)
-    return language.chat_request(body.messages, body.sampling(), cache_salt=body.cache_salt or "", grammar=grammar)
+    messages, template, offered = body.messages, {}, body.offered
+    if language.chat_format.tool_style == tools.TOLD:
+        messages = tools.told(messages, offered)
+    elif offered:
+        template = {"tools": offered}
+    salt = body.cache_salt or ""
+    return language.chat_request(messages, body.sampling(), cache_salt=salt, grammar=grammar, **template)
 
 
 def _texts(content: object) -> list[str]:
@@ -69,7 +79,37 @@ class Reply:
         }
         self._n = body.n or 1
         self._logprobs = [ChatLogprobs(language.tokenizer, body.top_logprobs or 0) for _ in range(self._n)]
+        self._readers = self._readers_for(body, language)
+        self._called = [0] * self._n
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
+
+    def _readers_for(self, body: ChatRequest, language: Language) -> list[tools.Reader]:
+        """One for each choice where tools may be called."""
+        names = [tool["function"]["name"] for tool in body.offered]
+        if not names or language.chat_format is None:
+            return []
+        style = tools.BARE if body.forces else language.chat_format.tool_style
+        return [tools.Reader(style, names) for _ in range(self._n)]
+
+    def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        """(content, calls) of a piece of text of one choice."""
+        if not self._readers:
+            return text, []
+        reader = self._readers[index]
+        content, calls = reader.push(text)
+        if ended:
+            rest, more = reader.flush()
+            content, calls = content + rest, [*calls, *more]
+        told = []
+        for call in calls:
+            function = {"name": call.name, "arguments": call.arguments}
+            told.append({"index": self._called[index], "id": call.id, "type": "function", "function": function})
+            self._called[index] += 1
+        return content, told
+
+    def _finish(self, index: int, reason: str | None) -> str | None:
+        found = finish_of(reason)
+        return "tool_calls" if found == "stop" and self._called[index] else found
 
     def whole(self) -> dict[str, Any]:
         """Everything at once."""
@@ -84,11 +124,16 @@ class Reply:
     def _choice(self, output: Completion) -> dict[str, Any]:
         # the token that ended it is no part of the text
         count = len(output.token_ids) - isinstance(output.stop_reason, int)
+        content, calls = self._read(output.index, output.text, ended=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content if content.strip() else None
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
         choice = {
             "index": output.index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs[output.index].take(output, count),
-            "finish_reason": finish_of(output.finish_reason),
+            "finish_reason": self._finish(output.index, output.finish_reason),
             "stop_reason": output.stop_reason,
         }
         return {**choice, "token_ids": output.token_ids} if self._body.return_token_ids else choice
@@ -106,13 +151,16 @@ class Reply:
         output = delta.answer.outputs[delta.index]
         told = self._logprobs[delta.index].take(output, len(delta.token_ids))
         ids = list(delta.token_ids) if self._body.return_token_ids else None
-        if not (delta.text or (told and told["content"]) or delta.finish_reason or ids):
+        text, calls = self._read(delta.index, delta.text, ended=delta.finish_reason is not None)
+        if not (text or calls or (told and told["content"]) or delta.finish_reason or ids):
             return b""
-        content = {"content": delta.text} if delta.text or not delta.finish_reason else {}
+        content: dict[str, Any] = {"content": text} if text or not (delta.finish_reason or calls) else {}
+        if calls:
+            content["tool_calls"] = calls
         more: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if delta.finish_reason:
             more["stop_reason"] = output.stop_reason
-        return self._chunk(delta.index, content, told, finish_of(delta.finish_reason), more)
+        return self._chunk(delta.index, content, told, self._finish(delta.index, delta.finish_reason), more)
 
     def _chunk(
         self,

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from modelmill.answer import Completion
+from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.serve import shape
@@ -40,11 +41,14 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
 
 
 def _dialogues(language: Language, body: CompletionRequest, longest: int) -> list[Dialogue]:
+    prompts = body.prompts()
+    if language.tokenizer is None and (body.stop or any(isinstance(prompt, str) for prompt in prompts)):
+        raise RequestError("this engine has no tokenizer: give token ids as the prompt, and stop_token_ids")
     params, grammar = body.sampling(), body.grammar()
     if grammar is not None:
         check(grammar)
     dialogues = []
-    for prompt in body.prompts():
+    for prompt in prompts:
         language.check_size(prompt, longest)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         dialogues.append(language.request({key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar))
