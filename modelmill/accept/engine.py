@@ -50,7 +50,8 @@ class Bench:
     """One engine and one reference, reading one sequence of ids in one step.
 
     others: (ids, prompt length) of further sequences that the reference computes along the way, while it holds a
-    layer's weights; their residual streams out of the last layer are in ``streams_of_others`` after ``modules``.
+    layer's weights; their residual streams out of the last layer are in ``streams_of_others`` after ``modules``. own:
+    the reference computes with the weights that the engine holds (accept.own), so their rounding is no part of it.
     """
 
     def __init__(
@@ -59,9 +60,12 @@ class Bench:
         reference: Reference,
         ids: Sequence[int],
         others: Sequence[tuple[Sequence[int], int]] = (),
+        *,
+        own: bool = False,
     ) -> None:
         self.loop = loop
         self.reference = reference
+        self.own = own
         self.ids = list(ids)
         self.others = list(others)
         self.streams_of_others: list[torch.Tensor] = []
@@ -228,10 +232,11 @@ class Bench:
         expected: torch.Tensor,
         linear: str | None = None,
     ) -> None:
-        held = self.kinds.get(linear or name, "dense")
+        held = "dense" if self.own else self.kinds.get(linear or name, "dense")
         recipe = held if held == "int8" else "none"
         if canonical == "layer":
-            bound = layer_bound(self.dtype, "int8" if "int8" in self.kinds.values() else "none", len(self.ids))
+            eight = "int8" in self.kinds.values() and not self.own
+            bound = layer_bound(self.dtype, "int8" if eight else "none", len(self.ids))
         else:
             bound = module_bound(canonical, self.dtype, recipe, length=len(self.ids))
         self.findings.append(Finding(name, layer, module, compare_tensors(name, ours, expected), bound))

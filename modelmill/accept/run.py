@@ -16,8 +16,10 @@ import torch
 
 from modelmill.accept.engine import Bench, Finding
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
+from modelmill.accept.own import is_low_bit, own_reference, true_streams, weight_rows
 from modelmill.accept.reference import Reference, open_reference
 from modelmill.accept.tolerances import logits_bound
+from modelmill.artifact.quantization import read_quantization
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import RunConfig
@@ -78,11 +80,16 @@ def compare_engine(
         if progress is not None:
             progress(f"acceptance: {stage}", stages.index(stage), len(stages))
 
-    reference = open_reference(checkpoint)
+    reference = true = open_reference(checkpoint)
+    assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
+    kinds, model = loop.artifact.manifest.weights, loop.runner.model
+    own = is_low_bit(kinds)
+    if own:
+        reference = own_reference(true, model, kinds)
     sequences = [list(s) for s in ids]
     # the first is the probe, all prompt; of the others the last quarter is decoded token by token
     starts = [len(sequences[0]), *(max(1, len(s) * 3 // 4) for s in sequences[1:])]
-    bench = Bench(loop, reference, sequences[0], list(zip(sequences[1:], starts[1:], strict=True)))
+    bench = Bench(loop, reference, sequences[0], list(zip(sequences[1:], starts[1:], strict=True)), own=own)
     told("modules")
     last = bench.modules()
     told("wiring")
@@ -90,19 +97,26 @@ def compare_engine(
     told("norms")
     bench.norms()
     told("sequences")
-    whole = _sequences(loop, reference, sequences, starts, [last, *bench.streams_of_others])
-    report = _report(loop, bench.findings, whole)
+    whole = _sequences(loop, reference, sequences, starts, [last, *bench.streams_of_others], true if own else None)
+    findings = [*(_weights(loop, true) if own else ()), *bench.findings]
+    report = _report(loop, findings, whole)
     if progress is not None:
         progress("acceptance: done", len(stages), len(stages))
     return report
 
 
 def _sequences(
-    loop: Loop, reference: Reference, ids: list[list[int]], starts: list[int], streams: list[torch.Tensor]
+    loop: Loop,
+    reference: Reference,
+    ids: list[list[int]],
+    starts: list[int],
+    streams: list[torch.Tensor],
+    true: Reference | None = None,
 ) -> dict[str, Any]:
     """Free runs in one batch, partly as prefill and partly token by token, against the reference's logits.
 
-    starts: length of each sequence's prompt. streams: the reference's residual streams [T, H] at the end.
+    starts: length of each sequence's prompt. streams: the reference's residual streams [T, H] at the end. true: the
+    checkpoint's reference where ``reference`` has the engine's weights: what quantization cost is told from it.
     """
     rows = [[i for i in range(len(s)) if i >= start or i % EVERY == 0] for s, start in zip(ids, starts, strict=True)]
     mine, right = (
@@ -111,7 +125,7 @@ def _sequences(
     )
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     manifest = loop.artifact.manifest
-    recipe = "int8" if "int8" in manifest.weights.values() else "none"
+    recipe = "int8" if "int8" in manifest.weights.values() and true is None else "none"
     bound = logits_bound(manifest.build["dtype"], recipe, layers=reference.num_layers)
     row = compare_logits("logits", mine, right)
     agreed = top1_agreement(mine, right, bound.margin)
@@ -129,7 +143,13 @@ def _sequences(
         f"the next token differs at row {clear.first}, where it is clear": not clear.complete,
         f"perplexity {loss[0]:.5g} for {loss[1]:.5g}": not change <= bound.rel_l2,
     }
-    return {
+    cost = {}
+    if true is not None:
+        ends = true_streams(true, ids, starts)
+        exact = torch.cat([true.head(x[wanted])["logits"].output for x, wanted in zip(ends, rows, strict=True)])
+        loss[1], kl = perplexity(exact[known], targets[known]), float(kl_divergence(mine, exact).mean())
+        cost = {"agreement": float((mine.argmax(-1) == exact.argmax(-1)).float().mean())}
+    return cost | {
         "rel_l2": row.rel_l2,
         "bound": bound.rel_l2,
         "max_abs": row.max_abs,
@@ -146,6 +166,29 @@ def _sequences(
         "broken": [what for what, wrong in broken.items() if wrong],
         "ok": not any(broken.values()),
     }
+
+
+def _weights(loop: Loop, true: Reference) -> list[Finding]:
+    """What the engine's layers hold against the checkpoint."""
+    assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
+    manifest, model = loop.artifact.manifest, loop.runner.model
+    folded = {layer: scales for layer, (_, scales) in read_quantization(loop.artifact).items()}
+    found = []
+    for index in range(true.num_layers):
+        rows = weight_rows(true, model, manifest.weights, manifest.build["dtype"], folded, index)
+        found += [Finding(path, index, module, row, bound) for path, module, row, bound in rows]
+    return found
+
+
+def _quantization(loop: Loop) -> list[dict[str, Any]]:
+    """What a calibrated recipe told of each matrix: errors before and after, bits, outlier channels."""
+    assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
+    told = read_quantization(loop.artifact)
+    return [
+        {"layer": layer, "module": module, **fact}
+        for layer, (facts, _) in sorted(told.items())
+        for module, fact in facts.items()
+    ]
 
 
 def _logits(loop: Loop, ids: list[list[int]], starts: list[int], rows: list[list[int]]) -> torch.Tensor:
@@ -182,7 +225,9 @@ def _report(loop: Loop, findings: list[Finding], whole: dict[str, Any]) -> dict[
         "dtype": manifest.build["dtype"],
         "quantization": manifest.build["quantization"],
         "kernels": dict(loop.ops.chosen),
+        "bytes": loop.artifact.nbytes(),
         "logits": {k: _round(v) for k, v in whole.items()},
+        "recipe": _quantization(loop),
         "layers": [_row(f) for f in findings],
     }
 

@@ -90,6 +90,8 @@ TABLE: dict[str, dict[str, tuple[float, float]]] = {
 }
 TABLE["embedding"] = TABLE["residual"]
 LINEAR_INT8 = (1e-1, 3e-1)
+# Held kind → bounds on a matrix's values. Kinds that stand here are judged in two halves (accept/own.py).
+WEIGHTS = {"int4": Bound(0.6, 1.0, 2e-2)}
 # float32 rotary: added per token of length.
 PER_POSITION = (1e-7, 4e-7)
 LOGITS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
@@ -120,6 +122,14 @@ def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int =
     if recipe == "int8" and kind in ("linear", "embedding"):
         rel_l2, max_rel, gain = LINEAR_INT8[0], LINEAR_INT8[1], GAIN_INT8
     return Bound(rel_l2, max_rel, gain)
+
+
+def weight_bound(dtype: str, kind: str) -> Bound:
+    """The bound for what is held against the checkpoint's values, folded scales undone; ``kind``: how it is held."""
+    rel_l2, max_rel = TABLE["residual"][dtype]
+    if kind in WEIGHTS:
+        return WEIGHTS[kind]
+    return Bound(rel_l2, max_rel, GAIN[dtype])
 
 
 def logits_bound(dtype: str, recipe: str = "none", *, layers: int) -> LogitsBound:

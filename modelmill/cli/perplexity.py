@@ -45,7 +45,7 @@ def run(args: Args) -> int:
     """Print the perplexity, and the reference's with the difference."""
     from modelmill.eval.perplexity import perplexity
     from modelmill.eval.subjects import EngineScorer
-    from modelmill.eval.texts import read_text
+    from modelmill.eval.texts import read_text, refuse_calibration
 
     assert args.data is not None
     for name, value, least in (("--max-length", args.max_length, 2), ("--limit-tokens", args.limit_tokens, 1)):
@@ -54,6 +54,8 @@ def run(args: Args) -> int:
     text = read_text(args.data)
     settings = args.run if args.reference is None else beside_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)
+    assert llm.loop.artifact is not None
+    refuse_calibration(args.data, llm.loop.artifact.manifest.source)
     if llm.tokenizer is None:
         raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one")
     length = args.max_length or min(llm.loop.max_model_len, MAX_LENGTH)

@@ -56,7 +56,7 @@ def run(args: Args) -> int:
     """Summarize with both sides, score, and check the difference where a threshold is given."""
     from modelmill.eval.rouge import Rouge
     from modelmill.eval.summarize import EngineSummarizer, HfSummarizer, make_task
-    from modelmill.eval.texts import read_articles
+    from modelmill.eval.texts import read_articles, refuse_calibration
 
     if args.check_accuracy is not None and args.reference is None:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
@@ -70,6 +70,8 @@ def run(args: Args) -> int:
     items, rouge = read_articles(args.data, args.num), Rouge()
     settings = args.run if args.reference is None else beside_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)
+    assert llm.loop.artifact is not None
+    refuse_calibration(args.data, llm.loop.artifact.manifest.source)
     task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
     sides["modelmill"] = _side(args, llm, task, EngineSummarizer(llm, args.batch_size or ALL, _name(llm)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,20 @@ def read_text(path: Path) -> str:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text") from None
+
+
+def refuse_calibration(path: Path, source: Mapping[str, Any]) -> None:
+    """Raise UsageError where an engine was calibrated on this very file; source: its manifest's.
+
+    What a recipe has seen, it answers better than what it has not.
+    """
+    calibration = source.get("calibration")
+    if not isinstance(calibration, Mapping) or not path.is_file():
+        return
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest == calibration.get("sha256"):
+        raise UsageError(f"{path} is what this engine was calibrated on; evaluate it on another file")
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

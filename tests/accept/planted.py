@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from modelmill.build import builder
+from modelmill.build import builder, layers
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.find import find
 
@@ -107,7 +107,10 @@ def _scaled(target: str, factor: float) -> Callable[[ModuleType], Any]:
             tensor = honest(resolved, *more)
             return tensor * factor if resolved.target == target else tensor
 
-        return mock.patch.object(builder, "apply", apply)
+        both = contextlib.ExitStack()
+        for module in (builder, layers):
+            both.enter_context(mock.patch.object(module, "apply", apply))
+        return both
 
     return plant
 

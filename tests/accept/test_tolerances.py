@@ -72,5 +72,5 @@ def test_nan_is_out_of_bounds() -> None:
 def test_what_is_not_published_says_so() -> None:
     with pytest.raises(UsageError, match="float8"):
         module_bound("q", "float8")
-    with pytest.raises(UsageError, match="int4"):
-        logits_bound("float16", "int4", layers=2)
+    with pytest.raises(UsageError, match="int3"):
+        logits_bound("float16", "int3", layers=2)
