@@ -20,7 +20,7 @@ def supports(
     bits: int = 8,
 ) -> bool:
     """As ``norm_quant.fits``, x and residual of one shape and dtype."""
-    return x.dtype == residual.dtype and x.shape == residual.shape and fits(x, weight, (factor, zero, order))
+    return x.dtype == residual.dtype and x.shape == residual.shape and fits(x, weight, kind, (factor, zero, order))
 
 
 def run(

@@ -51,6 +51,12 @@ def early_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@functools.lru_cache
+def knows_fp8(device: torch.device) -> bool:
+    """Whether kernels can read and write e4m3 (compute capability 8.9 and later, and the interpreter)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two ≥ n, n ≥ 1."""
     return 1 << (n - 1).bit_length()

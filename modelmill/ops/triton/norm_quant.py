@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.device import multiprocessors, power_of_two, rows_of
+from modelmill.ops.triton.device import knows_fp8, multiprocessors, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
 
 WIDEST = 16384
@@ -14,12 +14,14 @@ _LEAST = tl.constexpr(1e-6)
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor, per_column: tuple[torch.Tensor | None, ...]) -> bool:
-    """Rows up to 16,384 wide of the weight's dtype; factors, zero-points and orders packed, of their dtypes."""
+def fits(x: torch.Tensor, weight: torch.Tensor, kind: torch.dtype, per_column: tuple[torch.Tensor | None, ...]) -> bool:
+    """A device that knows the type; rows up to 16,384 wide of the weight's dtype; factors, zero-points and orders
+    packed, of their dtypes."""
     kinds = (torch.float32, torch.int32, torch.int32)
-    packed = all(t is None or (t.dtype is kind and t.is_contiguous()) for t, kind in zip(per_column, kinds))
+    packed = all(t is None or (t.dtype is each and t.is_contiguous()) for t, each in zip(per_column, kinds))
     order = per_column[2]
     width = max(x.shape[-1], 0 if order is None else order.numel())
+    packed = packed and (kind is torch.int8 or knows_fp8(x.device))
     return packed and width <= WIDEST and x.dtype == weight.dtype and x.numel() > 0
 
 

@@ -14,7 +14,7 @@ import triton
 
 from modelmill.ops.triton import paged_decode, paged_prefill
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import multiprocessors, power_of_two
+from modelmill.ops.triton.device import knows_fp8, multiprocessors, power_of_two, shared_bytes
 from modelmill.ops.triton.early import launch
 
 LOG2E = 1.4426950408889634
@@ -45,7 +45,8 @@ def supports(
         held = k_cache.dtype == q.dtype
     else:
         packed = k_cache.is_contiguous() and k_scale.is_contiguous() and v_scale.is_contiguous()
-        held = packed and k_cache.dtype in (torch.int8, torch.float8_e4m3fn)
+        known = k_cache.dtype is torch.int8 or (k_cache.dtype is torch.float8_e4m3fn and knows_fp8(q.device))
+        held = packed and known
     return layout and sizes and held and k_cache.dtype == v_cache.dtype and q.shape[0] > 0
 
 
@@ -182,6 +183,8 @@ def _tiling(
         return 16, 64, 4, 3 if block_d <= 128 else 2, None
     if k.element_size() == 1 and block_d <= 128:
         # The conversion takes registers: wide tiles, each alone on a multiprocessor.
+        if shared_bytes(q.device) < 160 << 10:
+            return 64, 64, 4, 2, None
         return (64, 128, 4, 2, None) if max_query <= 64 else (128, 128, 8, 2, None)
     # Tiles of 128 queries read the keys half as often, but need work enough to be spread evenly.
     tiles = triton.cdiv(max_query, 128) * pairs

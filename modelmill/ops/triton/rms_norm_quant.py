@@ -19,7 +19,7 @@ def supports(
     bits: int = 8,
 ) -> bool:
     """As ``norm_quant.fits``."""
-    return fits(x, weight, (factor, zero, order))
+    return fits(x, weight, kind, (factor, zero, order))
 
 
 def run(

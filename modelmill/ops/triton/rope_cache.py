@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import power_of_two, rows_of
+from modelmill.ops.triton.device import knows_fp8, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.eight_bit import rounded, scale_of
 
@@ -33,6 +33,7 @@ def supports(
     same = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     if k_scale is not None and v_scale is not None:
         same = same and k_cache.dtype in LARGEST and k_scale.is_contiguous() and v_scale.is_contiguous()
+        same = same and (k_cache.dtype is torch.int8 or knows_fp8(qkv.device))
     return same and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
 
 
