@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.bench_ops import check_ops, draw_ops, measure_ops, rows_of_ops, show_ops
+from modelmill.cli.bench_serve import check_serve, measure_serve, show_serve
 from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, changed, open_llm
 from modelmill.cli.figures import draw, rows_of, show
 from modelmill.cli.options import Common, config
@@ -29,6 +30,8 @@ throughput: many requests at once, of one length, of a data set or of a trace.
 
 startup: fresh processes, from their start to the first token.
 
+serve: a server that speaks OpenAI's API, ours or another's, under load: first token, times between tokens, goodput.
+
 ops: every kernel against what the memory and the arithmetic units give, measured in the same run; no engine is needed.
 
 Examples:
@@ -41,9 +44,11 @@ Examples:
 
   modelmill bench throughput model.engine --trace trace.csv --num-prompts 500
 
+  modelmill bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200 --first-ms 500 --token-ms 50
+
   modelmill bench ops --op linear --op rms_norm --dtype bfloat16"""
 
-KINDS = ("latency", "throughput", "startup", "ops")
+KINDS = ("latency", "throughput", "startup", "serve", "ops")
 RUNS = 5
 
 
@@ -51,8 +56,8 @@ RUNS = 5
 class Args(Common):
     """What to measure, with which requests, how often."""
 
-    what: str = option(help="latency, throughput, startup or ops", positional=True, choices=KINDS, metavar="WHAT")
-    engine: Path | None = option(None, ENGINE_HELP + "; none for ops", positional=True, metavar="ENGINE")
+    what: str = option(help="latency, throughput, startup, serve, ops", positional=True, choices=KINDS, metavar="WHAT")
+    engine: Path | None = option(None, ENGINE_HELP + "; none for serve and ops", positional=True, metavar="ENGINE")
     batch_size: tuple[int, ...] = option((1,), "latency: batch sizes, measured in turn until memory ends")
     input_len: int = option(128, "tokens of a prompt")
     output_len: int = option(64, "tokens of an answer (end-of-text is ignored)")
@@ -63,6 +68,13 @@ class Args(Common):
     )
     runs: int | None = option(None, "measured runs (default: 5; ops: 15 rounds)")
     warmup: int = option(1, "runs before them that are not counted")
+    url: str | None = option(None, "serve: address of the server")
+    model: str | None = option(None, "serve: model to ask (default: the first that the server lists)")
+    api_key: str | None = option(None, "serve: key of the server")
+    request_rate: float | None = option(None, "serve: requests a second, arriving by chance (default: all at once)")
+    concurrency: int | None = option(None, "serve: most requests at a time")
+    first_ms: float | None = option(None, "serve: a good request has its first token within so many ms")
+    token_ms: float | None = option(None, "serve: a good request takes at most so many ms a token")
     op: tuple[str, ...] = option((), "ops: only this one (repeatable)")
     variant: tuple[str, ...] = option((), "ops: only this variant, torch, triton, cuda or cpu (repeatable)")
     case: str = option("", "ops: only cases whose name contains this")
@@ -82,6 +94,8 @@ class Args(Common):
 def run(args: Args) -> int:
     """Measure, print, plot and keep the rows."""
     _check(args)
+    if args.what == "serve":
+        return _serve(args)
     kinds = {"latency": _latency, "throughput": _throughput, "startup": _startup, "ops": measure_ops}
     measured = kinds[args.what](args)
     command = shlex.join(["modelmill", *sys.argv[1:]])
@@ -100,6 +114,20 @@ def run(args: Args) -> int:
     return 1 if ops and any(each["failed"] for each in measured["results"]) else 0
 
 
+def _serve(args: Args) -> int:
+    """Another machine may be what is measured, so rows carry the address and no device."""
+    measured = measure_serve(args)
+    if args.save is not None:
+        from modelmill.eval.report import save
+
+        save(args.save, [{"command": shlex.join(["modelmill", *sys.argv[1:]]), **measured}])
+    if args.json:
+        emit_json(measured)
+    else:
+        show_serve(measured)
+    return 1 if measured["failed"] else 0
+
+
 def _check(args: Args) -> None:
     for name in ("input_len", "output_len", "runs", "num_prompts", "reference_batch_size"):
         value = getattr(args, name)
@@ -109,10 +137,15 @@ def _check(args: Args) -> None:
         raise UsageError("--batch-size takes whole numbers from 1 on")
     if args.dataset is not None and args.trace is not None:
         raise UsageError("give one of --dataset and --trace")
-    if args.what != "throughput" and (args.dataset or args.trace):
-        raise UsageError("--dataset and --trace belong to bench throughput")
-    if args.reference is not None and args.what in ("startup", "ops"):
+    if args.what != "throughput" and (args.dataset or (args.trace and args.what != "serve")):
+        raise UsageError("--dataset and --trace belong to bench throughput, --trace to bench serve as well")
+    if args.reference is not None and args.what in ("startup", "serve", "ops"):
         raise UsageError("--reference belongs to bench latency and throughput")
+    if args.what == "serve":
+        check_serve(args)
+        return
+    if args.url is not None:
+        raise UsageError("--url belongs to bench serve")
     if args.what == "ops":
         check_ops(args.engine, args.op, args.variant)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -192,3 +193,18 @@ def test_two_engines_share_the_memory(stories: Path) -> None:
         page = serving.ask("/metrics")[1]
         assert 'model_name="one"' in page
         assert 'model_name="two"' in page
+
+
+def test_bench_serve_measures_it(server: Serving, cli: Any) -> None:
+    words = ("--num-prompts", 6, "--input-len", 4, "--output-len", 5, "--concurrency", 3, "--first-ms", 1e6, "--json")
+    code, out, said = cli("bench", "serve", "--url", server.url, *words)
+    assert code == 0, said
+    told = json.loads(out)
+    assert (told["requests"], told["failed"], told["output_tokens"], told["model"]) == (6, 0, 30, "stories")
+    assert told["good_requests_per_s"] == told["requests_per_s"] > 0
+    assert cli("bench", "serve", "--url", server.url, "--num-prompts", 2, "--output-len", 3)[0] == 0
+    code, _, said = cli("bench", "serve", "--url", server.url, "--num-prompts", 1, "--model", "other")
+    assert code == 1
+    assert "404" in said
+    for wrong in (["bench", "serve"], ["bench", "serve", "x"], ["bench", "ops", "--url", "x"]):
+        assert cli(*wrong)[0] == 2

@@ -1,0 +1,181 @@
+"""A small client for servers that speak OpenAI's API: one connection a request, streamed, with times.
+
+Plain asyncio, so that measuring a server costs the machine as little as can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from modelmill.core.errors import ModelmillError, RequestError, UsageError
+
+LIMIT = 1 << 24
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A server. path: what stands before /v1."""
+
+    host: str
+    port: int
+    path: str
+    secure: bool
+    key: str | None
+
+    @staticmethod
+    def at(url: str, key: str | None = None) -> Remote:
+        """Of a base URL, with or without /v1. Raises UsageError."""
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise UsageError(f"--url {url!r} is no http address; give one like http://127.0.0.1:8000")
+        secure = parts.scheme == "https"
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        return Remote(parts.hostname, port or (443 if secure else 80), path, secure, key)
+
+    async def get(self, path: str) -> Any:
+        """The JSON at a path. Raises ModelmillError."""
+        async with _Exchange(self) as exchange:
+            await exchange.send("GET", path, None)
+            return json.loads(b"".join([part async for part in exchange.body()]))
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+        """(when it came, event) for each event of a streamed answer. Raises ModelmillError."""
+        async with _Exchange(self) as exchange:
+            await exchange.send("POST", path, {**body, "stream": True})
+            held = b""
+            async for part in exchange.body():
+                now = time.perf_counter()
+                *lines, held = (held + part).split(b"\n")
+                for line in lines:
+                    data = line.removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:") or data == b"[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise ModelmillError(f"the server ended the answer: {_told(event)}")
+                    yield now, event
+
+
+class _Exchange:
+    """One request on one connection."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def __aenter__(self) -> _Exchange:
+        remote = self._remote
+        context = ssl.create_default_context() if remote.secure else None
+        try:
+            self._reader, self._writer = await asyncio.open_connection(
+                remote.host, remote.port, ssl=context, limit=LIMIT
+            )
+        except OSError as error:
+            raise ModelmillError(f"{remote.host}:{remote.port} does not answer: {error.strerror or error}") from None
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    async def send(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
+        """Send it and read the head of the answer. Raises ModelmillError for a status that is no success."""
+        remote = self._remote
+        data = b"" if body is None else json.dumps(body).encode()
+        lines = [f"{method} {remote.path}{path} HTTP/1.1", f"host: {remote.host}:{remote.port}", "connection: close"]
+        lines += ["content-type: application/json", f"content-length: {len(data)}"]
+        if remote.key is not None:
+            lines.append(f"authorization: Bearer {remote.key}")
+        self._writer.write("\r\n".join([*lines, "", ""]).encode() + data)
+        try:
+            head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        except (asyncio.IncompleteReadError, OSError):
+            raise ModelmillError(f"{remote.host}:{remote.port} closed the connection without an answer") from None
+        self._headers = {n.strip().lower(): v.strip() for n, _, v in (line.partition(":") for line in head[1:])}
+        status = int(head[0].split()[1])
+        if status != 200:
+            text = b"".join([part async for part in self.body()])
+            kind = RequestError if status == 400 else ModelmillError
+            raise kind(f"{path} answers {status}: {_told(text)}")
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Its parts as they come."""
+        if self._headers.get("transfer-encoding", "").lower() != "chunked":
+            while part := await self._reader.read(1 << 16):
+                yield part
+            return
+        try:
+            # an empty line, where the connection has ended, is no number
+            while size := int((await self._reader.readline()).split(b";")[0], 16):
+                yield (await self._reader.readexactly(size + 2))[:-2]
+        except (asyncio.IncompleteReadError, ValueError, OSError):
+            raise ModelmillError("the server closed the connection in the middle of an answer") from None
+
+
+def _told(answer: Any) -> str:
+    """The message of an error."""
+    try:
+        value = json.loads(answer) if isinstance(answer, bytes) else answer
+        return " ".join(str(value["error"]["message"]).split())[:300]
+    except (ValueError, KeyError, TypeError):
+        return "(no message)"
+
+
+@dataclass
+class Visit:
+    """One measured request. Times in seconds; begin: on the clock of all. error: why it failed."""
+
+    begin: float
+    chunks: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def first(self) -> float:
+        """Until the first text."""
+        return self.chunks[0] - self.begin
+
+    @property
+    def whole(self) -> float:
+        """Until the last text."""
+        return self.chunks[-1] - self.begin
+
+    @property
+    def per_token(self) -> float | None:
+        """Between tokens after the first; None where there is one only."""
+        if self.output_tokens < 2:
+            return None
+        return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between pieces of text."""
+        return [b - a for a, b in zip(self.chunks, self.chunks[1:])]
+
+
+async def visit(remote: Remote, body: Mapping[str, Any]) -> Visit:
+    """One completion, measured; what goes wrong is noted in it."""
+    found = Visit(time.perf_counter())
+    try:
+        async for when, event in remote.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}}):
+            usage = event.get("usage")
+            if usage:
+                found.prompt_tokens, found.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            if event.get("choices"):
+                found.chunks.append(when)
+    except ModelmillError as error:
+        found.error = str(error)
+    if found.error is None and not found.chunks:
+        found.error = "the answer was empty"
+    found.output_tokens = found.output_tokens or len(found.chunks)
+    return found

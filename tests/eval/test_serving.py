@@ -1,0 +1,141 @@
+"""The load generator against servers whose every byte is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from modelmill.core.errors import ModelmillError, RequestError, UsageError
+from modelmill.eval.remote import Remote, Visit, visit
+from modelmill.eval.serving import Load, run, spread, summary
+
+
+def sse(*events: Any) -> bytes:
+    return b"".join(
+        b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n" for event in events
+    )
+
+
+def chunk(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text}], "usage": None}
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+WHOLE = sse(chunk("a"), chunk("b"), chunk("c"), USAGE, b"[DONE]")
+OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+
+
+def against(answer: bytes, work: Callable[[Remote], Any], seen: list[bytes] | None = None) -> Any:
+    """Run ``work`` with a server that answers so to everything."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        body = await reader.readexactly(size)
+        if seen is not None:
+            seen.append(head + body)
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def main() -> Any:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            return await work(Remote.at(f"http://127.0.0.1:{port}/v1", "key"))
+        finally:
+            server.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [1, 3, 50, 10**6])
+def test_a_stream_in_any_pieces(size: int) -> None:
+    seen: list[bytes] = []
+    body = {"model": "m", "prompt": "x"}
+    found = against(OK + chunked(WHOLE, size) + b"0\r\n\r\n", lambda remote: visit(remote, body), seen)
+    assert (found.error, found.prompt_tokens, found.output_tokens, len(found.chunks)) == (None, 7, 3, 3)
+    assert found.begin < found.chunks[0] <= found.chunks[-1]
+    head, sent = seen[0].split(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
+    assert b"authorization: Bearer key" in head
+    assert json.loads(sent)["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (OK + chunked(sse(chunk("a"), {"error": {"message": "gone"}}), 20) + b"0\r\n\r\n", "gone"),
+        (OK + chunked(WHOLE, 10)[:60], "middle"),
+        (OK + b"0\r\n\r\n", "empty"),
+        (b"", "without an answer"),
+        (b'HTTP/1.1 429 Busy\r\ncontent-length: 2\r\n\r\n{"error": {"message": "too many"}}', "429: too many"),
+        (b"HTTP/1.1 500 Oh\r\n\r\nnonsense", "500: (no message)"),
+    ],
+)
+def test_what_goes_wrong_is_noted(answer: bytes, told: str) -> None:
+    found = against(answer, lambda remote: visit(remote, {}))
+    assert told in found.error
+
+
+def test_a_refused_request_is_the_askers_fault() -> None:
+    async def ask(remote: Remote) -> None:
+        async for _ in remote.stream("/v1/completions", {}):
+            pass
+
+    with pytest.raises(RequestError, match="400: no"):
+        against(b'HTTP/1.1 400 Bad\r\n\r\n{"error": {"message": "no"}}', ask)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://a:b", "http://a:99999"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(UsageError):
+        Remote.at(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("localhost:8000", ("localhost", 8000, "", False)),
+        ("http://h/v1/", ("h", 80, "", False)),
+        ("https://h/api/v1", ("h", 443, "/api", True)),
+    ],
+)
+def test_addresses(url: str, expected: Any) -> None:
+    found = Remote.at(url)
+    assert (found.host, found.port, found.path, found.secure) == expected
+
+
+def test_all_requests_are_made_and_counted() -> None:
+    told: list[tuple[int, int]] = []
+    load = Load([(3, 4)] * 9, rate=500.0, concurrency=2, first_ms=60000, token_ms=1e-9)
+    answer = OK + chunked(WHOLE, 7) + b"0\r\n\r\n"
+    visits, seconds = against(answer, lambda remote: run(remote, "m", load, lambda *ended: told.append(ended)))
+    assert told == [(place, 9) for place in range(1, 10)]
+    found = summary(visits, seconds, load)
+    assert (found["requests"], found["failed"], found["output_tokens"], found["prompt_tokens"]) == (9, 0, 27, 63)
+    assert found["requests_per_s"] == pytest.approx(9 / seconds)
+
+
+def test_figures() -> None:
+    fast = Visit(10.0, [10.1, 10.2, 10.4], 5, 3)
+    slow = Visit(10.0, [11.0, 12.0], 5, 2)
+    failed = Visit(10.0, error="no")
+    found = summary([fast, slow, failed], 2.0, Load([], first_ms=200, token_ms=200))
+    assert found["first_token_ms"]["mean"] == pytest.approx(550)
+    assert found["per_token_ms"]["median"] == pytest.approx(1000)
+    assert found["between_pieces_ms"]["mean"] == pytest.approx((100 + 200 + 1000) / 3)
+    assert found["whole_ms"]["p99"] == pytest.approx(2000)
+    assert (found["failed"], found["errors"], found["good_requests_per_s"]) == (1, ["no"], 0.5)
+    assert spread([]) is None
+    with pytest.raises(ModelmillError, match="none of 1"):
+        summary([failed], 1.0, Load([]))
