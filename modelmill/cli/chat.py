@@ -20,6 +20,7 @@ from modelmill.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from modelmill.answer import Answer
+    from modelmill.cli.far import Far
     from modelmill.llm import LLM
 
 HELP = "Talk with an engine in the terminal; /help tells the commands."
@@ -27,7 +28,9 @@ MORE = """Ctrl-C stops the answer, not the program. From a pipe, every line is a
 
 Examples:
 
-  modelmill chat model.engine --system "Answer briefly." --temperature 0.7"""
+  modelmill chat model.engine --system "Answer briefly." --temperature 0.7
+
+  modelmill chat --url http://127.0.0.1:8000"""
 
 COMMANDS = """/system TEXT   set the system message (alone: show it)
 /reset         forget the conversation
@@ -38,9 +41,12 @@ COMMANDS = """/system TEXT   set the system message (alone: show it)
 
 @dataclass(frozen=True, kw_only=True)
 class Args(Common):
-    """engine: one with a chat template."""
+    """engine: one with a chat template; or the url of a server."""
 
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    engine: Path | None = option(None, ENGINE_HELP + "; none with --url", positional=True, metavar="ENGINE")
+    url: str | None = option(None, "talk with a server that speaks OpenAI's API instead")
+    model: str | None = option(None, "with --url: model to ask (default: the first that the server lists)")
+    api_key: str | None = option(None, "with --url: key of the server")
     system: str | None = option(None, "system message at the beginning")
     stream: bool = option(True, "show the answer while it is made")
     chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
@@ -51,19 +57,33 @@ class Args(Common):
 
 def run(args: Args) -> int:
     """Talk until /exit or the end of the input. With --json the conversation is printed at the end, and only it."""
-    llm = open_llm(args.engine, args.build, args.run, chat_template=args.chat_template)
-    if llm.chat_format is None:
-        raise UsageError(
-            f"{args.engine} has no chat template; give one with --chat-template, or use modelmill run --prompt"
-        )
-    talk = Talk(llm, with_limit(args.sampling, llm), args.system, stream=args.stream, silent=args.json)
+    if (args.engine is None) == (args.url is None):
+        raise UsageError("give one of ENGINE and --url URL")
+    llm, params = _far(args) if args.engine is None else _near(args, args.engine)
+    talk = Talk(llm, params, args.system, stream=args.stream, silent=args.json)
     if sys.stdin.isatty() and not args.json:
-        note(f"{args.engine}: /help for commands, Ctrl-D to leave")
+        note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
     while talk.turn(read_line()):
         pass
     if args.json:
         emit_json({"messages": talk.messages})
     return 0
+
+
+def _near(args: Args, engine: Path) -> tuple[LLM, SamplingParams]:
+    """The engine, opened here."""
+    llm = open_llm(engine, args.build, args.run, chat_template=args.chat_template)
+    if llm.chat_format is None:
+        raise UsageError(f"{engine} has no chat template; give one with --chat-template, or use modelmill run --prompt")
+    return llm, with_limit(args.sampling, llm)
+
+
+def _far(args: Args) -> tuple[Far, SamplingParams]:
+    """A server."""
+    from modelmill.cli.far import Far
+    from modelmill.eval.remote import Remote
+
+    return Far(Remote.at(args.url or "", args.api_key), args.model), args.sampling
 
 
 def read_line() -> str | None:
@@ -87,7 +107,7 @@ class Talk:
     """A conversation: its messages, and what each line of the user does to them."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, *, stream: bool = True, silent: bool = False
+        self, llm: LLM | Far, params: SamplingParams, system: str | None, *, stream: bool = True, silent: bool = False
     ) -> None:
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import time
@@ -208,3 +209,22 @@ def test_bench_serve_measures_it(server: Serving, cli: Any) -> None:
     assert "404" in said
     for wrong in (["bench", "serve"], ["bench", "serve", "x"], ["bench", "ops", "--url", "x"]):
         assert cli(*wrong)[0] == 2
+
+
+def test_chat_with_a_server(server: Serving, llm: LLM, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk: list[Any] = [*TALK]
+    (answer,) = llm.chat(talk, SamplingParams(temperature=0, max_tokens=12), progress=False)
+    words = ("chat", "--url", server.url, "--temperature", 0, "--max-tokens", 12)
+    for stream in ("--stream", "--no-stream"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(TALK[0]["content"] + "\n/exit\n"))
+        code, out, said = cli(*words, stream)
+        assert code == 0, said
+        assert out == answer.outputs[0].text + "\n"
+        assert "12 answer tokens" in said
+    monkeypatch.setattr("sys.stdin", io.StringIO("x" * 5000 + "\nshort\n"))
+    code, out, said = cli(*words, "--json")
+    assert code == 0
+    assert "400" in said
+    assert [message["role"] for message in json.loads(out)["messages"]] == ["user", "assistant"]
+    assert cli("chat", "--url", "127.0.0.1:1")[0] == 1
+    assert cli("chat")[0] == cli("chat", "x", "--url", "y")[0] == 2
