@@ -14,6 +14,7 @@ from modelmill.artifact.manifest import SCHEMA, Manifest
 from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE, TOKENIZER, Staging
 from modelmill.artifact.tuning import StoredTuning, path_of, to_bytes
+from modelmill.build.kinds import LANGUAGE
 from modelmill.build.layers import Layers
 from modelmill.build.plan import PACKING, Piece, Plan, gib, layer_of
 from modelmill.checkpoint.rename import apply
@@ -38,7 +39,7 @@ def build(
     the engine is then judged with. An interrupted build resumes at the next call.
     Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError.
     """
-    files = plan.checkpoint.tokenizer_files()
+    files = plan.checkpoint.tokenizer_files() if plan.kind == LANGUAGE else {}
     if files:
         load_tokenizer(files).check_against(plan.sizes.vocab)
     staging = Staging(out, plan.key())
@@ -48,7 +49,7 @@ def build(
         for name, data in sorted(files.items()):
             staging.write(f"{TOKENIZER}/{name}", data)
         staging.seal(_manifest(plan, staging, progress))
-        tuning = None if tune is None else tune(plan)
+        tuning = tune(plan) if tune is not None and plan.kind == LANGUAGE else None
         if tuning is not None:
             staging.write_loose(path_of(tuning.device), to_bytes(tuning))
         report = _judge(plan, staging, accept)
@@ -103,12 +104,12 @@ def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
     tensor = apply(piece.resolved, plan.checkpoint.get, plan.checkpoint.info)
     scan(", ".join(piece.resolved.sources), tensor)
     if piece.held is None:
-        cast = tensor.to(plan.dtype)
+        cast = tensor.to(piece.dtype)
         _check_range(cast, piece, plan)
         writer.add(piece.resolved.target, cast)
         return
     if plan.recipe is None or piece.held == "dense":
-        held = pack(piece.held, tensor, plan.dtype)
+        held = pack(piece.held, tensor, piece.dtype if piece.held == "dense" else plan.dtype)
     else:
         held = plan.recipe.hold(tensor.float(), None)
     for suffix, part in held.tensors().items():
@@ -137,7 +138,7 @@ def _manifest(plan: Plan, staging: Staging, progress: Progress | None) -> Manife
         source["calibration"] = plan.calibration.facts()
     return Manifest(
         schema=SCHEMA,
-        kind="language",
+        kind=plan.kind,
         model_type=plan.checkpoint.model_type,
         packing=PACKING,
         max_model_len=plan.max_model_len,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from modelmill.build.calibration import Source, find_source
+from modelmill.build.kinds import LANGUAGE, check_options, described, dtype_of, kind_of, still_memory
 from modelmill.checkpoint.container import listed
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Resolved, plan_renames, result_info
@@ -52,6 +53,11 @@ class Piece:
         """Bytes in the engine."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.stored.values())
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that a tensor which no recipe changes is stored in."""
+        return next(iter(self.stored.values()))[1]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -70,6 +76,11 @@ class Plan:
     reasons: dict[str, str]
     recipe: Recipe | None = None
     calibration: Source | None = None
+
+    @property
+    def kind(self) -> str:
+        """What the engine will do: "language" or "segmentation"."""
+        return kind_of(self.family)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,6 +102,8 @@ class Plan:
         for piece in self.pieces:
             parts = piece.module.split(".")
             name = f"layer-{int(parts[1]):04d}" if parts[0] == "layers" else "ends"
+            if parts[0] == "image_encoder" and parts[1] in ("blocks", "layers"):
+                name = f"encoder-{int(parts[2]):04d}"
             out.setdefault(f"weights/{name}.safetensors", []).append(piece)
         return dict(sorted(out.items()))
 
@@ -131,6 +144,9 @@ class Plan:
     def memory(self) -> dict[str, Any]:
         """Now and at run time, in bytes; the largest batch × length that fits, or why it does not."""
         total, free = device_memory(self.config.target)
+        if self.kind != LANGUAGE:
+            room = (total, free)
+            return still_memory(self.sizes, self.weight_bytes, self.build_bytes, room, self.dtype.itemsize)
         workspace = 4 * 8192 * max(self.sizes.inner * 2, self.sizes.hidden * 4) * self.dtype.itemsize
         left = int(total * 0.9) - self.weight_bytes - workspace
         tokens = max(left, 0) // self.token_bytes
@@ -181,7 +197,8 @@ class Plan:
             "build": to_dict(self.config),
             "reasons": self.reasons,
             "max_model_len": self.max_model_len,
-            "layers": self.sizes.layers,
+            "kind": self.kind,
+            "layers": getattr(self.sizes, "layers", None),
             "tensors": len(self.pieces),
             "tokenizer": bool(self.checkpoint.tokenizer_files()),
             "bytes_by_kind": kinds,
@@ -197,8 +214,11 @@ def layer_of(shard: str) -> int | None:
 
 def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
     """Decide everything, reading no weights. Raises CheckpointError (UnknownArchitecture, …) or UsageError."""
+    checkpoint = described(checkpoint)
     family = find_family(checkpoint)
     sizes = family.configure(checkpoint.config)
+    if kind_of(family) != LANGUAGE:
+        return _still_plan(checkpoint, config, family, sizes)
     _check_generation(checkpoint)
     recipe = make_recipe(config)
     limit = getattr(sizes, "limit", None) or sizes.max_len
@@ -221,6 +241,17 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
         pieces = (*pieces, _piece(checkpoint, config, copy, "head", recipe))
         aliases = {}
     return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, source)
+
+
+def _still_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, sizes: Any) -> Plan:
+    """The same for a model of images: no tokens, so no length, no head and nothing to calibrate on."""
+    check_options(config, checkpoint.path)
+    config, reasons = _resolve(checkpoint, config, None, None)
+    shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
+    renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
+    model = family.Model(sizes)
+    pieces = tuple(_pieces(checkpoint, config, None, model, renames, family))
+    return Plan(checkpoint, config, family, sizes, 1, pieces, {}, reasons)
 
 
 def find_family(checkpoint: Checkpoint) -> ModuleType:
@@ -313,8 +344,9 @@ def _quantized(model: nn.Module, config: BuildConfig) -> set[str]:
 
 
 def _pieces(
-    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, model: nn.Module, renames: Sequence[Resolved]
-) -> list[Piece]:
+    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, model: nn.Module, renames: Sequence[Resolved],
+    family: ModuleType | None = None,
+) -> list[Piece]:  # fmt: skip
     quantized = _quantized(model, config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     expected = {name: tuple(buffer.shape) for name, buffer in model.named_buffers(remove_duplicate=False)}
@@ -326,7 +358,10 @@ def _pieces(
         held: Recipe | str | None = None
         if module in linears and suffix == "weight":
             held = recipe if recipe is not None and module in quantized else "dense"
-        piece = _piece(checkpoint, config, resolved, module, held)
+        dtype = getattr(torch, config.dtype)
+        if family is not None:
+            dtype = dtype_of(family, resolved.target, dtype)
+        piece = _piece(checkpoint, config, resolved, module, held, dtype)
         if piece.shape != expected[resolved.target]:
             raise TensorMismatch(
                 f"{', '.join(resolved.sources)}: shape {list(piece.shape)} where the config asks for "
@@ -337,11 +372,12 @@ def _pieces(
 
 
 def _piece(
-    checkpoint: Checkpoint, config: BuildConfig, resolved: Resolved, module: str, held: Recipe | str | None
-) -> Piece:
-    """held: "dense" or a recipe for a linear's weight, None for everything else."""
+    checkpoint: Checkpoint, config: BuildConfig, resolved: Resolved, module: str, held: Recipe | str | None,
+    dtype: torch.dtype | None = None,
+) -> Piece:  # fmt: skip
+    """held: "dense" or a recipe for a linear's weight, None for everything else. dtype: default, the activations'."""
     info = result_info(resolved, checkpoint.info)
-    dtype = getattr(torch, config.dtype)
+    dtype = dtype or getattr(torch, config.dtype)
     if not info.torch_dtype.is_floating_point:
         raise TensorMismatch(
             f"{', '.join(resolved.sources)} holds {info.dtype} where numbers with a fraction are needed"

@@ -46,8 +46,8 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """The config's model_type: the name of the model file that computes it."""
-        return str(self.config["model_type"])
+        """The config's model_type: the name of the model file that computes it; empty where there is no config."""
+        return str(self.config.get("model_type", ""))
 
     def names(self) -> list[str]:
         return self.view.names()
@@ -105,8 +105,9 @@ def open_checkpoint(path: Path, *, delta: Path | None = None) -> Checkpoint:
     """Open a Hugging Face folder, or a single .gguf, .safetensors, .bin or .pth file.
 
     delta: a second checkpoint whose tensors are added to the first one's (Vicuna's way of publishing).
-    Nothing but headers is read, and code that a checkpoint brings (auto_map) is never run. Raises
-    CheckpointError where something is missing, CorruptCheckpoint where a file lies about itself.
+    Nothing but headers is read, and code that a checkpoint brings (auto_map) is never run. A single file without a
+    config.json beside it has an empty config: original image models are published so. Raises CheckpointError where
+    something is missing, CorruptCheckpoint where a file lies about itself.
     """
     path = Path(path)
     base = _open_one(path)
@@ -169,8 +170,9 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _with_config(folder: Path, path: Path, container: str, weights: Container) -> Checkpoint:
-    config = read_json(folder / "config.json")
-    if not isinstance(config.get("model_type"), str):
+    alone = path.is_file() and not (folder / "config.json").exists()
+    config = {} if alone else read_json(folder / "config.json")
+    if not alone and not isinstance(config.get("model_type"), str):
         raise UnknownArchitecture(f"{folder / 'config.json'}: names no model_type; add the family's name")
     generation_file = folder / "generation_config.json"
     return Checkpoint(

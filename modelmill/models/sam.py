@@ -23,6 +23,10 @@ from modelmill.models._sam_vit import VitSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.still import Still
 
+KIND = "segmentation"
+# Float32 in every dtype: prompts and masks are 4 million of the 9 to 640 million parameters and a click's whole
+# precision (angles of hundreds of radians, logits cut at 0); the biases are a table that the op reads as float32.
+KEPT = (r"(prompt_encoder|mask_decoder)\..*", r".*\.attention_biases")
 PREFIXES = ("", "module.", "model.")
 WIDTH = 256  # of the embeddings that encoder, prompts and decoder share
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)

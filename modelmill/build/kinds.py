@@ -1,0 +1,85 @@
+"""Models that are no language models: what their files leave out, and what their engines need.
+
+A family says ``KIND`` (absent: "language"), ``KEPT`` (regular expressions for tensors that stay float32) and may offer
+``describe(shapes)``, a raw config from the tensors of an original file that has no config.json beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import CheckpointError, UsageError
+from modelmill.core.find import find, names
+
+LANGUAGE, SEGMENTATION = "language", "segmentation"
+
+
+def described(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with a config: its own, or what a family makes of the tensors' shapes.
+
+    Raises CheckpointError where it has no config.json and no family knows its tensors.
+    """
+    if checkpoint.config:
+        return checkpoint
+    shapes = {name: checkpoint.info(name).shape for name in checkpoint.names()}
+    for name in names("modelmill.models"):
+        describe = getattr(find("modelmill.models", name), "describe", None)
+        config = None if describe is None else describe(shapes)
+        if config is not None:
+            return replace(checkpoint, config=config)
+    raise CheckpointError(
+        f"{checkpoint.path.parent / 'config.json'}: is missing, and the tensors of {checkpoint.path.name} are of no "
+        "model that is known without one; a checkpoint's folder has it beside the weights"
+    )
+
+
+def kind_of(family: ModuleType) -> str:
+    """What engines of this family do: "language" or "segmentation"."""
+    return str(getattr(family, "KIND", LANGUAGE))
+
+
+def dtype_of(family: ModuleType, name: str, dtype: torch.dtype) -> torch.dtype:
+    """In which type a tensor of the model is stored."""
+    kept = any(re.fullmatch(pattern, name) for pattern in getattr(family, "KEPT", ()))
+    return torch.float32 if kept else dtype
+
+
+def check_options(config: BuildConfig, path: object) -> None:
+    """Raise UsageError for options that mean nothing to a model that segments images."""
+    if config.quantization != "none":
+        raise UsageError(f"-q {config.quantization}: {path} segments images, and recipes are for language models")
+    if config.max_model_len is not None:
+        raise UsageError(f"--max-model-len: {path} segments images and reads no tokens; leave it out")
+
+
+def still_memory(sizes: Any, weights: int, build: int, device: tuple[int, int], itemsize: int) -> dict[str, Any]:
+    """Memory of an image engine in bytes: weights and the widest layer of one picture; there is no KV cache.
+
+    device: (total, free).
+    """
+    encoder = sizes.encoder
+    tokens = encoder.grid**2
+    if hasattr(encoder, "widths"):
+        # the first stage works at a quarter of the picture's side with four times its channels, in and out of a GELU
+        workspace = 3 * (sizes.image // 4) ** 2 * 4 * encoder.widths[0] * itemsize
+    else:
+        # qkv or the MLP's inside, and, where no kernel of ours runs, the scores of one layer over the whole picture
+        workspace = 3 * tokens * max(3 * encoder.width, encoder.inner) * itemsize + 2 * encoder.heads * tokens**2 * 4
+    needed = weights + workspace
+    fits = f"one picture needs {needed / 2**20:.0f} MiB, weights included"
+    verdict = fits if needed <= device[0] * 0.9 else f"does not fit: {fits}, the device has {device[0] / 2**20:.0f} MiB"
+    return {
+        "device_total": device[0],
+        "device_free": device[1],
+        "weights": weights,
+        "build_peak": build,
+        "workspace": workspace,
+        "fits": verdict,
+    }

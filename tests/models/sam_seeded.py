@@ -1,0 +1,47 @@
+"""A small SAM with seeded weights in the original layout, and a file of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from modelmill.models import sam
+from modelmill.nn.linear import Linear
+
+SMALL = sam.VitSpec(width=48, depth=2, heads=3, whole=(1,), inner=96, image=160, window=4)
+
+
+def small_state(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights that keep values near 1, as trained ones do; norms near their identity."""
+    model = sam.Model(sam.SamConfig(SMALL))
+    shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    shapes |= {f"{n}.weight": m.shape for n, m in model.named_modules() if isinstance(m, Linear)}
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, shape in sorted(shapes.items()):
+        size = torch.Size(shape)
+        fan = size[1:].numel() if len(size) > 1 else 1
+        spread = 1.2 * fan**-0.5 if len(size) > 1 else 0.1
+        if "rel_pos" in name or "embed" in name or "token" in name:
+            spread = 0.5
+        if "gaussian" in name:
+            spread = 1.0
+        state[name] = torch.randn(size, generator=generator) * spread
+        if _is_norm(model, name) and name.endswith("weight"):
+            state[name] += 1
+    return state
+
+
+def _is_norm(model: nn.Module, name: str) -> bool:
+    return "Norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__
+
+
+def small_file(folder: Path, seed: int = 0) -> Path:
+    """A .safetensors without anything beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "sam_small.safetensors"
+    save_file(small_state(seed), path)
+    return path
