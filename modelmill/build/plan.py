@@ -102,7 +102,7 @@ class Plan:
         for piece in self.pieces:
             parts = piece.module.split(".")
             name = f"layer-{int(parts[1]):04d}" if parts[0] == "layers" else "ends"
-            if parts[0] == "image_encoder" and parts[1] in ("blocks", "layers"):
+            if parts[0] == "image_encoder" and len(parts) > 2 and parts[1] in ("blocks", "layers"):
                 name = f"encoder-{int(parts[2]):04d}"
             out.setdefault(f"weights/{name}.safetensors", []).append(piece)
         return dict(sorted(out.items()))
