@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -20,16 +21,27 @@ from modelmill.serve import errors
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.gate import Gate
 from modelmill.serve.routes import chat, completions, health, tokenize
-from modelmill.serve.schema import CHAT_FIELDS, COMPLETION_FIELDS
+from modelmill.serve.schema import CHAT_FIELDS, COMPLETION_FIELDS, Refusal
 from modelmill.serve.service import Service
 
 KNOWN = CHAT_FIELDS | COMPLETION_FIELDS
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Refusal, "description": "The request is at fault; the message says how"},
+    401: {"model": Refusal, "description": "The key is missing or wrong"},
+    403: {"model": Refusal, "description": "A server without a key answers to localhost only"},
+    404: {"model": Refusal, "description": "No such model"},
+    408: {"model": Refusal, "description": "The body did not come in time"},
+    413: {"model": Refusal, "description": "The body is too large"},
+    429: {"model": Refusal, "description": "Too many requests wait"},
+    500: {"model": Refusal, "description": "A bug"},
+    503: {"model": Refusal, "description": "The engine is loading, restarting or being shut down"},
+}
 _log = log.get("serve")
 
 
 def make_app(service: Service) -> ASGIApp:
     """The application of a service; the gate stands before it."""
-    app = FastAPI(title="modelmill", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="modelmill", version=__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.state.service = service
     for module in (health, completions, chat, tokenize):
         app.include_router(module.router)
@@ -39,12 +51,25 @@ def make_app(service: Service) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _refused)
+    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
     guarded: ASGIApp = Gate(_Unraised(app), service)
     if service.limits.origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=service.limits.origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
     return guarded
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document: validation is answered with 400 here, never with 422."""
+    if app.openapi_schema is None:
+        app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in app.openapi_schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for left in ("HTTPValidationError", "ValidationError"):
+            app.openapi_schema.get("components", {}).get("schemas", {}).pop(left, None)
+    return app.openapi_schema
 
 
 class _Unraised:

@@ -313,6 +313,21 @@ class DetokenizeRequest(Shape):
     tokens: Ids
 
 
+class Problem(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(BaseModel):
+    """Every error."""
+
+    error: Problem
+
+
 COMPLETION_FIELDS = frozenset(CompletionRequest.model_fields)
 CHAT_FIELDS = frozenset(ChatRequest.model_fields)
 

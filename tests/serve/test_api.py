@@ -215,3 +215,16 @@ def test_every_answer_carries_its_request_id(running: Running) -> None:
     assert given.headers["x-request-id"] == "mine-1"
     made = running.get("/nothing", headers={"x-request-id": "bad\x01" * 100})
     assert re.fullmatch("[0-9a-f]{32}", made.headers["x-request-id"])
+
+
+def test_the_openapi_document_tells_what_is_answered(running: Running) -> None:
+    told = running.get("/openapi.json").json
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/tokenize"} <= set(
+        told["paths"]
+    )
+    for path in told["paths"].values():
+        for operation in path.values():
+            assert "422" not in operation["responses"]
+            content = operation["responses"]["400"]["content"]["application/json"]["schema"]
+            assert content == {"$ref": "#/components/schemas/Refusal"}
+    assert not told["components"]["schemas"]["ChatRequest"]["additionalProperties"]
