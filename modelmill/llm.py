@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.answer import Answer, Delta
+from modelmill.artifact.manifest import check_kind
 from modelmill.artifact.store import is_engine
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.env import cache_dir
@@ -194,13 +195,20 @@ def build_engine(
 
 
 def cached_engine(
-    checkpoint: Path, config: BuildConfig, progress: Callable[[str, int, int], None] | None = None
+    checkpoint: Path,
+    config: BuildConfig,
+    progress: Callable[[str, int, int], None] | None = None,
+    kind: str = "language",
 ) -> Path:
-    """The engine of a checkpoint in the cache folder, built now where it is not there yet."""
+    """The engine of a checkpoint in the cache folder, built now where it is not there yet.
+
+    kind: what it must do. Raises UsageError where the checkpoint's model does something else.
+    """
     from modelmill.build.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
 
     plan = make_plan(open_checkpoint(checkpoint), config)
+    check_kind(checkpoint, plan.kind, kind)
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"
     if not is_engine(engine):
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")

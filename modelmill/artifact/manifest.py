@@ -10,14 +10,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
+from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact, UsageError
 
 SCHEMA = 1
 PACKINGS = ("rows/1",)
 NAME = "manifest.json"
 MAX_LENGTH = 1 << 24
+# what engines do, and how they are asked
+KINDS = {"language": "writes text: modelmill run {}", "segmentation": "segments images: modelmill segment {} IMAGE"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,12 @@ def _check(manifest: Manifest, where: str) -> None:
         known = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
         if not known or type(entry.get("bytes")) is not int:
             raise CorruptArtifact(f"{where}/{NAME} gives {name[:200]!r} no sha256 and size; rebuild the engine")
+
+
+def check_kind(path: Path, kind: str, wanted: str) -> None:
+    """Raise UsageError, saying how it is asked, where an engine or a checkpoint's model is of another kind."""
+    if kind != wanted:
+        raise UsageError(f"{path}: this engine {KINDS.get(kind, 'is of the kind ' + kind).format(path)}")
 
 
 def _canonical(value: Any) -> str:

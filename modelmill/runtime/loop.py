@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelmill.artifact.manifest import check_kind
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
@@ -130,6 +131,7 @@ class Loop:
         """
         config = config or RunConfig()
         artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
+        check_kind(artifact.path, artifact.manifest.kind, "language")
         check = verify if not isinstance(engine, Artifact) else lambda _: None
         config = replace(config, kernels={**artifact.manifest.build["kernels"], **config.kernels})
         device = pick_device(config.device)
