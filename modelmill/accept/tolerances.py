@@ -30,6 +30,12 @@ that (int8: 4.6 times the first two, 1.2 times Student-t, so that agreement stil
 were lost at top-two margins up to (in standard deviations of the row) 0.002 float16, 0.062 bfloat16, 0.35 int8
 Student-t at 32 layers and 0.053 int8 SmolLM2. The margin asked for is 2.5 times the rel_l2 bound: for SmolLM2 it
 leaves 52 % of 512 rows to test in bfloat16, 17 % in int8, all but a few in float32.
+
+int4 errs too much for bounds on outputs to tell a fault from rounding (Gaussian to Student-t and SmolLM2: linear
+rel_l2 0.10-0.28, one scale a row 0.42, gain off by up to 0.06), so it is judged in two halves (accept/own.py). Its
+matrices against the checkpoint's, SmolLM2: rel_l2 0.09 nearest, 0.10-0.16 GPTQ and AWQ; max_rel 0.06 nearest, up to
+0.27; gain within the rows' root mean square off by 0.005 nearest, 0.008 GPTQ, 0.022 in one matrix of 120 (the last
+down_proj, GPTQ on inputs of quantized layers, groups of 64). o_proj x 1.05 moves that gain by 0.05.
 """
 
 from __future__ import annotations
@@ -91,7 +97,7 @@ TABLE: dict[str, dict[str, tuple[float, float]]] = {
 TABLE["embedding"] = TABLE["residual"]
 LINEAR_INT8 = (1e-1, 3e-1)
 # Held kind → bounds on a matrix's values. Kinds that stand here are judged in two halves (accept/own.py).
-WEIGHTS = {"int4": Bound(0.6, 1.0, 2e-2)}
+WEIGHTS = {"int4": Bound(0.6, 1.0, 3e-2)}
 # float32 rotary: added per token of length.
 PER_POSITION = (1e-7, 4e-7)
 LOGITS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
