@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.core.types import Grammar
+from modelmill.text.messages import checked
 
 MARKED, BARE, TOLD = "marked", "bare", "told"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -44,39 +45,32 @@ class Call:
 
 
 def told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation for a format without tools: they stand in the system message, calls and results in the text."""
+    """A conversation for a format without tools: they stand in the system message, calls and results in the text.
+
+    Raises RequestError for messages that are none.
+    """
     intro = INTRO.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)) if tools else ""
-    out = [_plain(message) for message in messages]
+    out = [_plain(message) for message in checked(messages)]
     if not intro:
         return out
-    if out and out[0].get("role") in ("system", "developer"):
-        out[0]["content"] = f"{_text(out[0].get('content'))}\n\n{intro}"
+    if out[0]["role"] == "system":
+        out[0]["content"] = f"{out[0]['content']}\n\n{intro}"
         return out
     return [{"role": "system", "content": intro}, *out]
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"}
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not calls:
+    """A checked message in plain words."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if not message.get("tool_calls"):
         return dict(message)
     blocks = []
-    for call in calls:
-        function = call.get("function", {}) if isinstance(call, Mapping) else {}
-        arguments = function.get("arguments", {})
+    for call in message["tool_calls"]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        name = json.dumps(function.get("name"), ensure_ascii=False)
-        blocks.append(f'{OPEN}\n{{"name": {name}, "arguments": {written}}}\n{CLOSE}')
-    content = "\n".join(filter(None, [_text(message.get("content")), *blocks]))
-    return {"role": message.get("role"), "content": content}
-
-
-def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+        blocks.append(f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written}}}\n{CLOSE}')
+    return {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *blocks]))}
 
 
 def forced(tools: Sequence[Mapping[str, Any]], name: str | None) -> Grammar:
