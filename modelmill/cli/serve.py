@@ -60,20 +60,20 @@ class Args(Common):
 def run(args: Args) -> int:
     """Serve until SIGTERM or Ctrl-C; 0 after an orderly end."""
     try:
-        from modelmill.serve.logs import set_up
+        from modelmill.serve.logs import to_stderr
         from modelmill.serve.server import Server
     except ModuleNotFoundError as missing:
         raise MissingDependency(
             f"serve needs {missing.name}; install it with: pip install 'modelmill[serve]'"
         ) from None
     place, names = _place(args), _names(args)
-    set_up(args.log_level)
 
     async def serve() -> None:
         engines = _engines(args, names)
         await Server(engines, place).run(lambda url: note(f"listening on {url}; loading {', '.join(names)}"))
 
-    asyncio.run(serve())
+    with to_stderr(args.log_level):
+        asyncio.run(serve())
     return 0
 
 

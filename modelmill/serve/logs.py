@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
-
-LEVELS = ("debug", "info", "warning", "error")
 
 
 class Lines(logging.Formatter):
@@ -30,12 +30,19 @@ class Lines(logging.Formatter):
         return json.dumps(told, ensure_ascii=True)
 
 
-def set_up(level: str) -> None:
-    """Send what modelmill logs to stderr from ``level`` on."""
+@contextlib.contextmanager
+def to_stderr(level: str) -> Iterator[None]:
+    """While it is entered, what modelmill logs goes to stderr from ``level`` on, and what uvicorn calls an error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines())
-    for name in ("modelmill", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
-        logger.setLevel(level.upper() if name == "modelmill" else logging.ERROR)
+    levels = {logging.getLogger("modelmill"): level.upper(), logging.getLogger("uvicorn.error"): "ERROR"}
+    before = {logger: (logger.handlers, logger.propagate, logger.level) for logger in levels}
+    for logger, wanted in levels.items():
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(wanted)
+    try:
+        yield
+    finally:
+        for logger, (handlers, propagate, was) in before.items():
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(was)
