@@ -34,12 +34,12 @@ class Sequence:
     __slots__ = (
         "arrival",
         "beam",
-        "guide",
         "cached",
         "chunk",
         "computed",
         "digests",
         "finish",
+        "guide",
         "index",
         "limit",
         "pages",
