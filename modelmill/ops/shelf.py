@@ -91,7 +91,10 @@ def variants(op: str) -> dict[str, ModuleType]:
     for shelf in SHELVES:
         try:
             module = find(f"modelmill.ops.{shelf}", op)
-        except ImportError:
+        except ModuleNotFoundError as absent:
+            # a package that is not installed is no fault; a file of ours that cannot be imported is
+            if (absent.name or "").startswith("modelmill"):
+                raise
             continue
         if module is not None:
             found[shelf] = module

@@ -87,3 +87,27 @@ def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.Mo
     _shelf_of(monkeypatch, cuda=first)  # nobody but the reference behind it, which fills nothing in
     shelf.resolve("cuda").paged_attention(3)
     assert log == [("cuda", second.run), ("cuda", None)]
+
+
+@pytest.mark.parametrize(("error", "says"), [(ModuleNotFoundError("x", name="triton"), None), (ImportError("y"), "y")])
+def test_an_absent_package_is_no_fault_but_a_broken_file_is(
+    error: ImportError, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(package: str, name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(shelf, "find", broken)
+    if says is None:
+        assert shelf.variants("linear") == {}
+    else:
+        with pytest.raises(ImportError, match=says):
+            shelf.variants("linear")
+
+
+def test_a_missing_file_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(package: str, name: str) -> None:
+        raise ModuleNotFoundError("gone", name="modelmill.ops.triton.gone")
+
+    monkeypatch.setattr(shelf, "find", broken)
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        shelf.variants("linear")
