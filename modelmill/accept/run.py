@@ -38,6 +38,10 @@ LOST = 0.02
 def accept(staged: Path, checkpoint: Checkpoint, *, progress: Progress | None = None) -> dict[str, Any]:
     """Judge a staged engine. Returns the report: {"accepted", "reason", "verdict", "layer", "module", "layers", …}."""
     artifact = open_artifact(staged, staged=True)
+    if artifact.manifest.kind == "segmentation":
+        from modelmill.accept.segment import accept_segmentation
+
+        return accept_segmentation(staged, checkpoint, progress=progress)
     config = RunConfig(
         device=artifact.manifest.build["target"] if torch.cuda.is_available() else "cpu",
         max_num_seqs=8,

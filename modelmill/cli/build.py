@@ -27,6 +27,10 @@ MORE = """Examples:
   modelmill build models/Qwen--Qwen3-0.6B --dry-run"""
 
 
+STILL = ("dtype", "target", "kernels", "seed")
+"""The options that concern an engine which segments images."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Args(Common):
     """checkpoint: a Hugging Face folder or a .gguf, .safetensors, .bin or .pth file."""
@@ -85,7 +89,8 @@ def run(args: Args) -> int:
     show_acceptance(report)
     if tuned is not None:
         show_tuning(tuned)
-    print(f"{args.output} is ready ({seconds:.1f} s): modelmill run {args.output} --prompt '…'")
+    asked = "segment {} IMAGE --point X,Y" if made.kind == "segmentation" else "run {} --prompt '…'"
+    print(f"{args.output} is ready ({seconds:.1f} s): modelmill {asked.format(args.output)}")
     return 0
 
 
@@ -105,7 +110,7 @@ def _tuned(plan: Plan, args: Args) -> StoredTuning | None:
     from modelmill.artifact.tuning import read_tuning
     from modelmill.build.rehearsal import why_not
 
-    if plan.config.target != "cuda" or args.output is None:
+    if plan.config.target != "cuda" or args.output is None or plan.kind != "language":
         return None
     if not args.tune:
         note("not tuned (--no-tune): the engine runs with default launch sizes")
@@ -133,19 +138,21 @@ def show_tuning(tuning: StoredTuning) -> None:
 def show_plan(plan: dict[str, Any]) -> None:
     """The plan for people: what, why, and the memory it takes."""
     build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
+    language = plan["kind"] == "language"
+    cache = f"{size(memory['kv_per_token'])} ({size(memory['kv_per_token_8bit'])} in 8 bits)" if language else None
     options = [
         (name, _with_reason(value, reasons.get(name)))
         for name, value in build.items()
-        if value not in (None, {}) or name in reasons
+        if (value not in (None, {}) or name in reasons) and (language or name in STILL)
     ]
     kinds = ", ".join(f"{name} {size(count)}" for name, count in plan["bytes_by_kind"].items())
     facts(
         [
             ("checkpoint", f"{plan['checkpoint']} ({plan['container']})"),
-            ("architecture", f"{plan['model_type']}, {plan['layers']} layers, {plan['tensors']} tensors"),
-            ("tokenizer", "yes" if plan["tokenizer"] else "none: an ids-only engine"),
+            ("architecture", f"{plan['model_type']}, {_depth(plan)}{plan['tensors']} tensors"),
+            ("tokenizer", ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None),
             ("weights", f"{size(memory['weights'])} ({kinds})"),
-            ("longest sequence", plan["max_model_len"]),
+            ("longest sequence", plan["max_model_len"] if language else None),
             *options,
         ],
         title="Plan",
@@ -156,11 +163,15 @@ def show_plan(plan: dict[str, Any]) -> None:
             ("while building", size(memory["build_peak"])),
             ("weights at run time", size(memory["weights"])),
             ("workspace at run time", size(memory["workspace"])),
-            ("KV cache per token", f"{size(memory['kv_per_token'])} ({size(memory['kv_per_token_8bit'])} in 8 bits)"),
+            ("KV cache per token", cache),
             ("fits", memory["fits"]),
         ],
         title="Memory",
     )
+
+
+def _depth(plan: dict[str, Any]) -> str:
+    return "" if plan["layers"] is None else f"{plan['layers']} layers, "
 
 
 def _with_reason(value: Any, reason: str | None) -> str:
@@ -173,6 +184,9 @@ def show_acceptance(report: dict[str, Any]) -> None:
     """The acceptance report for people: the verdict, and the worst of each kind of module."""
     if not report or report.get("accepted") is None:
         facts([("acceptance", (report or {}).get("reason", "built without"))])
+        return
+    if "masks" in report:
+        show_masks(report)
         return
     logits = report.get("logits") or {}
     agreed = f"{logits.get('agreed_rows')} of {logits.get('sure_rows')} where the reference is sure"
@@ -190,7 +204,33 @@ def show_acceptance(report: dict[str, Any]) -> None:
         title="Acceptance",
     )
     show_recipe(report.get("recipe") or [])
-    rows = worst_by_module(report.get("layers", []))
+    show_modules(report.get("layers", []))
+
+
+def show_masks(report: dict[str, Any]) -> None:
+    """The same for an engine that segments images."""
+    masks = report["masks"]
+    facts(
+        [
+            ("verdict", report.get("verdict")),
+            (
+                "compared",
+                f"{len(report.get('layers', []))} modules; {masks['prompts']} prompts on a picture of our own",
+            ),
+            ("embedding's error", f"{masks['embedding_rel_l2']} of its size (bound {masks['embedding_bound']})"),
+            ("mask logits' error", f"{masks['logits_rel_l2']} of their size (bound {masks['logits_bound']})"),
+            ("IoU with the reference", f"{masks['mask_iou_mean']} on average, {masks['mask_iou_least']} at least"),
+            ("scores differ by", f"at most {masks['score_difference']}"),
+            ("size", size(report["bytes"])),
+        ],
+        title="Acceptance",
+    )
+    show_modules(report.get("layers", []))
+
+
+def show_modules(layers: list[dict[str, Any]]) -> None:
+    """The worst of each module."""
+    rows = worst_by_module(layers)
     columns = ("module", "worst at", "max abs", "mean abs", "median abs", "cosine", "tolerance", "within")
     keys = ("module", "name", "max_abs", "mean_abs", "median_abs", "cosine", "tolerance", "ok")
     table(columns, [[row.get(key) for key in keys] for row in rows])

@@ -65,9 +65,10 @@ def _engine(args: Args) -> dict[str, Any]:
                ((name, artifact.tensor(name)) for name in artifact.names())]  # fmt: skip
     return {
         "kind": "engine",
+        "engine_kind": manifest.kind,
         "path": str(args.path),
         "model_type": manifest.model_type,
-        "sizes": _sizes(manifest.config),
+        "sizes": _sizes(manifest.config, manifest.model_type),
         "max_model_len": manifest.max_model_len,
         "build": manifest.build,
         "weights": dict(Counter(manifest.weights.values())),
@@ -85,9 +86,10 @@ def _engine(args: Args) -> dict[str, Any]:
 
 
 def _checkpoint(args: Args) -> dict[str, Any]:
+    from modelmill.build.kinds import described
     from modelmill.checkpoint.open import open_checkpoint
 
-    checkpoint = open_checkpoint(args.path)
+    checkpoint = described(open_checkpoint(args.path))
     infos = [checkpoint.info(name) for name in checkpoint.names()]
     return {
         "kind": "checkpoint",
@@ -95,7 +97,7 @@ def _checkpoint(args: Args) -> dict[str, Any]:
         "container": checkpoint.container,
         "model_type": checkpoint.model_type,
         "architectures": checkpoint.config.get("architectures"),
-        "sizes": _sizes(checkpoint.config),
+        "sizes": _sizes(checkpoint.config, checkpoint.model_type),
         **_content([_tensor(each.name, each.shape, each.dtype, each.nbytes) for each in infos], args.tensors),
         **text_facts(checkpoint.tokenizer_files()),
         "generation": checkpoint.generation_config,
@@ -137,8 +139,14 @@ def _content(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any]:
     }
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The sizes that a config tells, under our names."""
+    if model_type == "sam":
+        from modelmill.models.sam import configure
+
+        encoder = configure(config).encoder
+        kind = "MobileSAM's TinyViT" if hasattr(encoder, "widths") else f"ViT, {encoder.depth} × {encoder.width}"
+        return {"encoder": kind, "picture": f"{encoder.image} × {encoder.image}", "embedding": f"{encoder.grid}²"}
     found = {}
     for label, keys in SIZES:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
@@ -179,6 +187,7 @@ def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
 
 def _show(found: dict[str, Any]) -> None:
     engine = found["kind"] == "engine"
+    still = found["model_type"] == "sam"
     build = found.get("build", {})
     weights = ", ".join(f"{count} {kind}" for kind, count in found.get("weights", {}).items())
     dtypes = ", ".join(f"{dtype} {size(count)}" for dtype, count in found["bytes_by_dtype"].items())
@@ -193,9 +202,9 @@ def _show(found: dict[str, Any]) -> None:
             ("dtype", build.get("dtype")),
             ("recipe", f"{build['quantization']}: {weights}" if engine else None),
             ("target", build.get("target")),
-            ("built for up to", f"{found['max_model_len']} tokens" if engine else None),
-            ("tokenizer", _tokenizer_line(found)),
-            ("chat template", _chat_line(found["chat_template"])),
+            ("built for up to", f"{found['max_model_len']} tokens" if engine and not still else None),
+            ("tokenizer", None if still else _tokenizer_line(found)),
+            ("chat template", None if still else _chat_line(found["chat_template"])),
             ("generation", _line(found["generation"])),
             ("source", _line(found.get("source", {}))),
             ("versions", _line(found.get("versions", {}))),

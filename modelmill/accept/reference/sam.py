@@ -1,0 +1,290 @@
+"""SAM in plain float32, written from the papers and the layout of the files (arXiv:2304.02643, 2306.14289).
+
+Shares nothing with models, nn, ops or rename rules. Every stage is told as a ``Stage``: where it stands in the engine,
+what it reads and what it must put out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelmill.accept.reference.source import Opened, Source
+from modelmill.core.errors import TensorMismatch
+
+NORM_BATCH = 1e-5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """path: the engine's module, or module.method. layer: its number in the encoder, None outside."""
+
+    path: str
+    layer: int | None
+    module: str
+    given: tuple[Any, ...]
+    expected: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation by the engine's path; channels: over dimension 1 of an image instead of the last."""
+
+    path: str
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    channels: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of x, from its definition."""
+        dim = 1 if self.channels else -1
+        mean = x.mean(dim, keepdim=True)
+        spread = ((x - mean) ** 2).mean(dim, keepdim=True)
+        shape = (-1, 1, 1) if self.channels else (-1,)
+        return (x - mean) / (spread + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(shape)
+
+
+class SamReference:
+    """A checkpoint's three stages. Raises TensorMismatch where tensors are missing."""
+
+    def __init__(self, checkpoint: Opened) -> None:
+        names = checkpoint.raw.names()
+        self.foreign = "vision_encoder.pos_embed" in names
+        self._prefix = next((p for p in ("", "module.", "model.") if f"{p}mask_decoder.iou_token.weight" in names), "")
+        self._source = Source(checkpoint.raw, torch.float32)
+        vision: Mapping[str, Any] = checkpoint.config.get("vision_config") or {}
+        self.tiny = f"{self._prefix}image_encoder.patch_embed.seq.0.c.weight" in names
+        self.norms: list[Norm] = []
+        if not self.tiny:
+            grid, width = self.get("image_encoder.pos_embed").shape[2:]
+            self.grid, self.width = int(grid), int(width)
+            self.patch = int(self.get("image_encoder.patch_embed.proj.weight").shape[-1])
+            known = {768: 12, 1024: 16, 1280: 16}
+            table = self.get("image_encoder.blocks.0.attn.rel_pos_h").shape[1]
+            self.heads = int(vision.get("num_attention_heads") or known.get(self.width, self.width // table))
+            self.eps = float(vision.get("layer_norm_eps", 1e-6))
+            self.image = self.grid * self.patch
+        else:
+            self.grid, self.image, self.eps = 64, 1024, 1e-5
+        self.depth = 0 if self.tiny else self._depth()
+
+    def get(self, name: str) -> Tensor:
+        """A tensor in float32 by its name in the original files."""
+        return self._source.get(_foreign(name) if self.foreign else self._prefix + name)
+
+    def _depth(self) -> int:
+        depth = 0
+        stem = "image_encoder.blocks.{}.mlp.lin1.weight"
+        while self._source.has(self._name(stem.format(depth))):
+            depth += 1
+        return depth
+
+    def _name(self, name: str) -> str:
+        return _foreign(name) if self.foreign else self._prefix + name
+
+    def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
+        """A norm, remembered so that its eps can be judged on small inputs."""
+        found = Norm(path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels)
+        if all(n.path != path for n in self.norms):
+            self.norms.append(found)
+        return found(x)
+
+    def linear(self, path: str, x: Tensor) -> Tensor:
+        return x @ self.get(f"{path}.weight").t() + self.get(f"{path}.bias")
+
+    # -- encoder ----------------------------------------------------------------------------------------------------
+
+    def normalised(self, picture: Tensor) -> Tensor:
+        """[H, W, 3] uint8 whose longer side is the encoder's → [1, 3, S, S]."""
+        mean, std = torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
+        x = ((picture.float() - mean) / std).permute(2, 0, 1)
+        return F.pad(x, (0, self.image - x.shape[2], 0, self.image - x.shape[1]))[None]
+
+    def encoder(self, x: Tensor) -> Iterator[Stage]:
+        """Stages from the normalised picture to the embedding, which is what the last puts out."""
+        yield from self._tiny(x) if self.tiny else self._vit(x)
+
+    def _vit(self, x: Tensor) -> Iterator[Stage]:
+        proj = "image_encoder.patch_embed.proj"
+        tokens = F.conv2d(x, self.get(f"{proj}.weight"), self.get(f"{proj}.bias"), stride=self.patch)
+        tokens = tokens.permute(0, 2, 3, 1)
+        yield Stage("image_encoder.patch_embed", None, "patch_embed", (x,), (tokens,))
+        x = tokens + self.get("image_encoder.pos_embed")
+        for i in range(self.depth):
+            path = f"image_encoder.blocks.{i}"
+            normed = self.norm(f"{path}.norm1", x, self.eps)
+            yield Stage(f"{path}.norm1", i, "norm1", (x,), (normed,))
+            mixed = self._relative_attention(f"{path}.attn", normed)
+            yield Stage(f"{path}.attn", i, "attn", (normed,), (mixed,))
+            x = x + mixed
+            normed = self.norm(f"{path}.norm2", x, self.eps)
+            yield Stage(f"{path}.norm2", i, "norm2", (x,), (normed,))
+            inner = self.linear(f"{path}.mlp.lin2", F.gelu(self.linear(f"{path}.mlp.lin1", normed)))
+            yield Stage(f"{path}.mlp", i, "mlp", (normed,), (inner,))
+            x = x + inner
+        yield from self._neck(x.permute(0, 3, 1, 2))
+
+    def _relative_attention(self, path: str, x: Tensor) -> Tensor:
+        """[1, H, W, C]: windows, one after the other; the whole picture is one where the tables are that long."""
+        _, height, width, channels = x.shape
+        high, wide = self.get(f"{path}.rel_pos_h"), self.get(f"{path}.rel_pos_w")
+        side = (high.shape[0] + 1) // 2
+        side = height if side >= height else side
+        out = torch.zeros_like(x)
+        padded = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
+        offsets = torch.arange(side)[:, None] - torch.arange(side)[None] + side - 1
+        # the tables were made for this size in every published file; for another they are stretched
+        rows, columns = (_stretched(t, 2 * side - 1)[offsets] for t in (high, wide))
+        for top in range(0, padded.shape[1], side):
+            for left in range(0, padded.shape[2], side):
+                window = padded[0, top : top + side, left : left + side].reshape(side * side, channels)
+                done = self._mixed(path, window, side, rows, columns)
+                tall, broad = min(side, height - top), min(side, width - left)
+                out[0, top : top + tall, left : left + broad] = done[:tall, :broad]
+        return out
+
+    def _mixed(self, path: str, window: Tensor, side: int, rows: Tensor, columns: Tensor) -> Tensor:
+        channels, heads = window.shape[1], self.heads
+        dim = channels // heads
+        q, k, v = self.linear(f"{path}.qkv", window).view(-1, 3, heads, dim).permute(1, 2, 0, 3)
+        mixed = torch.empty(heads, side * side, dim)
+        for head in range(heads):  # one at a time: the whole picture has 4096 tokens
+            places = q[head].view(side, side, dim)
+            above = torch.einsum("yxd,ykd->yxk", places, rows).reshape(side * side, side, 1)
+            beside = torch.einsum("yxd,xkd->yxk", places, columns).reshape(side * side, 1, side)
+            scores = (q[head] @ k[head].t()) / math.sqrt(dim) + (above + beside).reshape(side * side, -1)
+            mixed[head] = scores.softmax(-1) @ v[head]
+        return self.linear(f"{path}.proj", mixed.permute(1, 0, 2).reshape(side, side, channels))
+
+    def _neck(self, x: Tensor) -> Iterator[Stage]:
+        path = "image_encoder.neck"
+        y = F.conv2d(x, self.get(f"{path}.0.weight"))
+        yield Stage(f"{path}.0", None, "neck.0", (x,), (y,))
+        z = self.norm(f"{path}.1", y, 1e-6, channels=True)
+        yield Stage(f"{path}.1", None, "neck.1", (y,), (z,))
+        y = F.conv2d(z, self.get(f"{path}.2.weight"), padding=1)
+        yield Stage(f"{path}.2", None, "neck.2", (z,), (y,))
+        z = self.norm(f"{path}.3", y, 1e-6, channels=True)
+        yield Stage(f"{path}.3", None, "neck.3", (y,), (z,))
+
+    # -- MobileSAM's encoder ----------------------------------------------------------------------------------------
+
+    def _convolved(self, path: str, x: Tensor, stride: int = 1, pad: int = 0, groups: int = 1) -> Tensor:
+        """A convolution and the batch norm behind it, each by itself."""
+        x = F.conv2d(x, self.get(f"{path}.c.weight"), None, stride, pad, groups=groups)
+        mean, variance = self.get(f"{path}.bn.running_mean"), self.get(f"{path}.bn.running_var")
+        weight, bias = self.get(f"{path}.bn.weight"), self.get(f"{path}.bn.bias")
+        x = (x - mean.view(-1, 1, 1)) / (variance.view(-1, 1, 1) + NORM_BATCH).sqrt()
+        return x * weight.view(-1, 1, 1) + bias.view(-1, 1, 1)
+
+    def _tiny(self, x: Tensor) -> Iterator[Stage]:
+        for index in (0, 2):
+            y = self._convolved(f"image_encoder.patch_embed.seq.{index}", x, 2, 1)
+            yield Stage(f"image_encoder.patch_embed.{index}", None, f"patch_embed.{index}", (x,), (y,))
+            x = F.gelu(y) if index == 0 else y
+        for index, (depth, heads, window) in enumerate(((2, 2, 7), (2, 4, 7), (6, 5, 14), (2, 10, 7))):
+            for i in range(depth):
+                path = f"image_encoder.layers.{index}.blocks.{i}"
+                if index == 0:
+                    y = F.gelu(self._convolved(f"{path}.conv1", x))
+                    y = F.gelu(self._convolved(f"{path}.conv2", y, pad=1, groups=y.shape[1]))
+                    y = F.gelu(x + self._convolved(f"{path}.conv3", y))
+                    yield Stage(path, index, f"blocks.{i}", (x,), (y,))
+                    x = y
+                    continue
+                tokens = x.permute(0, 2, 3, 1)
+                mixed = self._table_attention(f"{path}.attn", tokens, heads, window)
+                yield Stage(f"{path}.attn", index, f"blocks.{i}.attn", (tokens,), (mixed,))
+                x = (tokens + mixed).permute(0, 3, 1, 2)
+                y = self._convolved(f"{path}.local_conv", x, pad=1, groups=x.shape[1])
+                yield Stage(f"{path}.local_conv", index, f"blocks.{i}.local_conv", (x,), (y,))
+                tokens = y.permute(0, 2, 3, 1)
+                inner = F.gelu(self.linear(f"{path}.mlp.fc1", self.norm(f"{path}.mlp.norm", tokens, self.eps)))
+                inner = self.linear(f"{path}.mlp.fc2", inner)
+                yield Stage(f"{path}.mlp", index, f"blocks.{i}.mlp", (tokens,), (inner,))
+                x = (tokens + inner).permute(0, 3, 1, 2)
+            if index < 3:
+                path = f"image_encoder.layers.{index}.downsample"
+                y = F.gelu(self._convolved(f"{path}.conv1", x))
+                y = F.gelu(self._convolved(f"{path}.conv2", y, 1 if index == 2 else 2, 1, y.shape[1]))
+                y = self._convolved(f"{path}.conv3", y)
+                yield Stage(path, index, "downsample", (x,), (y,))
+                x = y
+        yield from self._neck(x)
+
+    def _table_attention(self, path: str, x: Tensor, heads: int, window: int) -> Tensor:
+        """[1, H, W, C]: the picture is filled up with zeros before the norm."""
+        _, height, width, channels = x.shape
+        dim = channels // heads
+        padded = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
+        normed = self.norm(f"{path}.norm", padded, self.eps)
+        place = torch.arange(window)
+        apart = (place[:, None] - place[None]).abs()
+        offset = apart[:, None, :, None] * window + apart[None, :, None, :]
+        bias = self.get(f"{path}.attention_biases")[:, offset.reshape(window**2, window**2)]
+        out = torch.empty_like(padded)
+        for top in range(0, padded.shape[1], window):
+            for left in range(0, padded.shape[2], window):
+                part = normed[0, top : top + window, left : left + window].reshape(-1, channels)
+                q, k, v = self.linear(f"{path}.qkv", part).view(-1, heads, 3, dim).permute(2, 1, 0, 3)
+                weights = (q @ k.transpose(1, 2) * dim**-0.5 + bias).softmax(-1)
+                mixed = (weights @ v).transpose(0, 1).reshape(-1, channels)
+                done = self.linear(f"{path}.proj", mixed).view(window, window, channels)
+                out[0, top : top + window, left : left + window] = done
+        return out[:, :height, :width]
+
+
+def _stretched(table: Tensor, length: int) -> Tensor:
+    if len(table) == length:
+        return table
+    return F.interpolate(table.t()[None], size=length, mode="linear")[0].t()
+
+
+_SIDES = {
+    "image_encoder.patch_embed.proj": "vision_encoder.patch_embed.projection",
+    "image_encoder.neck.0": "vision_encoder.neck.conv1",
+    "image_encoder.neck.1": "vision_encoder.neck.layer_norm1",
+    "image_encoder.neck.2": "vision_encoder.neck.conv2",
+    "image_encoder.neck.3": "vision_encoder.neck.layer_norm2",
+    "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix": "shared_image_embedding.positional_embedding",
+    "mask_decoder.output_upscaling.0": "mask_decoder.upscale_conv1",
+    "mask_decoder.output_upscaling.1": "mask_decoder.upscale_layer_norm",
+    "mask_decoder.output_upscaling.3": "mask_decoder.upscale_conv2",
+    "mask_decoder.transformer.norm_final_attn": "mask_decoder.transformer.layer_norm_final_attn",
+    "prompt_encoder.mask_downscaling.0": "prompt_encoder.mask_embed.conv1",
+    "prompt_encoder.mask_downscaling.1": "prompt_encoder.mask_embed.layer_norm1",
+    "prompt_encoder.mask_downscaling.3": "prompt_encoder.mask_embed.conv2",
+    "prompt_encoder.mask_downscaling.4": "prompt_encoder.mask_embed.layer_norm2",
+    "prompt_encoder.mask_downscaling.6": "prompt_encoder.mask_embed.conv3",
+}
+
+
+def _foreign(name: str) -> str:
+    """An original name as transformers' checkpoints spell it."""
+    for ours, theirs in _SIDES.items():
+        if name == ours or name.startswith(ours + "."):
+            return theirs + name[len(ours) :]
+    parts = name.split(".")
+    if parts[:2] == ["image_encoder", "blocks"]:
+        parts[:2] = ["vision_encoder", "layers"]
+    elif parts[0] == "image_encoder":
+        parts[0] = "vision_encoder"
+    elif parts[:2] == ["prompt_encoder", "point_embeddings"]:
+        parts[1] = "point_embed"
+    elif "output_hypernetworks_mlps" in parts or "iou_prediction_head" in parts:
+        at = parts.index("layers")
+        parts[at : at + 2] = {"0": ["proj_in"], "1": ["layers", "0"], "2": ["proj_out"]}[parts[at + 1]]
+    return ".".join(f"layer_{p}" if p in ("norm1", "norm2", "norm3", "norm4") else p for p in parts)
+
+
+def check_names(reference: SamReference) -> None:
+    """Raise TensorMismatch early where the checkpoint is none of SAM's."""
+    if not reference.tiny and not reference.depth:
+        raise TensorMismatch("the checkpoint holds no image encoder of SAM")

@@ -1,0 +1,253 @@
+"""The acceptance contract for engines that segment images: every stage against the plain float32 reference.
+
+Each module of the staged engine reads what the reference's module read, so that nothing accumulates and a fault names
+itself; every norm reads inputs of the size of √eps too, where a wrong eps shows in any dtype; then pictures and prompts
+of our own go through the whole engine, and embedding, mask logits, masks and scores are judged.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelmill.accept.engine import Finding
+from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.reference.sam import SamReference, Stage, check_names
+from modelmill.accept.reference.sam_decoder import SamDecoder
+from modelmill.accept.tolerances_segment import embedding_bound, logits_bound, stage_bound
+from modelmill.artifact.store import Artifact, open_artifact
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.vision.open import open_eye
+from modelmill.vision.prompts import Prompt, arranged
+from modelmill.vision.segment import Eye
+
+Progress = Callable[[str, int, int], None]
+STEPS = ("encoder", "norms", "prompts and masks", "whole")
+SURE = 0.999  # of the pixels whose logits are clear of 0, so many must fall on the reference's side
+
+
+def accept_segmentation(staged: Path, checkpoint: Checkpoint, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Judge a staged engine on the device that it is built for, where that is here. Returns the report."""
+    artifact = open_artifact(staged, staged=True)
+    device = "cuda:0" if artifact.manifest.build["target"] == "cuda" and torch.cuda.is_available() else "cpu"
+    return compare_segmentation(artifact, open_eye(artifact, device), checkpoint, progress=progress)
+
+
+@torch.inference_mode()
+def compare_segmentation(
+    artifact: Artifact, eye: Eye, checkpoint: Checkpoint, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Compare an opened engine with its checkpoint: {"accepted", "reason", "verdict", "module", "layers", "masks"}."""
+
+    def told(step: int) -> None:
+        if progress is not None:
+            progress(f"acceptance: {STEPS[min(step, len(STEPS) - 1)]}", step, len(STEPS))
+
+    reference = SamReference(checkpoint)
+    check_names(reference)
+    judge = _Judge(eye, artifact.manifest.build["dtype"])
+    picture = sample_picture(eye.image)
+    told(0)
+    embedding = judge.stages(reference.encoder(reference.normalised(picture)))[0]
+    told(2)
+    decoder, prompts = SamDecoder(reference), sample_prompts(eye.image)
+    points, labels = arranged(prompts, (eye.image, eye.image * 2 // 3), (eye.image, eye.image * 2 // 3))
+    generator = torch.Generator().manual_seed(5)
+    mask = torch.randn(1, 1, 4 * reference.grid, 4 * reference.grid, generator=generator) * 8
+    judge.stages(decoder.prompts(points[:1], labels[:1], mask))
+    sparse, dense, places = judge.stages(decoder.prompts(points, labels, None), last=3)
+    logits, scores = judge.stages(decoder.decoder(embedding, places, sparse, dense), last=2)
+    told(1)
+    judge.norms(reference)
+    told(3)
+    whole = _whole(judge, picture, prompts, embedding, logits, scores)
+    told(4)
+    return _report(artifact, judge, whole)
+
+
+def sample_picture(side: int) -> Tensor:
+    """[2/3 side, side, 3] uint8: discs and boxes of several colours on a slope, seeded noise on all of it."""
+    height = side * 2 // 3
+    y, x = torch.meshgrid(torch.arange(height) / side, torch.arange(side) / side, indexing="ij")
+    canvas = torch.stack((60 + 120 * x, 90 + 90 * y, 170 - 80 * x), -1)
+    for cx, cy, size, colour in _SHAPES[:3]:
+        canvas[((x - cx) ** 2 + (y - cy) ** 2) < size**2] = torch.tensor(colour)
+    for cx, cy, size, colour in _SHAPES[3:]:
+        canvas[((x - cx).abs() < size) & ((y - cy).abs() < 0.7 * size)] = torch.tensor(colour)
+    canvas += 6 * torch.randn(canvas.shape, generator=torch.Generator().manual_seed(3))
+    return canvas.clamp(0, 255).round().to(torch.uint8)
+
+
+_SHAPES = (
+    (0.2, 0.2, 0.1, (220.0, 40.0, 30.0)),
+    (0.55, 0.15, 0.06, (240.0, 220.0, 60.0)),
+    (0.8, 0.45, 0.13, (30.0, 30.0, 40.0)),
+    (0.25, 0.48, 0.12, (250.0, 250.0, 245.0)),
+    (0.55, 0.4, 0.05, (20.0, 140.0, 60.0)),
+)
+
+
+def sample_prompts(side: int) -> list[Prompt]:
+    """A point on every shape of the sample picture, and some on the ground."""
+    places = [(cx * side, cy * side) for cx, cy, _, _ in _SHAPES] + [
+        (0.05 * side, 0.6 * side),
+        (0.9 * side, 0.1 * side),
+    ]
+    return [Prompt(((x, y),), (1,)) for x, y in places]
+
+
+class _Judge:
+    """The engine's modules, one at a time, and what was found."""
+
+    def __init__(self, eye: Eye, dtype: str) -> None:
+        self.eye, self.dtype = eye, dtype
+        self.findings: list[Finding] = []
+
+    def stages(self, stages: Iterable[Stage], last: int = 1) -> list[Tensor]:
+        """Compare each; returns the reference's last outputs, one a stage or several of the last."""
+        kept: list[Tensor] = []
+        for stage in stages:
+            outputs = self.call(stage.path, stage.given)
+            kept = [*kept, *stage.expected][-last:]
+            parts = ("",) if len(outputs) == 1 else tuple(f".{i}" for i in range(len(outputs)))
+            for part, ours, expected in zip(parts, outputs, stage.expected, strict=True):
+                self._note(stage.path + part, stage.layer, stage.module + part, ours, expected)
+        return kept
+
+    def norms(self, reference: SamReference) -> None:
+        """Every norm that the reference has used, on inputs of the size of √eps."""
+        for norm in reference.norms:
+            width = len(norm.weight)
+            shape = (1, width, 4, 4) if norm.channels else (16, width)
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(17)) * norm.eps**0.5
+            x = x.to(self._type(norm.path)).float()
+            parts = norm.path.split(".")
+            layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
+            module = ".".join(parts[3:] if layer is not None else parts[1:]) + ".eps"
+            self._note(f"{norm.path}.eps", layer, module, self.call(norm.path, (x,))[0], norm(x))
+
+    def call(self, path: str, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """A module or a method of the engine on the reference's inputs, in the engine's types."""
+        found = _at(self.eye.model, path)
+        forward = found.forward if isinstance(found, nn.Module) else found
+        dtype, device = self._type(path), self.eye.device
+        args = [
+            x.to(device, dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x for x in given
+        ]  # fmt: skip
+        if "still" in inspect.signature(forward).parameters:
+            args.append(self.eye.still)
+        result = found(*args)
+        return result if isinstance(result, tuple) else (result,)
+
+    def _type(self, path: str) -> torch.dtype:
+        return self.eye.dtype if path.startswith("image_encoder") else torch.float32
+
+    def _note(self, name: str, layer: int | None, module: str, ours: Tensor, expected: Tensor) -> None:
+        dtype = self.dtype if name.startswith("image_encoder") else "float32"
+        row = compare_tensors(name, ours, expected)
+        self.findings.append(Finding(name, layer, module, row, stage_bound(dtype)))
+
+
+def _at(model: nn.Module, path: str) -> Any:
+    found: Any = model
+    for part in path.split("."):
+        children = dict(found.named_children()) if isinstance(found, nn.Module) else {}
+        found = children[part] if part in children else getattr(found, part)
+    return found
+
+
+def _whole(
+    judge: _Judge, picture: Tensor, prompts: list[Prompt], embedding: Tensor, logits: Tensor, scores: Tensor
+) -> dict[str, Any]:
+    """A picture and its prompts through the engine as a user asks them, against the reference's masks."""
+    eye, dtype = judge.eye, judge.dtype
+    seen = eye.see(picture)
+    told = compare_tensors("embedding", seen.embedding, embedding)
+    ours, ours_scores = (x.cpu() for x in eye.decode(seen, prompts))
+    off = compare_tensors("logits", ours, logits)
+    bound, most = embedding_bound(dtype), logits_bound(dtype)
+    margin = 2 * most * float(logits.pow(2).mean().sqrt())
+    sure = logits.abs() > margin
+    same = ((ours > 0) == (logits > 0)) & ours.isfinite()
+    share = float(same[sure].float().mean()) if bool(sure.any()) else 1.0
+    common, either = ((ours > 0) & (logits > 0)).sum((-2, -1)), ((ours > 0) | (logits > 0)).sum((-2, -1))
+    overlap = torch.where(either > 0, common / either.clamp(min=1), torch.ones_like(common, dtype=torch.float32))
+    difference = (ours_scores - scores).abs()
+    broken = {
+        f"embedding off by {told.rel_l2:.2g}, bound {bound:.2g}": not told.rel_l2 <= bound,
+        f"mask logits off by {off.rel_l2:.2g}, bound {most:.2g}": not off.rel_l2 <= most,
+        f"{100 * (1 - share):.2g} % of the clear mask pixels differ": not share >= SURE,
+    }
+    return {
+        "embedding_rel_l2": told.rel_l2,
+        "embedding_max_rel": told.max_rel,
+        "embedding_bound": bound,
+        "logits_rel_l2": off.rel_l2,
+        "logits_bound": most,
+        "clear_pixels": float(sure.float().mean()),
+        "clear_pixels_equal": share,
+        "mask_iou_mean": float(overlap.mean()),
+        "mask_iou_least": float(overlap.min()),
+        "score_difference": float(difference.max()),
+        "prompts": len(prompts),
+        "broken": [what for what, wrong in broken.items() if wrong],
+        "ok": not any(broken.values()),
+    }
+
+
+def _report(artifact: Artifact, judge: _Judge, whole: dict[str, Any]) -> dict[str, Any]:
+    manifest = artifact.manifest
+    bad = [f for f in judge.findings if not f.ok]
+    first = min(bad, key=lambda f: (f.name.endswith(".eps"), judge.findings.index(f)), default=None)
+    eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
+    first = eps or first
+    if first is not None:
+        where = first.name.split(".")[0].replace("_", " ") if first.layer is None else f"layer {first.layer}"
+        verdict = f"bug at {where}, module {first.module}"
+        reason = f"{verdict}: {'; '.join(first.bound.broken_by(first.row))}; try another --dtype or --kernel"
+        if not math.isfinite(first.row.max_abs):
+            verdict = f"overflow at {where}, module {first.module}"
+            reason = f"{verdict}: it is not finite in {manifest.build['dtype']}; build with --dtype bfloat16"
+    elif not whole["ok"]:
+        verdict = "bug between the modules: every module is right alone, the whole is not"
+        reason = f"{verdict} ({'; '.join(whole['broken'])}); try another --dtype"
+    else:
+        verdict = reason = "numerical noise"
+    return {
+        "kind": manifest.kind,
+        "accepted": first is None and whole["ok"],
+        "verdict": verdict,
+        "reason": reason,
+        "layer": None if first is None else first.layer,
+        "module": None if first is None else first.module,
+        "dtype": manifest.build["dtype"],
+        "quantization": manifest.build["quantization"],
+        "kernels": dict(judge.eye.still.ops.chosen),
+        "bytes": artifact.nbytes(),
+        "masks": {name: _short(value) for name, value in whole.items()},
+        "layers": [_row(f) for f in judge.findings],
+    }
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    row, bound = finding.row, finding.bound
+    numbers = {
+        "max_abs": row.max_abs, "mean_abs": row.mean_abs, "median_abs": row.median_abs, "max_rel": row.max_rel,
+        "rel_l2": row.rel_l2, "cosine": row.cosine, "gain": row.gain, "tolerance": finding.tolerance,
+        "tolerance_rel_l2": bound.rel_l2, "tolerance_gain": bound.gain,
+    }  # fmt: skip
+    told = {name: _short(value, 9 if name in ("cosine", "gain") else 4) for name, value in numbers.items()}
+    return {"name": finding.name, "layer": finding.layer, "module": finding.module, **told, "ok": finding.ok}
+
+
+def _short(value: Any, digits: int = 4) -> Any:
+    """Numbers to a few digits, so that a report does not depend on the last bit; infinities as text for JSON."""
+    if isinstance(value, bool) or not isinstance(value, float):
+        return value
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)

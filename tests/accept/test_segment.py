@@ -1,0 +1,157 @@
+"""Segmentation engines are judged stage by stage: honest ones pass, planted faults are named, overflow is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from modelmill.accept.reference.sam import SamReference
+from modelmill.accept.reference.sam_decoder import SamDecoder
+from modelmill.accept.segment import compare_segmentation, sample_picture
+from modelmill.artifact.store import Artifact, open_artifact
+from modelmill.checkpoint.open import Checkpoint, open_checkpoint
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import AcceptanceError
+from modelmill.llm import build_engine
+from modelmill.vision.open import open_eye
+from modelmill.weights.held import from_tensors
+from tests.models.sam_seeded import small_file, small_state
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Artifact, Checkpoint]]:
+    """An engine in each dtype, built and judged."""
+    from modelmill.build.plan import make_plan
+
+    folder = tmp_path_factory.mktemp("sam")
+    source = small_file(folder)
+    found = {}
+    for dtype in DTYPES:
+        report = build_engine(source, folder / f"{dtype}.engine", BuildConfig(dtype=dtype))
+        assert report["accepted"], report["reason"]
+        plan = make_plan(open_checkpoint(source), BuildConfig(dtype=dtype))
+        found[dtype] = (open_artifact(folder / f"{dtype}.engine"), plan.checkpoint)
+    return found
+
+
+def test_the_report_tells_of_embedding_masks_and_scores(made: dict) -> None:
+    for dtype, (artifact, _) in made.items():
+        report = artifact.acceptance()
+        masks = report["masks"]
+        assert report["verdict"] == "numerical noise"
+        assert 0 < masks["embedding_rel_l2"] < masks["embedding_bound"]
+        assert masks["mask_iou_mean"] > {"float32": 0.999, "float16": 0.98, "bfloat16": 0.93}[dtype]
+        assert masks["score_difference"] < 0.1
+        assert {"attn", "mlp", "norm1.eps", "sparse", "masks.0"} <= {row["module"] for row in report["layers"]}
+
+
+def _scaled(model) -> None:
+    linear = model.image_encoder.blocks[1].mlp.lin2
+    weight = linear.held.tensors()["weight"]
+    linear.held = from_tensors("dense", {"weight": weight * 1.05})
+
+
+def _swapped(model) -> None:
+    attn = model.image_encoder.blocks[0].attn
+    attn.rel_pos_h, attn.rel_pos_w = attn.rel_pos_w, attn.rel_pos_h
+
+
+def _eps(model) -> None:
+    model.image_encoder.blocks[1].norm2.eps = 1e-5
+
+
+def _neck_eps(model) -> None:
+    model.image_encoder.neck[3].eps = 1e-5
+
+
+def _decoder_eps(model) -> None:
+    model.mask_decoder.transformer.layers[1].norm4.eps = 1e-6
+
+
+def _corners(model) -> None:
+    rows = model.prompt_encoder.point_embeddings
+    rows[0].weight, rows[1].weight = rows[1].weight, rows[0].weight
+
+
+def _token(model) -> None:
+    rows = model.mask_decoder.mask_tokens
+    rows.weight = rows.weight.roll(1, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        (_scaled, (1, "mlp")),
+        (_swapped, (0, "attn")),
+        (_eps, (1, "norm2.eps")),
+        (_neck_eps, (None, "neck.3.eps")),
+        (_decoder_eps, (None, "transformer.layers.1.norm4.eps")),
+        (_corners, (None, "sparse")),
+        (_token, (None, "masks.0")),
+    ],
+)
+def test_planted_faults_are_named(made: dict, dtype: str, fault: Callable, where: tuple) -> None:
+    artifact, checkpoint = made[dtype]
+    eye = open_eye(artifact, "cpu")
+    fault(eye.model)
+    report = compare_segmentation(artifact, eye, checkpoint)
+    assert not report["accepted"]
+    assert (report["layer"], report["module"]) == where, report["reason"]
+
+
+def test_what_connects_the_modules_is_judged(made: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact, checkpoint = made["float32"]
+    eye = open_eye(artifact, "cpu")
+    eye.model.image_encoder.pos_embed = eye.model.image_encoder.pos_embed.transpose(1, 2)
+    report = compare_segmentation(artifact, eye, checkpoint)
+    assert not report["accepted"]
+    assert "between the modules" in report["verdict"]
+
+
+def test_an_overflow_in_float16_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    state = small_state()
+    # every weight fits, what they compute does not
+    state["image_encoder.blocks.0.mlp.lin1.weight"] *= 3e4
+    save_file(state, tmp_path / "big.safetensors")
+    with pytest.raises(AcceptanceError, match=r"overflow at layer 0, module mlp: .*float16.*bfloat16"):
+        build_engine(tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float16"))
+    assert not (tmp_path / "big.engine").exists()
+    assert build_engine(tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float32"))["accepted"]
+
+
+@torch.inference_mode()
+def test_the_reference_is_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tests.models.test_sam import SMALL
+
+    config = transformers.SamConfig(vision_config=SMALL)
+    config.prompt_encoder_config.image_size, config.prompt_encoder_config.image_embedding_size = 160, 10
+    config.mask_decoder_config.layer_norm_eps = 1e-5
+    model = transformers.SamModel(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.normal_(
+            0, 0.5 * parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.3, generator=generator
+        )
+    places = model.shared_image_embedding.positional_embedding
+    model.prompt_encoder.shared_embedding.positional_embedding.data.copy_(places)
+    model.save_pretrained(tmp_path)
+    reference = SamReference(open_checkpoint(tmp_path))
+    pixels = reference.normalised(sample_picture(160))
+    stages = list(reference.encoder(pixels))
+    wanted = model.vision_encoder(pixels)[0]
+    assert (stages[-1].expected[0] - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    points, labels = torch.tensor([[[30.0, 40.0], [0.0, 0.0]]]), torch.tensor([[1, -1]])
+    decoder = SamDecoder(reference)
+    sparse, dense, at = (s.expected[0] for s in decoder.prompts(points, labels, None))
+    *_, last = decoder.decoder(wanted, at, sparse, dense)
+    told = model(pixel_values=pixels, input_points=points[:, None, :1], input_labels=labels[:, None, :1])
+    for ours, theirs in zip(last.expected, (told.pred_masks[0], told.iou_scores[0]), strict=True):
+        assert (ours[:, 1:] - theirs).abs().max() < 1e-4 * theirs.abs().max()
