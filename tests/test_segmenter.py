@@ -1,0 +1,156 @@
+"""The Segmenter: engines and checkpoints, images and prompts, and MobileSAM's facts through an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+import modelmill
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import ArtifactError, RequestError, UsageError
+from modelmill.llm import LLM, build_engine
+from modelmill.segmenter import Segmenter
+from modelmill.vision.masks import mask_iou
+from modelmill.vision.prompts import make
+from tests.models.sam_seeded import small_file
+
+
+def photo(seed: int = 0, size: tuple[int, int] = (200, 120)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    build_engine(small_file(folder), folder / "small.engine", BuildConfig(), check=False)
+    return folder / "small.engine"
+
+
+def test_set_once_and_predict_many(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert modelmill.Segmenter is Segmenter
+    found = Segmenter(engine, device="cpu")
+    assert found.set_image(photo()) == (200, 120)
+    masks = found.predict([(50, 60)], [1])
+    assert len(masks) == 3
+    assert [m.score for m in masks] == sorted((m.score for m in masks), reverse=True)
+    assert masks[0].pixels.shape == (120, 200)
+    # the embedding is kept by the image's content
+    monkeypatch.setattr(found.eye.model, "embed", None)
+    found.set_image(PIL.Image.fromarray(photo()))
+    assert [m.box for m in found.predict([(50, 60)])] == [m.box for m in masks]
+    assert len(found.predict(box=(10, 10, 90, 90), multimask=False)) == 1
+    assert len(found.predict([(50, 60)], mask=masks[0].logits)) == 3
+
+
+def test_several_prompts_and_everything(engine: Path) -> None:
+    found = Segmenter(engine)
+    seen = found.see([photo(0), photo(1, (90, 160))])
+    assert [s.size for s in seen] == [(200, 120), (90, 160)]
+    both = found.predict_all([make([(5, 5)]), make(box=(1, 1, 80, 80))], seen=seen[1])
+    assert [len(masks) for masks in both] == [3, 3]
+    loose = {"points_per_side": 2, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "box_nms_thresh": 1.0}
+    told: list[tuple[int, int]] = []
+    masks = found.everything(photo(), progress=lambda *at: told.append(at), **loose)
+    assert told == [(1, 1)]
+    assert all(m.stability is not None for m in masks)
+
+
+def test_mistakes_are_one_line(engine: Path, tmp_path: Path) -> None:
+    found = Segmenter(engine)
+    with pytest.raises(UsageError, match="set_image"):
+        found.predict([(1, 2)])
+    found.set_image(photo())
+    with pytest.raises(RequestError, match="a point, a box or a mask"):
+        found.predict()
+    with pytest.raises(UsageError, match="unknown option colour"):
+        found.everything(photo(), colour=3)
+    with pytest.raises(UsageError, match="dtype: decided when an engine is built"):
+        Segmenter(engine, dtype="bfloat16")
+    with pytest.raises(UsageError, match=r"segments images: modelmill segment .*small\.engine IMAGE"):
+        LLM(engine)
+    with pytest.raises(UsageError, match="cpu, cuda"):
+        Segmenter(engine, device="tpu")
+
+
+def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy.engine"
+    shutil.copytree(engine, copy)
+    weights = next((copy / "weights").iterdir())
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ArtifactError, match="damaged"):
+        Segmenter(copy)
+
+
+def test_a_checkpoint_is_built_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
+    checkpoint = small_file(tmp_path)
+    first = Segmenter(checkpoint, dtype="bfloat16")
+    assert "building an engine" in capsys.readouterr().err
+    assert first.manifest.build["dtype"] == "bfloat16"
+    assert Segmenter(checkpoint, dtype="bfloat16").path == first.path
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UsageError, match="segments images"):
+        LLM(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def mobile(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("mobile")
+    source = shared / "data/models/mobile_sam/mobile_sam.safetensors"
+    for name, dtype in (("one", "float32"), ("two", "float32"), ("half", "bfloat16")):
+        build_engine(source, folder / name, BuildConfig(dtype=dtype), check=False)
+    return {name: folder / name for name in ("one", "two", "half")}
+
+
+def test_mobilesam_engines_keep_the_facts(mobile: dict[str, Path], shared: Path) -> None:
+    # the box and the score are those of the original pipeline, as published beside the weights
+    one, two = Segmenter(mobile["one"], device="cpu"), Segmenter(mobile["two"], device="cpu")
+    for name in ("truck.jpg", "dog.jpg"):
+        seen = [s.see([shared / "data/images" / name])[0].embedding for s in (one, two)]
+        assert torch.equal(*seen)
+    one.set_image(shared / "data/images/truck.jpg")
+    best = one.predict([(500, 375)])[0]
+    assert best.box == (424, 318, 627, 446)
+    assert best.score == pytest.approx(0.9998, abs=5e-5)
+    half = Segmenter(mobile["half"], device="cpu")
+    half.set_image(shared / "data/images/truck.jpg")
+    assert half.predict([(500, 375)])[0].box == best.box
+    # nine points, some on the edge between two answers: the whole grid is the slow test
+    assert overlap(one, half, 3, (1800, 1200))[0] >= 0.985
+
+
+@pytest.mark.slow
+def test_bfloat16_masks_over_a_grid(mobile: dict[str, Path], shared: Path) -> None:
+    one, half = Segmenter(mobile["one"], device="cpu"), Segmenter(mobile["half"], device="cpu")
+    for name, size in (("truck.jpg", (1800, 1200)), ("dog.jpg", (800, 534))):
+        for segmenter in (one, half):
+            segmenter.set_image(shared / "data/images" / name)
+        mean, difference = overlap(one, half, 15, size)
+        assert mean >= 0.99, (name, mean)
+        assert difference < 0.1
+
+
+def overlap(one: Segmenter, other: Segmenter, side: int, size: tuple[int, int]) -> tuple[float, float]:
+    """Mean IoU of the best masks over side × side points (the first's choice of three), and the scores' distance."""
+    ious, apart = [], []
+    for y in range(side):
+        prompts = [make([((x + 0.5) * size[0] / side, (y + 0.5) * size[1] / side)]) for x in range(side)]
+        assert one._seen is not None
+        assert other._seen is not None
+        pairs = [s.eye.decode(s._seen, prompts) for s in (one, other)]
+        best = pairs[0][1][:, 1:].argmax(-1) + 1
+        rows = torch.arange(side)
+        masks = [one.eye.predict_all(one._seen, prompts), other.eye.predict_all(other._seen, prompts)]
+        apart.append((pairs[0][1][rows, best] - pairs[1][1][rows, best]).abs())
+        for i in range(side):
+            theirs = [m for m in masks[1][i] if torch.equal(m.logits, pairs[1][0][i, best[i]])]
+            ious.append(float(mask_iou(masks[0][i][0].pixels, theirs[0].pixels)))
+    return sum(ious) / len(ious), float(torch.cat(apart).max())
