@@ -6,12 +6,20 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo test test-gpu verify performance lint clean
+.PHONY: demo demo-sam test test-gpu verify performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
 	test -e $(DEMO_ENGINE) || $(BIN)/modelmill build $(OUT)/models/SmolLM2-135M-Instruct.Q4_1.gguf -o $(DEMO_ENGINE) --dtype bfloat16 -q int8
 	$(BIN)/modelmill run $(DEMO_ENGINE) --prompt "$(PROMPT)" --temperature 0 --max-tokens 120
+
+# WEIGHTS: mobile_sam.pt, sam_vit_b/l/h .pth or .safetensors; IMAGE: a photo; POINT: x,y in it, without it everything
+SAM_ENGINE = $(OUT)/$(basename $(notdir $(WEIGHTS))).engine
+demo-sam: $(VENV)/.core
+	@test -n "$(WEIGHTS)" -a -f "$(WEIGHTS)" || { echo "demo-sam: no weights at '$(WEIGHTS)': take mobile_sam.pt (39 MB) from https://github.com/ChaoningZhang/MobileSAM/tree/master/weights or sam_vit_*.pth from https://github.com/facebookresearch/segment-anything#model-checkpoints, then: make demo-sam WEIGHTS=mobile_sam.pt IMAGE=photo.jpg"; exit 1; }
+	@test -n "$(IMAGE)" -a -f "$(IMAGE)" || { echo "demo-sam: no picture at '$(IMAGE)': make demo-sam WEIGHTS=$(WEIGHTS) IMAGE=photo.jpg [POINT=x,y]"; exit 1; }
+	test -e $(SAM_ENGINE) || $(BIN)/modelmill build $(WEIGHTS) -o $(SAM_ENGINE)
+	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
 test: $(VENV)/.test lint
 	$(BIN)/python -m pytest

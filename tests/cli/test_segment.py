@@ -1,0 +1,179 @@
+"""``modelmill segment``: what it tells and writes, and each mistake in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from modelmill.cli.main import execute
+from modelmill.core.config import BuildConfig
+from modelmill.llm import build_engine
+from modelmill.vision.masks import from_coco, mask_of
+from tests.models.sam_seeded import small_file
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    build_engine(small_file(folder), folder / "small.engine", BuildConfig(), check=False)
+    return folder / "small.engine"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 255, (60, 80 + i, 3), dtype=np.uint8)
+        PIL.Image.fromarray(pixels).save(folder / f"{i}.png")
+    (folder / "notes.txt").write_text("no picture")
+    return folder
+
+
+def asked(*words: object) -> int:
+    return execute(["segment", *map(str, words)])
+
+
+def test_json_overlay_masks_and_run_lengths(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+    out, masks = tmp_path / "out.png", tmp_path / "masks"
+    code = asked(engine, photos / "0.png", "--point", "40,30", "--point", "1,1", "--label", "1,0", "-o", out,
+                 "--masks", masks, "--json", "--rle")  # fmt: skip
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["size"] == [80, 60]
+    assert len(found["masks"]) == 3
+    scores = [m["score"] for m in found["masks"]]
+    assert scores == sorted(scores, reverse=True)
+    for mask in found["masks"]:
+        shown = torch.from_numpy(np.array(PIL.Image.open(mask["file"])))
+        assert torch.equal(mask_of(from_coco(mask["rle"]), *mask["rle"]["size"]), shown)
+        assert int(shown.sum()) == mask["area"]
+    assert PIL.Image.open(out).size == (80, 60)
+
+
+def test_folders_and_globs_in_batches(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+    code = asked(
+        engine, photos, f"{photos}/*.png", "--box", "5,5,70,50", "--batch", "2", "-o", tmp_path / "o", "--json"
+    )
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)["images"]
+    assert [Path(each["image"]).name for each in found] == ["0.png", "1.png", "2.png"]
+    assert sorted(p.name for p in (tmp_path / "o").iterdir()) == ["0.png", "1.png", "2.png"]
+    alone = []
+    for i in range(3):
+        asked(engine, photos / f"{i}.png", "--box", "5,5,70,50", "--json")
+        alone.append(json.loads(capsys.readouterr().out)["masks"])
+    assert [[m["box"] for m in each["masks"]] for each in found] == [[m["box"] for m in masks] for masks in alone]
+
+
+def test_a_mask_as_prompt_and_everything(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+    rough = PIL.Image.new("L", (80, 60))
+    rough.paste(255, (20, 10, 60, 50))
+    rough.save(tmp_path / "rough.png")
+    assert asked(engine, photos / "0.png", "--mask", tmp_path / "rough.png", "--single", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["masks"]) == 1
+    assert asked(engine, photos / "0.png", "--everything", "--points-per-side", "2", "--json") == 0
+    assert isinstance(json.loads(capsys.readouterr().out)["masks"], list)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "what is to be segmented"),
+        (["--point", "1"], "--point takes X,Y"),
+        (["--point", "a,b"], "--point takes X,Y"),
+        (["--point", "nan,1"], "finite"),
+        (["--point", "900,1"], "outside the picture of 80 × 60"),
+        (["--box", "1,2,3"], "--box takes X0,Y0,X1,Y1"),
+        (["--box", "50,2,3,9"], "x0 <= x1"),
+        (["--point", "1,1", "--label", "7"], "label is 1"),
+        (["--point", "1,1", "--label", "1,0"], "1 points have 2 labels"),
+        (["--label", "1", "--box", "1,1,2,2"], "--label belongs to a --point"),
+        (["--everything", "--point", "1,1"], "--everything takes no"),
+        (["--everything", "--points-per-side", "0"], "points_per_side"),
+        (["--point", "1,1", "-o", "out.what"], "no picture format"),
+        (["--point", "1,1", "--rle"], "add --json"),
+        (["--point", "1,1", "--mask", "no.png"], "No such file"),
+        (["--point", "1,1", "--batch", "0"], "--batch 0"),
+    ],
+)
+def test_mistakes(engine: Path, photos: Path, words: list[str], says: str, capsys) -> None:
+    assert asked(engine, photos / "0.png", *words) == 2
+    told = capsys.readouterr()
+    assert says in told.err
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+
+
+def _saved(picture: PIL.Image.Image, kind: str, **how) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind, **how)
+    return out.getvalue()
+
+
+GOOD = {
+    "one.png": _saved(PIL.Image.new("RGB", (1, 1)), "PNG"),
+    "line.png": _saved(PIL.Image.new("RGB", (1, 300)), "PNG"),
+    "cmyk.jpg": _saved(PIL.Image.new("CMYK", (9, 9)), "JPEG"),
+    "deep.png": _saved(PIL.Image.fromarray(np.full((9, 9), 999, np.uint16)), "PNG"),
+    "palette.png": _saved(PIL.Image.new("P", (9, 9)), "PNG"),
+    "moving.gif": _saved(
+        PIL.Image.new("RGB", (9, 9)), "GIF", save_all=True, append_images=[PIL.Image.new("L", (9, 9))]
+    ),
+}
+BAD = {"empty.png": b"", "text.png": b"hello", "cut.png": GOOD["deep.png"][:40]}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_odd_pictures_are_segmented(engine: Path, tmp_path: Path, name: str, capsys) -> None:
+    (tmp_path / name).write_bytes(GOOD[name])
+    assert asked(engine, tmp_path / name, "--point", "0,0", "--json", "-o", tmp_path / "out.png") == 0
+    assert len(json.loads(capsys.readouterr().out)["masks"]) == 3
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_pictures_are_one_line(engine: Path, photos: Path, tmp_path: Path, name: str, capsys) -> None:
+    (tmp_path / name).write_bytes(BAD[name])
+    assert asked(engine, tmp_path / name, "--point", "0,0", "--json") == 2
+    told = capsys.readouterr()
+    assert name in told.err
+    assert told.err.count("\n") == 1
+    # among others it is told, and the others are answered
+    assert asked(engine, photos / "0.png", tmp_path / name, "--point", "0,0", "--json") == 1
+    found = json.loads(capsys.readouterr().out)["images"]
+    assert len(found[0]["masks"]) == 3
+    assert name in found[1]["error"]
+
+
+@pytest.mark.parametrize("verb", [["run", "--prompt", "x"], ["chat"], ["bench"]])
+def test_other_verbs_refuse_in_one_line(engine: Path, verb: list[str], capsys) -> None:
+    assert execute([*verb[:1], *(["latency"] if verb[0] == "bench" else []), str(engine), *verb[1:]]) == 2
+    told = capsys.readouterr().err
+    assert f"segments images: modelmill segment {engine} IMAGE" in told
+    assert told.count("\n") == 1
+
+
+def test_inspect_and_build_show_it(engine: Path, tmp_path: Path, capsys) -> None:
+    assert execute(["inspect", str(engine)]) == 0
+    assert "ViT, 2 × 48" in capsys.readouterr().out
+    source = small_file(tmp_path)
+    assert execute(["inspect", str(source)]) == 0
+    assert execute(["build", str(source), "-o", str(tmp_path / "new.engine")]) == 0
+    told = capsys.readouterr().out
+    assert "IoU with the reference" in told
+    assert "modelmill segment" in told
+    assert execute(["inspect", str(tmp_path / "new.engine")]) == 0
+    assert "numerical noise" in capsys.readouterr().out
+
+
+def test_nothing_there(engine: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "none").mkdir()
+    for words, says in (([tmp_path / "none"], "no pictures"), ([f"{tmp_path}/*.png"], "no file matches")):
+        assert asked(engine, *words, "--point", "1,1") == 2
+        assert says in capsys.readouterr().err
