@@ -15,6 +15,7 @@ from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
     from modelmill.artifact.manifest import Manifest
+    from modelmill.artifact.store import Artifact
     from modelmill.checkpoint.open import Checkpoint
 
 HELP = "Compare an engine with its checkpoint: template and tokens first, then layer by layer."
@@ -50,6 +51,8 @@ def run(args: Args) -> int:
 
     artifact = open_artifact(args.engine)
     checkpoint = open_checkpoint(args.checkpoint, delta=args.delta)
+    if artifact.manifest.kind == "segmentation":
+        return _compare_masks(args, artifact, checkpoint)
     check_sizes(artifact.manifest, checkpoint)
     settings = replace(args.run, enable_prefix_caching=False, cuda_graphs=False)
     llm = LLM(args.engine, **changed(settings))
@@ -62,6 +65,21 @@ def run(args: Args) -> int:
 
         plot(args.plot, lambda axes: draw(axes, result["layers"]), f"{args.engine.name}: {result['verdict']}")
     return 0 if result["passed"] else 1
+
+
+def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> int:
+    """The same for an engine that segments images, stage by stage."""
+    from modelmill.accept.segment import compare_segmentation
+    from modelmill.build.kinds import described
+    from modelmill.cli.build import show_acceptance
+    from modelmill.runtime.device import pick_device
+    from modelmill.vision.open import open_eye
+
+    eye = open_eye(artifact, pick_device(args.run.device), args.run.kernels)
+    with progress("comparing") as told:
+        result = compare_segmentation(artifact, eye, described(checkpoint), progress=told)
+    emit_json(result) if args.json else show_acceptance(result)
+    return 0 if result["accepted"] else 1
 
 
 def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:

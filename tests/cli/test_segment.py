@@ -172,6 +172,12 @@ def test_inspect_and_build_show_it(engine: Path, tmp_path: Path, capsys) -> None
     assert "numerical noise" in capsys.readouterr().out
 
 
+def test_compare_judges_it_again(engine: Path, tmp_path: Path, capsys) -> None:
+    assert execute(["compare", str(engine), str(small_file(tmp_path)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "numerical noise"
+    assert execute(["compare", str(engine), str(small_file(tmp_path, seed=1))]) == 1
+
+
 def test_nothing_there(engine: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "none").mkdir()
     for words, says in (([tmp_path / "none"], "no pictures"), ([f"{tmp_path}/*.png"], "no file matches")):
