@@ -154,3 +154,18 @@ def overlap(one: Segmenter, other: Segmenter, side: int, size: tuple[int, int]) 
             theirs = [m for m in masks[1][i] if torch.equal(m.logits, pairs[1][0][i, best[i]])]
             ious.append(float(mask_iou(masks[0][i][0].pixels, theirs[0].pixels)))
     return sum(ious) / len(ious), float(torch.cat(apart).max())
+
+
+@pytest.mark.parametrize("bad", [b"", b"text", b"\x89PNG\r\n\x1a\n", 7, "no.png", np.zeros((4, 4), np.float32)])
+def test_bad_images_are_one_line(engine: Path, bad: object) -> None:
+    found = Segmenter(engine)
+    with pytest.raises(RequestError) as caught:
+        found.set_image(bad)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 400), (400, 1)])
+def test_thin_images(engine: Path, size: tuple[int, int]) -> None:
+    found = Segmenter(engine)
+    found.set_image(photo(0, size))
+    assert found.predict([(0, 0)])[0].pixels.shape == (size[1], size[0])
