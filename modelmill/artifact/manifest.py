@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact, UsageError
+from modelmill.core.quote import quoted
 
 SCHEMA = 1
 PACKINGS = ("rows/1",)
@@ -111,7 +112,8 @@ def _check(manifest: Manifest, where: str) -> None:
 def check_kind(path: Path, kind: str, wanted: str) -> None:
     """Raise UsageError, saying how it is asked, where an engine or a checkpoint's model is of another kind."""
     if kind != wanted:
-        raise UsageError(f"{path}: this engine {KINDS.get(kind, 'is of the kind ' + kind).format(path)}")
+        does = KINDS[kind].format(path) if kind in KINDS else f"is of an unknown kind, {quoted(kind)}"
+        raise UsageError(f"{path}: this engine {does}")
 
 
 def _canonical(value: Any) -> str:
