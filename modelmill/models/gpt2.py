@@ -16,6 +16,7 @@ from modelmill.models._raw import depth, number, require, switch, whole
 from modelmill.nn.attention import Attention, AttentionSpec, Rope
 from modelmill.nn.embedding import Embedding, Head
 from modelmill.nn.kv import KVShape
+from modelmill.nn.last import narrowed
 from modelmill.nn.mlp import PlainMLP
 from modelmill.nn.norm import LayerNorm
 from modelmill.nn.step import Step
@@ -127,11 +128,13 @@ class Layer(nn.Module):
         self.mlp = PlainMLP(config.hidden, config.inner)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, last: Step | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H]; their sum is the layer's output."""
+        """(branch, residual), both [T, H], or of the rows of ``last``; their sum is the layer's output."""
         x, residual = self.attn_norm(x, residual, step)
-        x = self.attn(x, rope, step)
+        x = self.attn(x, rope, step, last)
+        if last is not None:
+            residual, step = residual[step.logit_rows], last
         x, residual = self.mlp_norm(x, residual, step)
         return self.mlp(x, step), residual
 
@@ -159,10 +162,12 @@ class Model(nn.Module):
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
         rope = Rope()
-        for layer in self.layers:
+        *layers, end = self.layers
+        for layer in layers:
             x, residual = layer(x, residual, rope, step)
-        if step.logit_rows is not None:
-            x = x[step.logit_rows]
-            residual = None if residual is None else residual[step.logit_rows]
+        last = narrowed(step)
+        x, residual = end(x, residual, rope, step, last)
+        if last is None and step.logit_rows is not None:
+            x, residual = x[step.logit_rows], residual[step.logit_rows]
         x, _ = self.norm(x, residual, step)
         return self.head(x, step)

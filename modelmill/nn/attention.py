@@ -52,9 +52,11 @@ class Attention(nn.Module):
         self.mix = Mix(spec, layer)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
 
-    def forward(self, x: torch.Tensor, rope: Rope, step: Step) -> torch.Tensor:
-        """[T, H] → [T, H]."""
+    def forward(self, x: torch.Tensor, rope: Rope, step: Step, last: Step | None = None) -> torch.Tensor:
+        """[T, H] → [T, H]; with ``last`` only the rows that it holds, [R, H] (``nn.last``)."""
         q = self.rotate(self.qkv_proj(x, step), rope, step)
+        if last is not None:
+            q, step = q[step.logit_rows], last
         return self.o_proj(self.mix(q, step), step)
 
     def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:

@@ -12,6 +12,7 @@ from modelmill.nn.attention import Attention, AttentionSpec, Rope
 from modelmill.nn.embedding import Embedding, Head
 from modelmill.nn.fused import MOST_TOKENS, Gathered, decode
 from modelmill.nn.kv import KVShape
+from modelmill.nn.last import narrowed
 from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.rotary import RopeSpec, Rotary
@@ -70,11 +71,13 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config.hidden, config.inner, config.mlp_bias)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, last: Step | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H]; their sum is the layer's output."""
+        """(branch, residual), both [T, H], or of the rows of ``last``; their sum is the layer's output."""
         x, residual = self.attn_norm(x, residual, step)
-        x = self.attn(x, rope, step)
+        x = self.attn(x, rope, step, last)
+        if last is not None:
+            residual, step = residual[step.logit_rows], last
         x, residual = self.mlp_norm(x, residual, step)
         return self.mlp(x, step), residual
 
@@ -117,11 +120,13 @@ class Decoder(nn.Module):
             if stack is not None:
                 return decode(step.ops.decode, stack, x, rope, step)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        *layers, end = self.layers
+        for layer in layers:
             x, residual = layer(x, residual, rope, step)
-        if step.logit_rows is not None:
-            x = x[step.logit_rows]
-            residual = None if residual is None else residual[step.logit_rows]
+        last = narrowed(step)
+        x, residual = end(x, residual, rope, step, last)
+        if last is None and step.logit_rows is not None:
+            x, residual = x[step.logit_rows], residual[step.logit_rows]
         x, _ = self.norm(x, residual, step)
         return self.head(x, step)
 

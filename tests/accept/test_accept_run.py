@@ -88,8 +88,8 @@ def test_what_connects_the_modules_is_judged(built: tuple[Path, Path, dict[str, 
 
     honest = DecoderLayer.forward
 
-    def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any) -> Any:
-        branch, residual = honest(self, x, residual, rope, step)
+    def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any, last: Any = None) -> Any:
+        branch, residual = honest(self, x, residual, rope, step, last)
         return (branch * 2 if step.kv.k[2] is step.kv.k[self.attn.mix.layer] else branch), residual
 
     monkeypatch.setattr(DecoderLayer, "forward", doubled)
