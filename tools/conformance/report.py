@@ -1,0 +1,55 @@
+"""docs/conformance.md: which suites were run, and how each of their checks came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tools.conformance.suite import Case, Result
+from tools.verify.report import cell
+
+HEAD = """# Conformance
+
+Other people's test suites against `modelmill serve`, with SmolLM2-135M-Instruct in float32 on a CPU behind it. Made by
+`make conformance`, which runs every suite whose result is older than the sources, and writes this page; nothing here is
+written by hand. A check that is left out is listed with its reason.
+"""
+
+
+def render(suites: Mapping[str, tuple[str, Result | None]], device: str) -> str:
+    """The page. suites: name → (title, result or None where it has not run for these sources)."""
+    lines = [HEAD, "| suite | what | version | passed | failed | excluded | run |", "|---|---|---|---|---|---|---|"]
+    for name, (title, found) in suites.items():
+        if found is None:
+            lines.append(f"| {name} | {cell(title)} | | not run | | | |")
+            continue
+        failed = f"**{len(found.failed)}**" if found.failed else "0"
+        version = cell(f"{found.package} {found.version}")
+        when = found.date + (" (of older sources)" if found.stale else "")
+        what = f"| [{name}](#{name}) | {cell(title)} | {version} | {found.passed} "
+        lines.append(f"{what}| {failed} | {len(found.excluded)} | {when} |")
+    lines.append("")
+    for name, (title, found) in suites.items():
+        if found is not None:
+            lines += section(name, title, found, device)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def section(name: str, title: str, found: Result, device: str) -> list[str]:
+    """One suite: its facts, what failed, what was left out, how it was made."""
+    lines = [f"## {name}", "", f"{title}.", ""]
+    if found.facts:
+        lines += [*[f"* {told}: {value}" for told, value in found.facts.items()], ""]
+    lines += _table("failed", "seen", found.failed) + _table("excluded", "why", found.excluded)
+    lines += [f"* {note}" for note in found.notes]
+    command = f"`python -m tools.conformance --only {name}`"
+    return [
+        *lines,
+        f"* {command}: {found.seconds:.0f} s on {device}, {found.date}; {found.package} {found.version}",
+        "",
+    ]
+
+
+def _table(what: str, why: str, cases: list[Case]) -> list[str]:
+    if not cases:
+        return []
+    return [f"| {what} | {why} |", "|---|---|", *[f"| {cell(c.name)} | {cell(c.reason)} |" for c in cases], ""]
