@@ -7,8 +7,8 @@ A suite is a module of this folder that has
 * ``run(base_url, model, out) -> Result``: base_url ends in ``/v1``, model is a served name, out is a folder of the
   suite's own for logs. It raises for what keeps it from running; a failed check is an entry of the result.
 
-A module without ``run`` is no suite. Packages of the extra ``conformance`` are imported inside ``run``. Results are kept
-while the sources of modelmill, the suite's file and the package's version stay the same.
+A module without ``run`` is no suite. Packages of the extra ``conformance`` are imported inside ``run``. Results are
+kept while the sources of modelmill, the suite's file and the package's version stay the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Case:
 class Result:
     """passed: how many checks did. failed, excluded: the others by name. notes: what a reader needs to repeat it.
 
-    facts: numbers that were measured, in the reader's words. The rest is filled in by ``__main__``; stale: of older sources.
+    facts: numbers that were measured, in the reader's words. The rest is filled in by ``__main__``; stale: of older
+    sources.
     """
 
     passed: int
