@@ -102,6 +102,10 @@ class Plan:
         for piece in self.pieces:
             parts = piece.module.split(".")
             name = f"layer-{int(parts[1]):04d}" if parts[0] == "layers" else "ends"
+            if parts[:3] == ["reader", "visual_encoder", "blocks"]:
+                name = f"reader-{int(parts[3]):04d}"
+            elif parts[0] == "reader":
+                name = "reader"
             if parts[0] == "image_encoder" and len(parts) > 2 and parts[1] in ("blocks", "layers"):
                 name = f"encoder-{int(parts[2]):04d}"
             out.setdefault(f"weights/{name}.safetensors", []).append(piece)
@@ -231,7 +235,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
     renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
     with torch.device("meta"):
         model = family.Model(sizes)
-    pieces = tuple(_pieces(checkpoint, config, recipe, model, renames))
+    pieces = tuple(_pieces(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in _quantized(model, config):
         # the embedding stays as it is; the head gets its own quantized copy of the same rows
@@ -339,7 +343,8 @@ def _quantized(model: nn.Module, config: BuildConfig) -> set[str]:
     """Names of the linears that the recipe changes."""
     if config.quantization == "none":
         return set()
-    linears = {name for name, module in model.named_modules() if isinstance(module, Linear)}
+    kept = getattr(model, "unquantized", ())
+    linears = {n for n, module in model.named_modules() if isinstance(module, Linear) and not n.startswith(kept)}
     return linears if config.quantize_head else linears - set(KEPT)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from modelmill.checkpoint.delta import DeltaContainer
 from modelmill.checkpoint.folder import read_json, tokenizer_files
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
+from modelmill.checkpoint.joined import CHAT, GENERATION, Joined, chat_file, checked, config_of, is_joined, parts_of
 from modelmill.checkpoint.pth import INDEX as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.safetensors import INDEX as SAFETENSORS_INDEX
@@ -33,7 +34,7 @@ class Checkpoint:
     """A model's weights, config and tokenizer files, always under Hugging Face names.
 
     `raw` is the container under its own names (GGUF: blk.0.attn_q.weight); `view` the same values under
-    Hugging Face names, and the same object where they agree.
+    Hugging Face names, and the same object where they agree. `language`: the language model of one with eyes.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Checkpoint:
     raw: Container
     view: Container
     side_files: dict[str, bytes] = field(default_factory=dict, repr=False)
+    language: Checkpoint | None = None
 
     @property
     def model_type(self) -> str:
@@ -101,15 +103,50 @@ class Checkpoint:
         return json.dumps(facts, sort_keys=True, default=str).encode()
 
 
-def open_checkpoint(path: Path, *, delta: Path | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, *, delta: Path | None = None, vision: Sequence[Path] = ()) -> Checkpoint:
     """Open a Hugging Face folder, or a single .gguf, .safetensors, .bin or .pth file.
 
-    delta: a second checkpoint whose tensors are added to the first one's (Vicuna's way of publishing).
+    delta: a second checkpoint whose tensors are added to the first one's (Vicuna's way of publishing). vision: files
+    with MiniGPT-4's eyes for this language model (see `joined`), and at most one minigpt4.json.
     Nothing but headers is read, and code that a checkpoint brings (auto_map) is never run. A single file without a
     config.json beside it has an empty config: original image models are published so. Raises CheckpointError where
     something is missing, CorruptCheckpoint where a file lies about itself.
     """
     path = Path(path)
+    settings: dict[str, Any] = {}
+    if not vision and path.is_dir() and is_joined(path):
+        language, vision, settings = parts_of(path)
+        return _join(path, _summed(language, delta), vision, settings)
+    base = _summed(path, delta)
+    if not vision:
+        return base
+    for file in (Path(f) for f in vision if Path(f).suffix == ".json"):
+        settings = read_json(file)
+        checked(settings, file)
+    return _join(path, base, [Path(f) for f in vision if Path(f).suffix != ".json"], settings)
+
+
+def _join(path: Path, language: Checkpoint, files: Sequence[Path], settings: Mapping[str, Any]) -> Checkpoint:
+    """A language model and its eyes as one checkpoint."""
+    view = Joined(language.view, files)
+    config = config_of(language.config, view, settings)
+    side = dict(language.side_files)
+    if side:
+        side[CHAT] = chat_file(settings, config["reader"]["qformer"]["queries"])
+    return Checkpoint(
+        path=path,
+        container=f"joined/{language.container}",
+        config=config,
+        generation_config={**language.generation_config, **GENERATION},
+        raw=view,
+        view=view,
+        side_files=side,
+        language=language,
+    )
+
+
+def _summed(path: Path, delta: Path | None) -> Checkpoint:
+    """A checkpoint, and what a second one adds to it."""
     base = _open_one(path)
     if delta is None:
         return base

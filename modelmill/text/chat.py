@@ -9,6 +9,8 @@ from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.chatml import END, START, WINDOW, QwenChat
 from modelmill.text.files import read_json
 from modelmill.text.guard import Guard, free_mark, texts_of, unmark
+from modelmill.text.image_chat import FILE as IMAGE_CHAT
+from modelmill.text.image_chat import load_image_chat
 from modelmill.text.messages import check_data, checked
 from modelmill.text.template import Limits, TemplateProcess
 from modelmill.text.tokens import Tokenizer
@@ -63,8 +65,11 @@ def load_chat(files: Mapping[str, bytes], tokenizer: Tokenizer, *, limits: Limit
     Templates come from chat_template.jinja, tokenizer_config.json, chat_template.json or GGUF metadata; a Qwen v1
     vocabulary without a template has its built-in format, unless generation_config.json says "raw"; how much history
     it keeps is that file's max_window_size.
+    A model with eyes has its own, whatever template its language model came with.
     Raises TemplateError when a template is not a text.
     """
+    if IMAGE_CHAT in files:
+        return load_image_chat(files, tokenizer)
     templates = read_templates(files)
     if templates:
         return TemplateChat(templates, tokenizer, limits=limits)
