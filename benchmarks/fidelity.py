@@ -1,0 +1,108 @@
+"""How far an engine's next-token distributions lie from another's on a text: perplexity, KL and agreement.
+
+The text is cut into windows that are read one by one, each from its beginning. The reference's logits are computed once
+and kept beside the engines, since many engines are compared with one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROWS = 64
+"""Rows whose float64 distributions are in memory at a time."""
+
+Told = Callable[[int, int], None]
+
+
+@dataclass
+class Sums:
+    """Running sums over rows: nats of the tokens that came, KL to the reference, equal next tokens."""
+
+    scored: int = 0
+    nats: float = 0.0
+    rows: int = 0
+    kl: float = 0.0
+    kl_most: float = 0.0
+    agreed: int = 0
+
+    def add(self, logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor) -> None:
+        """logits, reference: [R, V]; targets: [R] the tokens that came, −1 where none did. All on one device."""
+        for at in range(0, len(logits), ROWS):
+            part = slice(at, at + ROWS)
+            ours, came = logits[part].double().log_softmax(-1), targets[part]
+            known = came >= 0
+            self.scored += int(known.sum())
+            self.nats -= float(ours[known].gather(-1, came[known, None]).sum())
+            if reference is None:
+                continue
+            exact = reference[part].double().log_softmax(-1)
+            each = (exact.exp() * (exact - ours)).sum(-1).clamp(min=0)
+            self.rows += len(each)
+            self.kl += float(each.sum())
+            self.kl_most = max(self.kl_most, float(each.max()))
+            self.agreed += int((ours.argmax(-1) == exact.argmax(-1)).sum())
+
+    def facts(self) -> dict[str, Any]:
+        """perplexity, and what was compared with a reference."""
+        found: dict[str, Any] = {"perplexity": math.exp(self.nats / self.scored)}
+        if self.rows:
+            found |= {"mean_kl": self.kl / self.rows, "max_kl": self.kl_most, "agreement": self.agreed / self.rows}
+        return found
+
+
+def windows_of(ids: Sequence[int], length: int) -> list[list[int]]:
+    """Stretches of ``length`` ids that do not overlap; a last one of a single token has nothing to score."""
+    cuts = [list(ids[at : at + length]) for at in range(0, len(ids), length)]
+    return [cut for cut in cuts if len(cut) > 1]
+
+
+def measure(loop: Any, windows: Sequence[Sequence[int]], reference: torch.Tensor | None, told: Told) -> dict[str, Any]:
+    """The loop's engine on the windows. reference: [all rows, V] float32 in the windows' order, on the CPU."""
+    sums, first = Sums(), 0
+    for number, window in enumerate(windows):
+        targets = torch.tensor([*window[1:], -1])
+
+        def take(_: int, at: int, logits: torch.Tensor, start: int = first, targets: torch.Tensor = targets) -> None:
+            to = slice(at, at + len(logits))
+            right = None if reference is None else reference[start + to.start : start + to.stop].to(logits.device)
+            sums.add(logits.float(), right, targets[to].to(logits.device))
+
+        loop.scorer().run([window], None, take)
+        first += len(window)
+        told(number + 1, len(windows))
+    return sums.facts()
+
+
+def kept_logits(open_loop: Callable[[], Any], windows: Sequence[Sequence[int]], file: Path, told: Told) -> torch.Tensor:
+    """The float32 logits [all rows, V] of an engine on the windows, from ``file`` where it has them already.
+
+    open_loop: called only where they must be computed. The file's name is completed by a digest of the windows.
+    """
+    digest = hashlib.sha256(repr([list(w) for w in windows]).encode()).hexdigest()[:12]
+    rows = sum(map(len, windows))
+    done = file.with_name(f"{file.name}-{digest}.f32")
+    if not done.exists():
+        loop = open_loop()
+        vocab = loop.runner.sampler.vocab
+        part = done.with_suffix(".part")
+        found = torch.from_file(str(part), shared=True, size=rows * vocab, dtype=torch.float32).view(rows, vocab)
+        first = 0
+        for number, window in enumerate(windows):
+
+            def take(_: int, at: int, logits: torch.Tensor, start: int = first) -> None:
+                found[start + at : start + at + len(logits)] = logits.float().cpu()
+
+            loop.scorer().run([window], None, take)
+            first += len(window)
+            told(number + 1, len(windows))
+        del found
+        part.rename(done)
+    size = done.stat().st_size // 4
+    return torch.from_file(str(done), shared=True, size=size, dtype=torch.float32).view(rows, size // rows)

@@ -1,0 +1,246 @@
+"""What a recipe costs and saves: builds it, measures it against float32, appends a row to results/quantization.jsonl.
+
+    python benchmarks/quantization.py CHECKPOINT --text FILE.txt [--tokens 16384] [--work DIR] -- -q int4 --method gptq
+    python benchmarks/quantization.py --report
+
+What stands behind ``--`` are options of ``modelmill build``; the engine is built by that verb, with acceptance, in the
+work folder and is kept there for the next run (--fresh builds it again); their paths start at the repository's root. The float32 engine of the same checkpoint is
+built beside it once, and its logits are kept. A row that stands already is not measured twice (--again does). A refused
+engine gives a row that says so. The text must not be what the recipe was calibrated on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.fidelity import kept_logits, measure, windows_of  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
+FLOAT32 = ("--dtype", "float32")
+CALIBRATION = "cnndm_calibration.jsonl"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The script."""
+    options, build = parse(argv)
+    if options.report:
+        report(read_rows(options.results))
+        return 0
+    row = one(options, build, argv)
+    if row is not None:
+        with options.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        report([row])
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and those of the build."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, nargs="?")
+    parser.add_argument("--text", type=Path, help="UTF-8 text that is read")
+    parser.add_argument("--calibration", type=Path, help=f"default: {CALIBRATION} beside the text, if it is there")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "quantization")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--fresh", action="store_true", help="build the engine again")
+    parser.add_argument("--again", action="store_true", help="measure even if the row is there")
+    parser.add_argument("--report", action="store_true", help="print the table and end")
+    words = list(argv)
+    cut = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:cut])
+    if not options.report and (options.checkpoint is None or options.text is None):
+        parser.error("CHECKPOINT and --text FILE are needed")
+    for name in ("checkpoint", "text", "calibration", "work"):
+        given = getattr(options, name)
+        setattr(options, name, None if given is None else given.resolve())
+    return options, words[cut + 1 :]
+
+
+def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> dict[str, Any] | None:
+    """Build, measure; the row, or None where it stands already."""
+    from modelmill.eval.texts import read_text, refuse_calibration
+
+    asked = key_of(options, build)
+    if not options.again and any(row.get("key") == asked for row in read_rows(options.results)):
+        note(f"this row stands already: {shlex.join(build) or 'as it is'} (--again measures once more)")
+        return None
+    folder = options.work / options.checkpoint.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    plain, _ = built(options, FLOAT32, folder)
+    assert plain is not None, "the float32 engine is accepted"
+    engine, seconds = built(options, (*given_calibration(options, build), *dtype_of(build), *build), folder)
+    row: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/quantization.py", *argv]), "key": asked}
+    row |= {"checkpoint": options.checkpoint.name, "options": shlex.join(build), "text": options.text.name}
+    row |= {"tokens": options.tokens, "window": options.window, "kv_cache_dtype": options.kv_cache_dtype}
+    if engine is None:
+        return row | {"accepted": False} | stamp("")
+    loop = opened(engine, options, options.kv_cache_dtype)
+    refuse_calibration(options.text, loop.artifact.manifest.source)
+    ids = tokens_of(loop, read_text(options.text), options.tokens)
+    windows = windows_of(ids, options.window)
+    right = kept_logits(lambda: opened(plain, options, "auto"), windows, folder / "reference", told("float32"))
+    exact = perplexity_of(right, windows, folder)
+    began = time.perf_counter()
+    found = measure(loop, windows, right, told(shlex.join(build)))
+    row |= facts_of(loop.artifact) | {"tokens": len(ids), "windows": len(windows)} | found
+    row |= {"float32": exact, "excess": found["perplexity"] / exact - 1}
+    row |= {"build_seconds": seconds, "seconds": round(time.perf_counter() - began, 1)}
+    return row | stamp(str(loop.device))
+
+
+def key_of(options: argparse.Namespace, build: Sequence[str]) -> str:
+    """What makes two rows the same measurement."""
+    parts = [options.checkpoint.name, *build, options.text.name, options.tokens, options.window, options.kv_cache_dtype]
+    return hashlib.sha256(json.dumps(list(map(str, parts))).encode()).hexdigest()[:12]
+
+
+def dtype_of(build: Sequence[str]) -> Sequence[str]:
+    """float32 activations unless the options say otherwise, so that a row shows the recipe alone."""
+    return () if "--dtype" in build else FLOAT32
+
+
+def given_calibration(options: argparse.Namespace, build: Sequence[str]) -> Sequence[str]:
+    """--calibration for the build: ours, or the file beside the text; recipes without statistics do not read it."""
+    if "--calibration" in build or not build:
+        return ()
+    beside = options.calibration or options.text.with_name(CALIBRATION)
+    return ("--calibration", str(beside)) if beside.is_file() else ()
+
+
+def built(options: argparse.Namespace, build: Sequence[str], folder: Path) -> tuple[Path | None, float | None]:
+    """The engine of these options, kept or built by the command line; None where acceptance refused it."""
+    from modelmill.artifact.store import is_engine
+
+    digest = hashlib.sha256(json.dumps(list(build)).encode()).hexdigest()[:10]
+    name = "float32" if tuple(build) == FLOAT32 else "-".join(w.lstrip("-") for w in build if "/" not in w)[:60]
+    engine = folder / f"{name}-{digest}.engine"
+    if is_engine(engine) and not (options.fresh and tuple(build) != FLOAT32):
+        return engine, None
+    command = [sys.executable, "-m", "modelmill", "build", str(options.checkpoint), "-o", str(engine), *build]
+    note(shlex.join(command[1:]))
+    began = time.perf_counter()
+    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        note(done.stderr.strip())
+        if "refused" not in done.stderr:
+            raise SystemExit(f"the build ended with {done.returncode}")
+        return None, None
+    return engine, round(time.perf_counter() - began, 1)
+
+
+def opened(engine: Path, options: argparse.Namespace, kv: str) -> Any:
+    """A loop that reads one window at a time."""
+    from modelmill.core.config import RunConfig
+    from modelmill.runtime.loop import Loop
+
+    length = options.window
+    how = {"device": options.device, "threads": options.threads, "kv_cache_dtype": kv, "max_num_seqs": 1}
+    return Loop.open(engine, RunConfig(**how, max_model_len=length, kv_cache_bytes=2**28, enable_prefix_caching=False))
+
+
+def tokens_of(loop: Any, text: str, count: int) -> list[int]:
+    """The first ``count`` tokens, without BOS."""
+    from modelmill.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(loop.artifact.tokenizer_files()).encode(text, bos=False)[:count]
+
+
+def perplexity_of(right: Any, windows: Sequence[Sequence[int]], folder: Path) -> float:
+    """The reference's own perplexity, kept in a small file."""
+    from benchmarks.fidelity import Sums
+
+    digest = hashlib.sha256(json.dumps(list(map(list, windows))).encode()).hexdigest()[:12]
+    file = folder / f"float32-{digest}.json"
+    if not file.exists():
+        import torch
+
+        sums, first = Sums(), 0
+        for window in windows:
+            sums.add(right[first : first + len(window)], None, torch.tensor([*window[1:], -1]))
+            first += len(window)
+        file.write_text(json.dumps(sums.facts()))
+    return float(json.loads(file.read_text())["perplexity"])
+
+
+def facts_of(artifact: Any) -> dict[str, Any]:
+    """Recipe and options as the manifest has them, bytes on disk and of the linears."""
+    manifest = artifact.manifest
+    config = manifest.build
+    kinds: dict[str, int] = {}
+    for module, kind in manifest.weights.items():
+        if not module.startswith("head"):
+            kinds[kind] = kinds.get(kind, 0) + 1
+    found: dict[str, Any] = {"recipe": config["quantization"], "method": config.get("method"), "dtype": config["dtype"]}
+    found |= {"group": config.get("group_size"), "symmetric": config.get("symmetric"), "kinds": kinds, "accepted": True}
+    calibration = manifest.source.get("calibration")
+    found["calibration"] = None if calibration is None else {k: calibration[k] for k in ("name", "samples", "length")}
+    return found | {"bytes": sum(entry["bytes"] for entry in manifest.files.values())}
+
+
+def stamp(device: str) -> dict[str, Any]:
+    """Device, versions, date."""
+    from modelmill.eval.report import device_name, versions
+
+    now = datetime.now(UTC).isoformat("T", "seconds")
+    return {"device": device_name(device or "cpu"), "versions": versions(), "date": now}
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """All rows; an absent file has none."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def report(rows: Sequence[dict[str, Any]]) -> None:
+    """A table, the last row of each measurement, by checkpoint and excess."""
+    from modelmill.cli.output import size, table
+
+    last = {row["key"]: row for row in rows}.values()
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in last:
+        groups.setdefault((row["checkpoint"], row["text"], row["tokens"], row["window"]), []).append(row)
+    for (checkpoint, text, tokens, window), found in groups.items():
+        cells = []
+        for row in sorted(found, key=lambda row: row.get("excess", float("inf"))):
+            name = f"{row['options']}{'' if row['kv_cache_dtype'] == 'auto' else ', KV ' + row['kv_cache_dtype']}"
+            if "perplexity" not in row:
+                cells.append([name or "as it is", "refused", *[None] * 5])
+                continue
+            numbers = [f"{row['perplexity']:.4f}", f"{100 * row['excess']:+.2f} %", f"{row['mean_kl']:.5f}"]
+            cells.append(
+                [name or "as it is", *numbers, f"{100 * row['agreement']:.2f} %", size(row["bytes"]), row["seconds"]]
+            )
+        title = f"{checkpoint}: {text}, {tokens} tokens in windows of {window}"
+        columns = ("build", "perplexity", "over float32", "mean KL", "same next token", "on disk", "seconds")
+        table(columns, cells, title=title)
+
+
+def told(label: str) -> Any:
+    """Progress on stderr."""
+    return lambda done, total: print(f"\r{label}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr)
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
