@@ -206,25 +206,17 @@ def _masks(
     from modelmill.vision.draw import as_prompt
     from modelmill.vision.everything import Everything
     from modelmill.vision.image import open_image
+    from modelmill.vision.prompts import check_inside
 
     if question is None or seen is None:
         options = Everything(points_per_side=args.points_per_side, crop_n_layers=args.crop_layers)
-        return segmenter.everything(picture, options, progress=lambda done, of: told("crops", done, of)), None
+        return segmenter.everything(picture, options, progress=lambda done, of: told("points", done, of)), None
     check_inside(question, picture.size)
     if args.mask is not None:
         given = open_image(args.mask)
         image = segmenter.eye.image
         question = replace(question, mask=as_prompt(given, seen.size, seen.fitted, image // 4, image))
     return segmenter.predict_all([question], seen=seen, multimask=not args.single)[0], question
-
-
-def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:
-    """Raise RequestError for a point or a box's corner outside the picture."""
-    corners = [] if prompt.box is None else [prompt.box[:2], prompt.box[2:]]
-    for what, places in (("point", prompt.points), ("box corner", corners)):
-        for x, y in places:
-            if not (0 <= x <= size[0] and 0 <= y <= size[1]):
-                raise RequestError(f"the {what} {x:g},{y:g} is outside the picture of {size[0]} × {size[1]} pixels")
 
 
 def _told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import io
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,6 +37,13 @@ def overlay(picture: Image, masks: Sequence[Mask], prompt: Prompt | None = None,
 def as_picture(mask: Mask) -> Image:
     """One mask as a picture of one bit a pixel, white inside."""
     return PIL.Image.fromarray(mask.pixels.numpy().astype(np.uint8) * 255).convert("1")
+
+
+def as_png(mask: Mask) -> bytes:
+    """One mask as the bytes of a PNG of one bit a pixel, white inside."""
+    out = io.BytesIO()
+    as_picture(mask).save(out, "PNG")
+    return out.getvalue()
 
 
 def as_prompt(given: Image, size: tuple[int, int], fitted: tuple[int, int], side: int, image: int) -> torch.Tensor:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import io
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
-import torch
 from PIL import ImageOps
 from PIL.Image import Image
 
 from modelmill.core.errors import RequestError
 from modelmill.core.quote import quoted
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_PIXELS = 100_000_000
 MOST_BYTES = 64 << 20
@@ -75,8 +77,8 @@ def as_image(given: Any) -> Image:
         return open_image(given)
     if isinstance(given, Image):
         return upright(given)
-    if isinstance(given, torch.Tensor):
-        given = given.cpu().numpy()
+    if hasattr(given, "detach"):  # a tensor of torch, which need not be here
+        given = given.detach().cpu().numpy()
     if isinstance(given, np.ndarray):
         shaped = given.ndim == 2 or (given.ndim == 3 and given.shape[2] in (3, 4))
         if given.dtype != np.uint8 or not shaped or 0 in given.shape:
@@ -95,6 +97,8 @@ def fitted(size: tuple[int, int], longest: int) -> tuple[int, int]:
 
 def pixels(picture: Image, size: tuple[int, int], how: str = "bilinear") -> torch.Tensor:
     """Resized to (width, height) with antialiasing, as PIL does it: [3, height, width] uint8."""
+    import torch  # the API's process reads pictures without it
+
     resampling = PIL.Image.Resampling.BICUBIC if how == "bicubic" else PIL.Image.Resampling.BILINEAR
     if picture.size != size:
         picture = picture.resize(size, resampling)

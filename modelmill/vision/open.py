@@ -10,13 +10,15 @@ from modelmill.core.find import find
 from modelmill.nn.still import Still
 from modelmill.ops.shelf import resolve
 from modelmill.runtime.load import load
+from modelmill.vision.known import KEPT_BYTES
 from modelmill.vision.segment import Eye
 
 KIND = "segmentation"
 
 
-def open_eye(artifact: Artifact, device: str, kernels: Mapping[str, str] | None = None) -> Eye:
-    """The engine's model, ready to see. device: cpu or cuda:N. kernels: switched for this start.
+def open_eye(artifact: Artifact, device: str, kernels: Mapping[str, str] | None = None, kept: int = KEPT_BYTES) -> Eye:
+    """The engine's model, ready to see. device: cpu or cuda:N. kernels: switched for this start. kept: bytes that the
+    embeddings of pictures seen before may take.
 
     Raises UsageError for an engine of another kind, ArtifactError for a damaged one.
     """
@@ -26,4 +28,4 @@ def open_eye(artifact: Artifact, device: str, kernels: Mapping[str, str] | None 
     model = load(artifact, device)
     family = find("modelmill.models", manifest.model_type)
     assert family is not None, "load has found it"
-    return Eye(model, Still(ops), family.MEAN, family.STD)
+    return Eye(model, Still(ops), family.MEAN, family.STD, kept)

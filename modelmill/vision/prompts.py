@@ -63,6 +63,15 @@ def make(
     return Prompt(placed, tuple(labels) if labels is not None else (1,) * len(placed), edges, mask)
 
 
+def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:
+    """Raise RequestError for a point or a box's corner outside the picture."""
+    corners = [] if prompt.box is None else [prompt.box[:2], prompt.box[2:]]
+    for what, places in (("point", prompt.points), ("box corner", corners)):
+        for x, y in places:
+            if not (0 <= x <= size[0] and 0 <= y <= size[1]):
+                raise RequestError(f"the {what} {x:g},{y:g} is outside the picture of {size[0]} × {size[1]} pixels")
+
+
 def arranged(
     prompts: Sequence[Prompt], size: tuple[int, int], fitted: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,24 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelmill.core.errors import RequestError
 from modelmill.nn.still import Still
 from modelmill.vision import masks as shapes
 from modelmill.vision.everything import Crop, Everything, crops_of, cut_off, grid_of
 from modelmill.vision.image import as_image, fitted, pixels
+from modelmill.vision.known import KEPT_BYTES, Known, Seen, digest_of
 from modelmill.vision.prompts import Prompt, alike, arranged
 
 THRESHOLD = 0.0
-_KEPT = 8  # embeddings of pictures seen before, 4 MB each in float32
 _PIXELS = 1 << 26  # mask pixels enlarged at a time
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A picture's embedding [1, 256, G, G], and its (width, height) before and inside the encoder's square."""
-
-    embedding: torch.Tensor = field(repr=False)
-    size: tuple[int, int]
-    fitted: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,10 @@ class Mask:
 class Eye:
     """A segmentation model on its device. Not thread-safe."""
 
-    def __init__(self, model: nn.Module, still: Still, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, model: nn.Module, still: Still, mean: Sequence[float], std: Sequence[float], kept: int = KEPT_BYTES
+    ) -> None:
+        """kept: bytes that the embeddings of pictures seen before may take."""
         self.model, self.still = model, still
         weight = model.prompt_encoder.no_mask_embed.weight  # type: ignore[union-attr]
         assert isinstance(weight, torch.Tensor)
@@ -71,19 +64,19 @@ class Eye:
         self.dtype = next(b for b in model.image_encoder.buffers() if b.is_floating_point()).dtype  # type: ignore[union-attr]
         self._mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(3, 1, 1)
-        self._known: OrderedDict[str, Seen] = OrderedDict()
+        self.known = Known(kept)
 
     def see(self, image: Any) -> Seen:
         """The picture's embedding, from the cache where it was seen before. Raises RequestError."""
         return self.see_all([image])[0]
 
     @torch.inference_mode()
-    def see_all(self, images: Sequence[Any]) -> list[Seen]:
-        """Several pictures in one batch."""
+    def see_all(self, images: Sequence[Any], salts: Sequence[str] = ()) -> list[Seen]:
+        """Several pictures in one batch. salts: one for each; pictures of different salts share nothing."""
         pictures = [as_image(image) for image in images]
-        keys = [_digest(p) for p in pictures]
-        new = [i for i, key in enumerate(keys) if key not in self._known and key not in keys[:i]]
-        found = {key: self._known[key] for key in keys if key in self._known}
+        keys = [digest_of(p, salt) for p, salt in zip(pictures, salts or [""] * len(pictures), strict=True)]
+        found = {key: seen for key in keys if (seen := self.known.get(key)) is not None}
+        new = [i for i, key in enumerate(keys) if key not in found and key not in keys[:i]]
         if new:
             sizes = [fitted(pictures[i].size, self.image) for i in new]
             batch = torch.zeros(len(new), 3, self.image, self.image, device=self.device, dtype=self.dtype)
@@ -92,12 +85,9 @@ class Eye:
                 batch[row, :, : size[1], : size[0]] = ((part - self._mean) / self._std).to(self.dtype)
             embedded = self.model.embed(batch, self.still).float()  # type: ignore[operator]
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
-                found[keys[i]] = Seen(embedded[row : row + 1].clone(), pictures[i].size, size)
-        for key in keys:
-            self._known[key] = found[key]
-            self._known.move_to_end(key)
-        while len(self._known) > _KEPT:
-            self._known.popitem(last=False)
+                seen = Seen(embedded[row : row + 1].clone(), pictures[i].size, size, keys[i])
+                found[keys[i]] = seen
+                self.known.keep(seen)
         return [found[key] for key in keys]
 
     @torch.inference_mode()
@@ -140,15 +130,28 @@ class Eye:
     def everything(
         self, image: Any, options: Everything | None = None, progress: Callable[[int, int], None] | None = None
     ) -> list[Mask]:
-        """Masks of all that a grid of points finds, best predicted IoU first."""
+        """Masks of all that a grid of points finds, best predicted IoU first.
+
+        image: as for ``see``, or what that returned, where no crops are asked for. progress: told (points done, of how
+        many) before each batch of points and at the end; what it raises ends the work.
+        """
         options = options or Everything()
-        picture = as_image(image)
+        picture = image if isinstance(image, Seen) else as_image(image)
+        if isinstance(image, Seen) and options.crop_n_layers:
+            raise RequestError("crops are cut from the picture: give the image itself with crop_n_layers")
         crops = crops_of(picture.size, options)
+        points = [len(grid_of(crop, options)) for crop in crops]
         found: list[Mask] = []
         for number, crop in enumerate(crops):
-            found += self._crop(picture, crop, options)
-            if progress is not None:
-                progress(number + 1, len(crops))
+            before = sum(points[:number])
+
+            def told(done: int, before: int = before) -> None:
+                if progress is not None:
+                    progress(before + done, sum(points))
+
+            found += self._crop(picture, crop, options, told)
+        if progress is not None:
+            progress(sum(points), sum(points))
         if len(crops) > 1 and found:
             # masks of smaller crops are finer
             areas = torch.tensor([float((c[2] - c[0]) * (c[3] - c[1])) for c in (m.crop for m in found) if c])
@@ -156,13 +159,15 @@ class Eye:
             found = [found[i] for i in shapes.suppressed(boxes, 1 / areas, options.crop_nms_thresh).tolist()]
         return sorted(found, key=lambda m: -m.score)
 
-    def _crop(self, picture: Any, crop: Crop, options: Everything) -> list[Mask]:
+    def _crop(self, picture: Any, crop: Crop, options: Everything, told: Callable[[int], None]) -> list[Mask]:
         """The masks of one crop, in the whole picture's pixels."""
-        part = picture if crop.layer == 0 else picture.crop(crop.box)
-        seen = self.see(part)
+        seen = (
+            picture if isinstance(picture, Seen) else self.see(picture if crop.layer == 0 else picture.crop(crop.box))
+        )
         grid = grid_of(crop, options)
         low, score, stable, box, point = [], [], [], [], []
         for start in range(0, len(grid), options.points_per_batch):
+            told(start)
             at = grid[start : start + options.points_per_batch]
             prompts = [Prompt(((float(x), float(y)),), (1,)) for x, y in at]
             logits, ious = self.decode(seen, prompts)
@@ -209,10 +214,3 @@ class Eye:
                 )
             )  # fmt: skip
         return masks
-
-
-def _digest(picture: Any) -> str:
-    """sha256 of what is seen, its shape included."""
-    found = hashlib.sha256(f"{picture.mode} {picture.size[0]} {picture.size[1]} ".encode())
-    found.update(picture.tobytes())
-    return found.hexdigest()

@@ -1,0 +1,56 @@
+"""Pictures as a language model's eyes take them: resized to a square without cropping, and known by their pixels."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from modelmill.core.errors import RequestError
+from modelmill.vision.image import MOST_BYTES, as_image, open_image
+
+_DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+
+
+def square(given: Any, size: int, where: str = "the image") -> tuple[np.ndarray, str]:
+    """([size, size, 3] uint8, its sha256 with its shape), resized bicubically with antialiasing as PIL does it.
+
+    given: a path, bytes, a PIL image, an array, or a "data:image/…;base64," URL. Aspect is not kept, as the original
+    does it. Raises RequestError for anything else; other URLs are not fetched.
+    """
+    if (
+        isinstance(given, str)
+        and re.match(r"[a-z][a-z0-9+.-]*:", given, re.IGNORECASE)
+        and len(given.split(":")[0]) > 1
+    ):
+        picture = open_image(_from_url(given, where), where)
+    else:
+        picture = open_image(given, where) if isinstance(given, bytes) else as_image(given)
+    if picture.size != (size, size):
+        picture = picture.resize((size, size), PIL.Image.Resampling.BICUBIC)
+    pixels = np.array(picture)
+    return pixels, digest_of(pixels)
+
+
+def digest_of(pixels: np.ndarray) -> str:
+    """sha256 of shape and pixels: pictures of other shapes with the same bytes differ."""
+    head = f"{pixels.dtype}{list(pixels.shape)}:".encode()
+    return hashlib.sha256(head + pixels.tobytes()).hexdigest()
+
+
+def _from_url(url: str, where: str) -> bytes:
+    found = _DATA.match(url)
+    if found is None:
+        raise RequestError(f"{where}: pictures come as data:image/…;base64, addresses are not fetched")
+    body = url[found.end() :]
+    if len(body) * 3 // 4 > MOST_BYTES:
+        raise RequestError(f"{where}: {len(body) * 3 // 4} bytes are more than the {MOST_BYTES} allowed")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(f"{where}: what follows base64, is no base64") from None
