@@ -3,10 +3,11 @@
     python benchmarks/quantization.py CHECKPOINT --text FILE.txt [--tokens 16384] [--work DIR] -- -q int4 --method gptq
     python benchmarks/quantization.py --report
 
-What stands behind ``--`` are options of ``modelmill build``; the engine is built by that verb, with acceptance, in the
-work folder and is kept there for the next run (--fresh builds it again); their paths start at the repository's root. The float32 engine of the same checkpoint is
-built beside it once, and its logits are kept. A row that stands already is not measured twice (--again does). A refused
-engine gives a row that says so. The text must not be what the recipe was calibrated on.
+What stands behind ``--`` are options of ``modelmill build``, with paths from the repository's root; the engine is built
+by that verb, with acceptance, in the work folder and is kept there for the next run (--fresh builds it again). The
+float32 engine of the same checkpoint is built beside it once, and its logits are kept. A row that stands already is not
+measured twice (--again does). A refused engine gives a row that says so. The text must not be what the recipe was
+calibrated on.
 """
 
 from __future__ import annotations
