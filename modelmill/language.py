@@ -15,10 +15,11 @@ from typing import Any
 
 from modelmill.artifact.manifest import NAME, Manifest
 from modelmill.core.errors import CorruptArtifact, RequestError, TokenizerError, UsageError
-from modelmill.core.types import DEFAULTED, Grammar, Request, SamplingParams
+from modelmill.core.types import DEFAULTED, Grammar, Insert, Request, SamplingParams
 from modelmill.dialogue import Dialogue
 from modelmill.text import grammar as grammars
 from modelmill.text.chat import ChatFormat, load_chat
+from modelmill.text.image_chat import ImageChat, Picture
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -95,11 +96,31 @@ class Language:
         """One conversation as a request. Raises UsageError where the engine has no chat template."""
         if self.chat_format is None:
             raise UsageError(f"{self.path} has no chat template; give one (chatml, vicuna, a file), or a plain prompt")
-        ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
+        inserts: tuple[Insert, ...] = ()
+        if isinstance(self.chat_format, ImageChat):
+            ids, pictures = self.chat_format.place(messages, add_generation_prompt=True, **template)
+            inserts = tuple(self._insert(position, picture) for position, picture in pictures)
+        else:
+            ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
-        request = replace(request, grammar=grammar)
+        request = replace(request, grammar=grammar, inserts=inserts)
         return Dialogue(request, None, self.tokenizer)
+
+    @property
+    def sees(self) -> bool:
+        """Whether conversations may hold pictures."""
+        return isinstance(self.chat_format, ImageChat)
+
+    def _insert(self, position: int, picture: Picture) -> Insert:
+        """A picture's place in a prompt; its handle are the pixels that the eyes take."""
+        from modelmill.vision.square import from_url, square
+
+        assert isinstance(self.chat_format, ImageChat), "no other format places pictures"
+        size = int(self.manifest.config["reader"]["tower"]["image"])
+        source = from_url(picture.source, picture.where) if picture.url else picture.source
+        pixels, digest = square(source, size, picture.where)
+        return Insert(position, self.chat_format.tokens, digest, pixels)
 
     def ids(self, prompt: Any) -> list[int]:
         """Token ids of a prompt in any of its forms."""

@@ -28,11 +28,12 @@ MAY = {
     "accept": {"core", "runtime", "vision", "checkpoint", "artifact", "text"},
     "answer": {"core"},
     "dialogue": {"core", "text", "answer"},
-    "language": {"core", "text", "artifact.manifest", "dialogue"},
+    "language": {"core", "text", "artifact.manifest", "dialogue", "vision.square"},
     "llm": {"core", "runtime", "artifact", "answer", "dialogue", "language", "build", "accept", "checkpoint"},
     "segmenter": {"core", "vision", "runtime.device", "artifact", "llm"},
     "aio": {"core", "answer", "dialogue", "language", "llm"},
     "serve": {"core", "text", "artifact", "runtime", "answer", "dialogue", "language", "llm"},
+    "export": {"core", "artifact", "answer", "dialogue", "language", "aio"},
     "eval": {
         "core",
         "ops",

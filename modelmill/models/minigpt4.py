@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.joined import LANGUAGE
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _reader, llama
@@ -27,6 +26,7 @@ PREFIXES = ("",)
 # computed in float32 whatever the rest is stored in, as the original does
 KEPT = (r"reader\.ln_vision\.(weight|bias)",)
 READER = "reader."
+LANGUAGE = "llama_model."  # in front of the decoder's tensors (checkpoint.joined)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from modelmill.runtime.beams import BeamSearch
 from modelmill.runtime.check import Bounds, check
 from modelmill.runtime.device import devices, use_threads
 from modelmill.runtime.device import pick_device as pick_device
+from modelmill.runtime.eyes import Eyes
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.ledger import Ledger
 from modelmill.runtime.load import load, part_of
@@ -99,6 +100,7 @@ class Loop:
         # the last page is scrap: some variants write padding there
         kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
         packer = Packer(self.scheduler.tables, self.page_size, self.device)
+        self.eyes = Eyes(model, self.ops, self.device)
         self.sampler = Sampler(self.vocab, self.device, self.ops)
         self.runner = Runner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs, mesh)
         self._overlap = cuda if overlap is None else overlap
@@ -173,7 +175,7 @@ class Loop:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it can never be served."""
-        self._add(request, self._arrivals, self._arrivals)
+        self._add(self._seen([request])[0], self._arrivals, self._arrivals)
         self._arrivals += 1
 
     def add_all(self, requests: Iterable[Request]) -> None:
@@ -183,13 +185,17 @@ class Loop:
         whole step for each token. What is drawn at random does not depend on this order. Raises RequestError where one
         can never be served; those before it in this order stay queued.
         """
-        listed = list(requests)
+        listed = self._seen(list(requests))
         first = self._arrivals
         self._arrivals += len(listed)
         # stable: answers of the same bound keep the order in which they were given
         order = sorted(range(len(listed)), key=lambda i: -self._longest(listed[i]))
         for place, i in enumerate(order):
             self._add(listed[i], first + place, first + i)
+
+    def _seen(self, requests: list[Request]) -> list[Request]:
+        """Requests whose pictures have become embeddings."""
+        return self.eyes.see(requests) if any(request.inserts for request in requests) else requests
 
     def _longest(self, request: Request) -> int:
         """Tokens that the answer may have."""

@@ -143,7 +143,8 @@ class Sequence:
         if not inserts:
             return ""
         touched = [i for i in inserts if i.position < stop and i.position + i.length > start]
-        return "|".join(f"{start - i.position}:{i.length}:{i.digest}" for i in touched)
+        # each digest with its length, so that no digest can look like two inserts
+        return "|".join(f"{start - i.position}:{i.length}:{len(i.digest)}:{i.digest}" for i in touched)
 
     def fork(self, index: int, seed: int) -> Sequence:
         """A copy that continues on its own; pages are not shared yet (see ``Scheduler.share``)."""

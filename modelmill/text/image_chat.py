@@ -31,10 +31,11 @@ MOST_IMAGES = 32
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in a conversation. source: whatever the caller gave for it. where: for error lines."""
+    """A picture in a conversation. source: what the caller gave for it; url: it is a URL's text. where: for errors."""
 
     source: Any
     where: str
+    url: bool = False
 
 
 class ImageChat:
@@ -170,7 +171,7 @@ def _picture(part: Any, where: str) -> Picture | None:
         url = given.get("url") if isinstance(given, Mapping) else given
         if not isinstance(url, str):
             raise RequestError(f'{where}: image_url must be {{"url": "data:image/png;base64,…"}}')
-        return Picture(url, where)
+        return Picture(url, where, url=True)
     return None
 
 

@@ -28,8 +28,11 @@ MOST_BYTES = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 
-def open_image(source: Path | str | bytes, name: str = "the image") -> Image:
-    """One upright RGB picture. source: a path, or the file's bytes. Raises RequestError for what is none."""
+def open_image(source: Path | str | bytes, name: str = "the image", most: int = MOST_PIXELS) -> Image:
+    """One upright RGB picture. source: a path, or the file's bytes. most: pixels that it may have.
+
+    Raises RequestError for what is none.
+    """
     data = source if isinstance(source, bytes) else _read(Path(source))
     if not isinstance(source, bytes):
         name = str(source)
@@ -41,13 +44,13 @@ def open_image(source: Path | str | bytes, name: str = "the image") -> Image:
             warnings.simplefilter("ignore")
             picture = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = picture.size
-            if width * height > MOST_PIXELS:
-                raise RequestError(f"{name}: {width} × {height} pixels are more than {MOST_PIXELS}; make it smaller")
+            if width * height > most:
+                raise RequestError(f"{name}: {width} × {height} pixels are more than {most}; make it smaller")
             return upright(picture)
     except RequestError:
         raise
     except PIL.Image.DecompressionBombError:
-        raise RequestError(f"{name} claims more than {MOST_PIXELS} pixels; make it smaller") from None
+        raise RequestError(f"{name} claims more than {most} pixels; make it smaller") from None
     except Exception as error:  # decoders raise anything for broken files
         kinds = ", ".join(FORMATS)
         kind = "cannot be read as an image" if isinstance(error, PIL.UnidentifiedImageError) else "is a broken image"

@@ -20,17 +20,9 @@ _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 def square(given: Any, size: int, where: str = "the image") -> tuple[np.ndarray, str]:
     """([size, size, 3] uint8, its sha256 with its shape), resized bicubically with antialiasing as PIL does it.
 
-    given: a path, bytes, a PIL image, an array, or a "data:image/…;base64," URL. Aspect is not kept, as the original
-    does it. Raises RequestError for anything else; other URLs are not fetched.
+    given: a path, bytes, a PIL image or an array. Aspect is not kept, as the original does it. Raises RequestError.
     """
-    if (
-        isinstance(given, str)
-        and re.match(r"[a-z][a-z0-9+.-]*:", given, re.IGNORECASE)
-        and len(given.split(":")[0]) > 1
-    ):
-        picture = open_image(_from_url(given, where), where)
-    else:
-        picture = open_image(given, where) if isinstance(given, bytes) else as_image(given)
+    picture = open_image(given, where) if isinstance(given, bytes) else as_image(given)
     if picture.size != (size, size):
         picture = picture.resize((size, size), PIL.Image.Resampling.BICUBIC)
     pixels = np.array(picture)
@@ -43,7 +35,8 @@ def digest_of(pixels: np.ndarray) -> str:
     return hashlib.sha256(head + pixels.tobytes()).hexdigest()
 
 
-def _from_url(url: str, where: str) -> bytes:
+def from_url(url: str, where: str) -> bytes:
+    """The bytes of a "data:image/…;base64,…" URL; no other is read or fetched. Raises RequestError."""
     found = _DATA.match(url)
     if found is None:
         raise RequestError(f"{where}: pictures come as data:image/…;base64, addresses are not fetched")
