@@ -84,16 +84,14 @@ class StreamOptions(Shape):
     include_obfuscation: bool | None = None
 
 
-class Sampling(Shape):
-    """What completions and conversations have in common."""
+class Drawn(Shape):
+    """How an answer is drawn: what completions, conversations and responses have in common."""
 
     model: str = Field(max_length=1024)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MAX_N)
     stop: str | list[str] | None = Field(None, max_length=4096)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -109,11 +107,8 @@ class Sampling(Shape):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = Field(None, max_length=1024)
-    return_token_ids: bool | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
     # taken and not used
-    metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -126,6 +121,16 @@ class Sampling(Shape):
         if len(stops) > MAX_STOPS or not all(stops):
             raise ValueError(f"takes up to {MAX_STOPS} texts that are not empty")
         return value
+
+
+class Sampling(Drawn):
+    """What completions and conversations have in common."""
+
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    metadata: dict[str, Any] | None = Field(None, description="taken, not used")
 
     def params(self, **more: Any) -> SamplingParams:
         """As the engine's SamplingParams. Raises RequestError."""
@@ -287,7 +292,8 @@ class ChatRequest(Sampling):
             return found
         if found is not None:
             raise RequestError("response_format has no meaning where a call is forced; give one of them")
-        return forced(self.offered, self.tool_choice.function.name if isinstance(self.tool_choice, Choice) else None)
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, Choice) else None
+        return forced(self.offered, name, several=name is None and self.parallel_tool_calls is True)
 
     def sampling(self) -> SamplingParams:
         """As the engine's SamplingParams."""

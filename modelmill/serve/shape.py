@@ -17,9 +17,10 @@ LEAST = -9999.0
 DONE = b"data: [DONE]\n\n"
 
 
-def event(value: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+def event(value: Mapping[str, Any], name: str = "") -> bytes:
+    """One server-sent event, of a name where it has one."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
 
 
 def usage(dialogues: Iterable[Dialogue]) -> dict[str, Any]:

@@ -33,6 +33,10 @@ class Feed(Protocol):
     def last(self) -> bytes:
         """After the last news."""
 
+    def failed(self, error: errors.ApiError) -> bytes:
+        """In place of what is left."""
+        return shape.event(error.body())
+
 
 class EventStream(Response):
     """An ASGI response of server-sent events. Its ticket is closed however it ends."""
@@ -79,7 +83,7 @@ class EventStream(Response):
             return
         except Exception as error:
             answer = errors.of(error)
-            await _write(send, shape.event(answer.body()))
+            await _write(send, feed.failed(answer))
             if answer.status == 500:
                 raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})

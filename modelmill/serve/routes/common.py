@@ -20,9 +20,9 @@ def service_of(request: Request) -> Service:
     return found
 
 
-def fresh(prefix: str) -> str:
+def fresh(prefix: str, between: str = "-") -> str:
     """An id that nobody can guess."""
-    return f"{prefix}-{secrets.token_hex(16)}"
+    return f"{prefix}{between}{secrets.token_hex(16)}"
 
 
 def submitted(request: Request, engine: Engine, dialogues: Sequence[Dialogue]) -> Ticket:

@@ -17,7 +17,7 @@ from modelmill.serve import shape
 from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
 from modelmill.serve.schema import CompletionRequest
 from modelmill.serve.shape import TextLogprobs, event
-from modelmill.serve.stream import EventStream, finished
+from modelmill.serve.stream import EventStream, Feed, finished
 from modelmill.serve.ticket import News, Ticket
 from modelmill.text.grammar import check
 
@@ -55,7 +55,7 @@ def _dialogues(language: Language, body: CompletionRequest, longest: int) -> lis
     return dialogues
 
 
-class Reply:
+class Reply(Feed):
     """The response, whole or as events."""
 
     def __init__(self, body: CompletionRequest, ticket: Ticket, language: Language) -> None:

@@ -1,0 +1,124 @@
+"""The output of a response as it grows: items (messages, calls), and the typed events that tell of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class Items:
+    """Takes text and calls in order. ``output`` holds what is complete; events come without their number.
+
+    holds: whether spaces are held back until something else follows, since they may stand before a call.
+    """
+
+    def __init__(self, holds: bool) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._holds = holds
+        self._held = ""
+        # the message that is open, by its id, or the call
+        self._id = ""
+        self._call: dict[str, Any] | None = None
+        self._texts: list[str] = []
+        self._logprobs: list[Any] = []
+        self._untold: list[Any] = []
+
+    def say(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+        """More text, and what is to be told of its tokens."""
+        # what was told of a call's tokens is no part of a message
+        self._untold = [*logprobs] if self._call is not None else [*self._untold, *logprobs]
+        text = self._held + text
+        self._held = ""
+        if not self._id and self._holds and not text.strip():
+            self._held = text
+            return
+        if not text:
+            return
+        yield from self._close("completed", call_only=True)
+        yield from self._open()
+        told, self._untold = self._untold, []
+        self._texts.append(text)
+        self._logprobs += told
+        yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": told}
+
+    def call(self, id: str, name: str) -> Iterator[Event]:
+        """A call begins; what was open ends. Spaces before it are no message."""
+        yield from self._close("completed")
+        self._held, self._untold = "", []
+        self._call = {
+            "type": "function_call",
+            "id": f"fc_{secrets.token_hex(16)}",
+            "call_id": id,
+            "name": name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        yield {"type": "response.output_item.added", "output_index": len(self.output), "item": self._call}
+
+    def argue(self, text: str) -> Iterator[Event]:
+        """More of the call's arguments."""
+        assert self._call is not None, "arguments belong to a call"
+        if text:
+            self._texts.append(text)
+            place = {"item_id": self._call["id"], "output_index": len(self.output)}
+            yield {"type": "response.function_call_arguments.delta", **place, "delta": text}
+
+    def end(self, status: str) -> Iterator[Event]:
+        """Nothing more comes: status of what is open. There is at least one item then."""
+        if not (self.output or self._id or self._call):
+            yield from self._open()
+            if self._held:
+                yield from self.say("")
+        yield from self._close(status)
+
+    def _open(self) -> Iterator[Event]:
+        if self._id:
+            return
+        self._id = f"msg_{secrets.token_hex(16)}"
+        yield {
+            "type": "response.output_item.added",
+            "output_index": len(self.output),
+            "item": self._message("in_progress", []),
+        }
+        yield {"type": "response.content_part.added", **self._place(), "part": _part("", [])}
+
+    def _close(self, status: str, *, call_only: bool = False) -> Iterator[Event]:
+        """End what is open; the message goes on where only a call is to end."""
+        if self._call is not None:
+            yield from self._close_call(status)
+        elif self._id and not call_only:
+            yield from self._close_message(status)
+
+    def _close_call(self, status: str) -> Iterator[Event]:
+        assert self._call is not None
+        item = {**self._call, "arguments": "".join(self._texts), "status": status}
+        index = {"output_index": len(self.output)}
+        done = {"item_id": item["id"], **index, "name": item["name"], "arguments": item["arguments"]}
+        yield {"type": "response.function_call_arguments.done", **done}
+        yield {"type": "response.output_item.done", **index, "item": item}
+        self.output.append(item)
+        self._call, self._texts = None, []
+
+    def _close_message(self, status: str) -> Iterator[Event]:
+        self._logprobs += self._untold
+        text, logprobs = "".join(self._texts), self._logprobs
+        part, where = _part(text, logprobs), self._place()
+        yield {"type": "response.output_text.done", **where, "text": text, "logprobs": logprobs}
+        yield {"type": "response.content_part.done", **where, "part": part}
+        item = self._message(status, [part])
+        yield {"type": "response.output_item.done", "output_index": len(self.output), "item": item}
+        self.output.append(item)
+        self._id, self._texts, self._logprobs, self._untold = "", [], [], []
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._id, "output_index": len(self.output), "content_index": 0}
+
+    def _message(self, status: str, content: list[Any]) -> dict[str, Any]:
+        return {"type": "message", "id": self._id, "status": status, "role": "assistant", "content": content}
+
+
+def _part(text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

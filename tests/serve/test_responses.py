@@ -1,0 +1,353 @@
+"""/v1/responses: the same text as a chat, typed events in order, items of every kind, and each refusal."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from modelmill.serve.items import Items
+from modelmill.serve.responses import messages_of
+from tests.serve.running import Running
+
+GREEDY = {"model": "stories", "temperature": 0, "max_output_tokens": 24}
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Ulm", "Bonn"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine reads 512 tokens, and nearly every letter is one."""
+    monkeypatch.setattr("modelmill.text.tools.INTRO", "{tools}")
+
+
+def ask(running: Running, status: int = 200, **body: Any) -> Any:
+    response = running.post("/v1/responses", {**GREEDY, **body})
+    assert response.status == status, response.body
+    return response.json
+
+
+def stream(running: Running, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream; checks their framing and numbers."""
+    response = running.post("/v1/responses", {**GREEDY, "stream": True, **body})
+    assert response.status == 200, response.body
+    blocks = response.body.decode().removesuffix("\n\n").split("\n\n")
+    assert blocks.pop() == "data: [DONE]"
+    found = []
+    for number, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == number
+        found.append(event)
+    return found
+
+
+def chat(running: Running, messages: list[Any], **body: Any) -> Any:
+    given = {"model": "stories", "messages": messages, "temperature": 0, "max_tokens": 24, **body}
+    response = running.post("/v1/chat/completions", given)
+    assert response.status == 200, response.body
+    return response.json["choices"][0]
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item.get("content", ()))
+
+
+SAME: list[tuple[Any, Any]] = [
+    ({"input": "Tell me a story"}, [{"role": "user", "content": "Tell me a story"}]),
+    (
+        {"input": [{"role": "user", "content": "Hi"}], "instructions": "Be brief"},
+        [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}],
+    ),
+    (
+        {
+            "input": [
+                {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "One"}, {"type": "input_text", "text": "2"}],
+                },
+                {
+                    "type": "message",
+                    "id": "msg_1",
+                    "status": "completed",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "Yes", "annotations": [], "logprobs": []}],
+                },
+                {"type": "reasoning", "summary": [], "id": "rs_1"},
+                {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
+                {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}", "status": "completed"},
+                {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+                {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+            ]
+        },
+        [
+            {"role": "developer", "content": "Be kind"},
+            {"role": "user", "content": "One\n2"},
+            {
+                "role": "assistant",
+                "content": "Yes",
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+                    {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+            {"role": "tool", "tool_call_id": "c2", "content": "rain"},
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("given", "messages"), SAME, ids=["text", "instructions", "items"])
+def test_the_text_is_that_of_a_chat_whole_and_streamed(running: Running, given: Any, messages: Any, how: Any) -> None:
+    expected = chat(running, messages, **how)["message"]["content"]
+    whole = ask(running, **given, **how)
+    assert text_of(whole) == expected
+    events = stream(running, **given, **how)
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == expected
+    assert len(deltas) > 1
+    assert text_of(events[-1]["response"]) == expected
+
+
+def test_the_order_of_events(running: Running) -> None:
+    events = stream(running, input="Tell me a story")
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    head = ["created", "in_progress", "output_item.added", "content_part.added"]
+    tail = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds[:4] == head
+    assert kinds[-4:] == tail
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    first, last = events[0]["response"], events[-1]["response"]
+    assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
+    item = events[-2]["item"]
+    assert last["output"] == [item]
+    assert {event["item_id"] for event in events[3:-2]} == {item["id"]}
+    assert events[-4]["text"] == item["content"][0]["text"] == events[-3]["part"]["text"]
+    assert first["id"] == last["id"]
+
+
+def test_the_shape_of_a_response(running: Running) -> None:
+    told = ask(running, input="Tell me a story", metadata={"a": "b"}, instructions="Be brief")
+    assert told["id"].startswith("resp_")
+    assert told["object"] == "response"
+    assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (told["error"], told["completed_at"], told["store"]) == (None, None, False)
+    assert (told["metadata"], told["instructions"], told["temperature"]) == ({"a": "b"}, "Be brief", 0)
+    assert told["text"] == {"format": {"type": "text"}}
+    (item,) = told["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
+    assert item["content"][0].keys() == {"type", "text", "annotations", "logprobs"}
+    usage = told["usage"]
+    assert usage["output_tokens"] == 24
+    assert usage["total_tokens"] == usage["input_tokens"] + 24
+
+
+def test_a_response_that_ends_by_itself_is_completed(running: Running) -> None:
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    told = ask(running, input="Well?", **choice)
+    assert (told["status"], told["incomplete_details"]) == ("completed", None)
+    assert told["completed_at"] >= told["created_at"]
+    assert told["output"][0]["status"] == "completed"
+    assert stream(running, input="Well?", **choice)[-1]["type"] == "response.completed"
+
+
+def test_json_of_a_schema(running: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    format = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
+    told = ask(running, input="Well?", text={"format": format, "verbosity": "low"}, max_output_tokens=200)
+    assert json.loads(text_of(told))["a"] in (1, 2)
+    assert told["text"] == {"format": {**format, "description": None}, "verbosity": "low"}
+    told = ask(running, input="Well?", text={"format": {"type": "json_object"}}, max_output_tokens=4)
+    assert text_of(told).startswith("{")
+
+
+CHOICES: list[Any] = [
+    "required",
+    {"type": "function", "name": "weather"},
+    {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named", "allowed"])
+def test_a_call_that_is_forced(running: Running, choice: Any) -> None:
+    other = {"type": "function", "name": "other"}
+    asked = {"tools": [WEATHER] if choice == "required" else [WEATHER, other], "tool_choice": choice}
+    told = ask(running, input="x", max_output_tokens=280, **asked)
+    (call,) = told["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
+    assert json.loads(call["arguments"]).keys() == {"city"}
+    assert told["tool_choice"] == choice
+    assert told["tools"][0] == {**WEATHER, "strict": None}
+    events = stream(running, input="x", max_output_tokens=280, **asked)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    calls = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert kinds == ["created", "in_progress", *calls, "completed"]
+    assert events[4]["arguments"] == events[3]["delta"] == call["arguments"]
+    assert events[5]["item"] == events[-1]["response"]["output"][0]
+    # what came back goes in again
+    again = [{"role": "user", "content": "x"}, call]
+    again.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sun"})
+    assert ask(running, input=again)["usage"]["output_tokens"] > 0
+
+
+def test_log_probabilities(running: Running) -> None:
+    assert ask(running, input="Hi")["output"][0]["content"][0]["logprobs"] == []
+    asked = {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    found = ask(running, **asked)["output"][0]["content"][0]["logprobs"]
+    expected = chat(running, [{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2)["logprobs"]["content"]
+    assert found == expected
+    events = stream(running, **asked)
+    told = [one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
+    assert told == expected
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == expected
+
+
+WRONG: list[tuple[Any, str, str | None]] = [
+    ({}, "input: field required", "input"),
+    ({"input": ""}, "input is empty", "input"),
+    ({"input": []}, "input is empty", "input"),
+    ({"input": 3}, "input", "input"),
+    ({"input": ["x"]}, "input", "input"),
+    ({"input": [{"type": "web_search_call"}]}, "items of type 'web_search_call' are not offered", "input"),
+    ({"input": [{"type": ["message"]}]}, "are not offered", "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' are not offered", "input"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "input"),
+    ({"input": [{"role": "user", "content": "x", "more": 1}]}, "input[0].more: unknown field", "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content", "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "needs its text", "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "file_id", "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "needs its image_url", "input"),
+    ({"input": [{"role": "system", "content": "x"}]}, "holds no turn", "input"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "holds no turn", "input"),
+    ({"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]}, "call_id", "input"),
+    ({"input": "x", "previous_response_id": "resp_1"}, "nothing is kept here", "previous_response_id"),
+    ({"input": "x", "conversation": "conv_1"}, "nothing is kept here", "conversation"),
+    ({"input": "x", "prompt": {"id": "p"}}, "no templates are kept", "prompt"),
+    ({"input": "x", "background": True}, "use stream", "background"),
+    ({"input": "x", "truncation": "auto"}, "not offered", "truncation"),
+    ({"input": "x", "include": ["file_search_call.results"]}, "not offered", "include"),
+    ({"input": "x", "stream_options": {}}, "only for stream", "stream_options"),
+    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
+    ({"input": "x", "top_logprobs": 21}, "top_logprobs", "top_logprobs"),
+    ({"input": "x", "temperature": "0"}, "temperature", "temperature"),
+    ({"input": "x", "n": 2}, "n: unknown field", "n"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0", "tools"),
+    ({"input": "x", "tools": [WEATHER, WEATHER]}, "two functions of one name", "tools"),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
+    ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "b"}}, "names a", "tool_choice"),
+    (
+        {
+            "input": "x",
+            "tools": [WEATHER],
+            "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "b"}]},
+        },
+        "names a function",
+        "tool_choice",
+    ),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "needs a name", "text"),
+    ({"input": "x", "text": {"format": {"type": "text", "name": "a"}}}, "belong to json_schema", "text"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}}}, "", None),
+    ({"input": "x", "metadata": {"a": 1}}, "metadata", "metadata"),
+    ({"input": "x " * 4000}, "tokens, this engine takes", None),
+]
+
+
+@pytest.mark.parametrize(("body", "said", "param"), WRONG, ids=lambda value: str(value)[:60])
+def test_refusals(running: Running, body: Any, said: str, param: str | None) -> None:
+    error = ask(running, 400, **body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    assert "\n" not in error["message"]
+    if param is not None:
+        assert error["param"] == param
+    # a stream is refused before it begins
+    if "stream_options" not in body:
+        assert ask(running, 400, stream=True, **body)["error"]["message"] == error["message"]
+
+
+def test_other_models_and_missing_ones(running: Running) -> None:
+    assert ask(running, 404, model="nobody", input="x")["error"]["code"] == "model_not_found"
+    assert running.post("/v1/responses", {"input": "x"}).status == 400
+    assert running.get("/v1/responses/resp_1").status == 404
+
+
+def test_spaces_before_a_call_are_no_message() -> None:
+    items = Items(holds=True)
+    kinds = [event["type"] for event in items.say("\n ")]
+    kinds += [event["type"] for event in (*items.call("call_1", "f"), *items.argue("{}"))]
+    kinds += [event["type"] for event in (*items.say("\n"), *items.end("completed"))]
+    assert [item["type"] for item in items.output] == ["function_call"]
+    assert not any("text" in kind for kind in kinds)
+
+
+def test_text_around_a_call_keeps_its_spaces_and_order() -> None:
+    items = Items(holds=True)
+    events = [
+        *items.say(" "),
+        *items.say(" Let me see."),
+        *items.call("call_1", "f"),
+        *items.argue("{"),
+        *items.argue("}"),
+    ]
+    events += [*items.say(" "), *items.say("So")]
+    events += items.end("incomplete")
+    first, call, last = items.output
+    assert first["content"][0]["text"] == "  Let me see."
+    assert (first["status"], call["status"], last["status"]) == ("completed", "completed", "incomplete")
+    assert call["arguments"] == "{}"
+    assert last["content"][0]["text"] == " So"
+    places = [event["output_index"] for event in events]
+    assert places == sorted(places)
+    assert set(places) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_answer_of_nothing_is_one_message(holds: bool, text: str) -> None:
+    items = Items(holds)
+    events = [*items.say(text), *items.end("completed")]
+    assert "".join(event.get("delta", "") for event in events) == text
+    (item,) = items.output
+    assert item["content"][0]["text"] == text
+
+
+def test_a_call_without_a_turn_before_it_gets_one() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    first, second = messages_of([{"role": "user", "content": "x"}, call], None)
+    assert first["role"] == "user"
+    assert (second["role"], second["content"], len(second["tool_calls"])) == ("assistant", None, 1)
+
+
+def test_a_worker_that_dies_is_told_in_the_stream(running: Running) -> None:
+    from modelmill.serve.responses import ResponsesRequest
+    from modelmill.serve.routes.responses import Reply, _meant
+    from modelmill.serve.ticket import Ticket
+
+    body = ResponsesRequest(model="stories", input="x", stream=True)
+    chat, dialogue = _meant(running.engine.language, body, 512)
+    reply = Reply(body, chat, Ticket([dialogue], lambda _: None), running.engine.language)
+    from modelmill.serve import errors
+    from modelmill.serve.ticket import WorkerLost
+
+    reply.first()
+    blocks = reply.failed(errors.of(WorkerLost("the engine ended"))).decode().split("\n\n")
+    error, failed = (json.loads(block.split("\n")[1].removeprefix("data: ")) for block in blocks[:2])
+    assert (error["type"], error["sequence_number"], error["code"]) == ("error", 2, "engine_restarted")
+    assert error["error"]["message"] == error["message"] == "the engine ended"
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"] == {"code": "server_error", "message": "the engine ended"}
