@@ -7,20 +7,19 @@ of our own go through the whole engine, and embedding, mask logits, masks and sc
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from modelmill.accept.engine import Finding
 from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.reference.sam import SamReference, Stage, check_names
+from modelmill.accept.reference.sam import SamReference, check_names
 from modelmill.accept.reference.sam_decoder import SamDecoder
-from modelmill.accept.tolerances_segment import embedding_bound, logits_bound, stage_bound
+from modelmill.accept.stages import Judge, row_of, short
+from modelmill.accept.tolerances_segment import embedding_bound, logits_bound
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.vision.open import open_eye
@@ -51,7 +50,7 @@ def compare_segmentation(
 
     reference = SamReference(checkpoint)
     check_names(reference)
-    judge = _Judge(eye, artifact.manifest.build["dtype"])
+    judge = Judge(eye.model, eye.still, str(eye.device), artifact.manifest.build["dtype"], in_encoder)
     picture = sample_picture(eye.image)
     told(0)
     embedding = judge.stages(reference.encoder(reference.normalised(picture)))[0]
@@ -64,11 +63,16 @@ def compare_segmentation(
     sparse, dense, places = judge.stages(decoder.prompts(points, labels, None), last=3)
     logits, scores = judge.stages(decoder.decoder(embedding, places, sparse, dense), last=2)
     told(1)
-    judge.norms(reference)
+    judge.norms(reference.norms)
     told(3)
-    whole = _whole(judge, picture, prompts, embedding, logits, scores)
+    whole = _whole(eye, judge, picture, prompts, embedding, logits, scores)
     told(4)
     return _report(artifact, judge, whole)
+
+
+def in_encoder(path: str) -> bool:
+    """The encoder computes in the engine's dtype, prompts and decoder in float32."""
+    return path.startswith("image_encoder")
 
 
 def sample_picture(side: int) -> Tensor:
@@ -102,71 +106,11 @@ def sample_prompts(side: int) -> list[Prompt]:
     return [Prompt(((x, y),), (1,)) for x, y in places]
 
 
-class _Judge:
-    """The engine's modules, one at a time, and what was found."""
-
-    def __init__(self, eye: Eye, dtype: str) -> None:
-        self.eye, self.dtype = eye, dtype
-        self.findings: list[Finding] = []
-
-    def stages(self, stages: Iterable[Stage], last: int = 1) -> list[Tensor]:
-        """Compare each; returns the reference's last outputs, one a stage or several of the last."""
-        kept: list[Tensor] = []
-        for stage in stages:
-            outputs = self.call(stage.path, stage.given)
-            kept = [*kept, *stage.expected][-last:]
-            parts = ("",) if len(outputs) == 1 else tuple(f".{i}" for i in range(len(outputs)))
-            for part, ours, expected in zip(parts, outputs, stage.expected, strict=True):
-                self._note(stage.path + part, stage.layer, stage.module + part, ours, expected)
-        return kept
-
-    def norms(self, reference: SamReference) -> None:
-        """Every norm that the reference has used, on inputs of the size of √eps."""
-        for norm in reference.norms:
-            width = len(norm.weight)
-            shape = (1, width, 4, 4) if norm.channels else (16, width)
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(17)) * norm.eps**0.5
-            x = x.to(self._type(norm.path)).float()
-            parts = norm.path.split(".")
-            layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
-            module = ".".join(parts[3:] if layer is not None else parts[1:]) + ".eps"
-            self._note(f"{norm.path}.eps", layer, module, self.call(norm.path, (x,))[0], norm(x))
-
-    def call(self, path: str, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """A module or a method of the engine on the reference's inputs, in the engine's types."""
-        found = _at(self.eye.model, path)
-        forward = found.forward if isinstance(found, nn.Module) else found
-        dtype, device = self._type(path), self.eye.device
-        args = [
-            x.to(device, dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x for x in given
-        ]  # fmt: skip
-        if "still" in inspect.signature(forward).parameters:
-            args.append(self.eye.still)
-        result = found(*args)
-        return result if isinstance(result, tuple) else (result,)
-
-    def _type(self, path: str) -> torch.dtype:
-        return self.eye.dtype if path.startswith("image_encoder") else torch.float32
-
-    def _note(self, name: str, layer: int | None, module: str, ours: Tensor, expected: Tensor) -> None:
-        dtype = self.dtype if name.startswith("image_encoder") else "float32"
-        row = compare_tensors(name, ours, expected)
-        self.findings.append(Finding(name, layer, module, row, stage_bound(dtype)))
-
-
-def _at(model: nn.Module, path: str) -> Any:
-    found: Any = model
-    for part in path.split("."):
-        children = dict(found.named_children()) if isinstance(found, nn.Module) else {}
-        found = children[part] if part in children else getattr(found, part)
-    return found
-
-
 def _whole(
-    judge: _Judge, picture: Tensor, prompts: list[Prompt], embedding: Tensor, logits: Tensor, scores: Tensor
+    eye: Eye, judge: Judge, picture: Tensor, prompts: list[Prompt], embedding: Tensor, logits: Tensor, scores: Tensor
 ) -> dict[str, Any]:
     """A picture and its prompts through the engine as a user asks them, against the reference's masks."""
-    eye, dtype = judge.eye, judge.dtype
+    dtype = judge.dtype
     seen = eye.see(picture)
     told = compare_tensors("embedding", seen.embedding, embedding)
     ours, ours_scores = (x.cpu() for x in eye.decode(seen, prompts))
@@ -201,7 +145,7 @@ def _whole(
     }
 
 
-def _report(artifact: Artifact, judge: _Judge, whole: dict[str, Any]) -> dict[str, Any]:
+def _report(artifact: Artifact, judge: Judge, whole: dict[str, Any]) -> dict[str, Any]:
     manifest = artifact.manifest
     bad = [f for f in judge.findings if not f.ok]
     first = min(bad, key=lambda f: (f.name.endswith(".eps"), judge.findings.index(f)), default=None)
@@ -228,26 +172,8 @@ def _report(artifact: Artifact, judge: _Judge, whole: dict[str, Any]) -> dict[st
         "module": None if first is None else first.module,
         "dtype": manifest.build["dtype"],
         "quantization": manifest.build["quantization"],
-        "kernels": dict(judge.eye.still.ops.chosen),
+        "kernels": dict(judge.still.ops.chosen),
         "bytes": artifact.nbytes(),
-        "masks": {name: _short(value) for name, value in whole.items()},
-        "layers": [_row(f) for f in judge.findings],
+        "masks": {name: short(value) for name, value in whole.items()},
+        "layers": [row_of(f) for f in judge.findings],
     }
-
-
-def _row(finding: Finding) -> dict[str, Any]:
-    row, bound = finding.row, finding.bound
-    numbers = {
-        "max_abs": row.max_abs, "mean_abs": row.mean_abs, "median_abs": row.median_abs, "max_rel": row.max_rel,
-        "rel_l2": row.rel_l2, "cosine": row.cosine, "gain": row.gain, "tolerance": finding.tolerance,
-        "tolerance_rel_l2": bound.rel_l2, "tolerance_gain": bound.gain,
-    }  # fmt: skip
-    told = {name: _short(value, 9 if name in ("cosine", "gain") else 4) for name, value in numbers.items()}
-    return {"name": finding.name, "layer": finding.layer, "module": finding.module, **told, "ok": finding.ok}
-
-
-def _short(value: Any, digits: int = 4) -> Any:
-    """Numbers to a few digits, so that a report does not depend on the last bit; infinities as text for JSON."""
-    if isinstance(value, bool) or not isinstance(value, float):
-        return value
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)

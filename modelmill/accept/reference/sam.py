@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,39 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelmill.accept.reference.source import Opened, Source
+from modelmill.accept.reference.stage import Norm, Stage
 from modelmill.core.errors import TensorMismatch
 
 NORM_BATCH = 1e-5
-
-
-@dataclass(frozen=True)
-class Stage:
-    """path: the engine's module, or module.method. layer: its number in the encoder, None outside."""
-
-    path: str
-    layer: int | None
-    module: str
-    given: tuple[Any, ...]
-    expected: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A normalisation by the engine's path; channels: over dimension 1 of an image instead of the last."""
-
-    path: str
-    weight: Tensor
-    bias: Tensor
-    eps: float
-    channels: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The norm of x, from its definition."""
-        dim = 1 if self.channels else -1
-        mean = x.mean(dim, keepdim=True)
-        spread = ((x - mean) ** 2).mean(dim, keepdim=True)
-        shape = (-1, 1, 1) if self.channels else (-1,)
-        return (x - mean) / (spread + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(shape)
 
 
 class SamReference:
@@ -91,7 +61,10 @@ class SamReference:
 
     def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
         """A norm, remembered so that its eps can be judged on small inputs."""
-        found = Norm(path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels)
+        parts = path.split(".")
+        layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
+        module = ".".join(parts[3:] if layer is not None else parts[1:])
+        found = Norm(path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module)
         if all(n.path != path for n in self.norms):
             self.norms.append(found)
         return found(x)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelmill.accept.reference.sam import SamReference, Stage
+from modelmill.accept.reference.sam import SamReference
+from modelmill.accept.reference.stage import Stage
 
 HEADS = 8
 EPS = 1e-5

@@ -1,0 +1,97 @@
+"""Modules that read no tokens, one at a time on the reference's own inputs, so that a fault names itself."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelmill.accept.engine import Finding
+from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.reference.stage import Norm, Stage
+from modelmill.accept.tolerances_segment import stage_bound
+from modelmill.nn.still import Still
+
+
+class Judge:
+    """The engine's modules, one at a time, and what was found.
+
+    rough: which modules compute in the engine's dtype; the others do in float32.
+    """
+
+    def __init__(self, model: nn.Module, still: Still, device: str, dtype: str, rough: Callable[[str], bool]) -> None:
+        self.model, self.still, self.device, self.dtype = model, still, device, dtype
+        self._rough = rough
+        self.findings: list[Finding] = []
+
+    def stages(self, stages: Iterable[Stage], last: int = 1) -> list[Tensor]:
+        """Compare each; returns the reference's last outputs, one a stage or several of the last."""
+        kept: list[Tensor] = []
+        for stage in stages:
+            outputs = self.call(stage.path, stage.given)
+            kept = [*kept, *stage.expected][-last:]
+            parts = ("",) if len(outputs) == 1 else tuple(f".{i}" for i in range(len(outputs)))
+            for part, ours, expected in zip(parts, outputs, stage.expected, strict=True):
+                self._note(stage.path + part, stage.layer, stage.module + part, ours, expected)
+        return kept
+
+    def norms(self, norms: Sequence[Norm]) -> None:
+        """Every norm that the reference has used, on inputs of the size of √eps."""
+        for norm in norms:
+            width = len(norm.weight)
+            shape = (1, width, 4, 4) if norm.channels else (16, width)
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(17)) * norm.eps**0.5
+            x = x.to(self._type(norm.path)).float()
+            self._note(f"{norm.path}.eps", norm.layer, f"{norm.module}.eps", self.call(norm.path, (x,))[0], norm(x))
+
+    def call(self, path: str, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """A module or a method of the engine on the reference's inputs, in the engine's types."""
+        found = _at(self.model, path)
+        forward = found.forward if isinstance(found, nn.Module) else found
+        dtype, device = self._type(path), self.device
+        args = [
+            x.to(device, dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x for x in given
+        ]  # fmt: skip
+        # a linear layer asks a step for its ops and nothing else
+        if {"still", "step"} & set(inspect.signature(forward).parameters):
+            args.append(self.still)
+        result = found(*args)
+        return result if isinstance(result, tuple) else (result,)
+
+    def _type(self, path: str) -> torch.dtype:
+        return getattr(torch, self.dtype) if self._rough(path) else torch.float32
+
+    def _note(self, name: str, layer: int | None, module: str, ours: Tensor, expected: Tensor) -> None:
+        dtype = self.dtype if self._rough(name) else "float32"
+        row = compare_tensors(name, ours, expected)
+        self.findings.append(Finding(name, layer, module, row, stage_bound(dtype)))
+
+
+def _at(model: nn.Module, path: str) -> Any:
+    found: Any = model
+    for part in path.split("."):
+        children = dict(found.named_children()) if isinstance(found, nn.Module) else {}
+        found = children[part] if part in children else getattr(found, part)
+    return found
+
+
+def row_of(finding: Finding) -> dict[str, Any]:
+    row, bound = finding.row, finding.bound
+    numbers = {
+        "max_abs": row.max_abs, "mean_abs": row.mean_abs, "median_abs": row.median_abs, "max_rel": row.max_rel,
+        "rel_l2": row.rel_l2, "cosine": row.cosine, "gain": row.gain, "tolerance": finding.tolerance,
+        "tolerance_rel_l2": bound.rel_l2, "tolerance_gain": bound.gain,
+    }  # fmt: skip
+    told = {name: short(value, 9 if name in ("cosine", "gain") else 4) for name, value in numbers.items()}
+    return {"name": finding.name, "layer": finding.layer, "module": finding.module, **told, "ok": finding.ok}
+
+
+def short(value: Any, digits: int = 4) -> Any:
+    """Numbers to a few digits, so that a report does not depend on the last bit; infinities as text for JSON."""
+    if isinstance(value, bool) or not isinstance(value, float):
+        return value
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
