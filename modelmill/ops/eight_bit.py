@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # An amax below this is taken for it, so that the scale of a row of zeros can be divided by.
 LEAST = 1e-6
+
+
+class Quantized(NamedTuple):
+    """Activations in 8 bits on their way into a product.
+
+    values: [T, K] int8 or e4m3, as the weight wants them (scaled, shifted, in its order). scale: [T] float32, each
+    token's own; None where the weight knows it. dtype: what the product's output is rounded to.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    dtype: torch.dtype
+
+
+class Wanted(NamedTuple):
+    """The 8-bit input that a weight multiplies with: arguments of the ops ``rms_norm_quant`` and ``quantize``."""
+
+    kind: torch.dtype
+    factor: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    bits: int = 8
 
 
 def rounded(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

@@ -33,6 +33,7 @@ OPS = (
     "add_rms_norm",
     "rms_norm_quant",
     "add_rms_norm_quant",
+    "quantize",
     "layer_norm",
     "rope_cache",
     "paged_attention",
@@ -41,13 +42,18 @@ OPS = (
     "linear",
     "int8_linear",
     "int4_linear",
+    "w8a8_linear",
+    "fp8_linear",
     "argmax",
     "sample",
     "image_attention",
 )
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed. What decode does not do:
-_ALONE = ("rms_norm_quant", "add_rms_norm_quant", "int4_linear", "argmax", "sample", "image_attention")
+_ALONE = (
+    *("rms_norm_quant", "add_rms_norm_quant", "quantize", "int4_linear", "w8a8_linear", "fp8_linear"),
+    *("argmax", "sample", "image_attention"),
+)
 SPANS = {"decode": tuple(op for op in OPS if op not in _ALONE), "gated_linear": ("linear", "silu_mul")}
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
@@ -64,6 +70,7 @@ class Ops:
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rms_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     add_rms_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     layer_norm: Callable[..., torch.Tensor]
     rope_cache: Callable[..., torch.Tensor]
     paged_attention: Callable[..., torch.Tensor]
@@ -72,12 +79,19 @@ class Ops:
     linear: Callable[..., torch.Tensor]
     int8_linear: Callable[..., torch.Tensor]
     int4_linear: Callable[..., torch.Tensor]
+    w8a8_linear: Callable[..., torch.Tensor]
+    fp8_linear: Callable[..., torch.Tensor]
     argmax: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
     image_attention: Callable[..., torch.Tensor]
     chosen: Mapping[str, str]
     decode: Callable[..., torch.Tensor] | None = None
     gated_linear: Callable[..., torch.Tensor] | None = None
+
+    @property
+    def norms_quantize(self) -> bool:
+        """Whether a norm that puts out 8 bits is faster than the two ops, one after the other."""
+        return self.chosen["add_rms_norm_quant"] != "torch"
 
 
 def reference(op: str) -> Callable[..., Any]:

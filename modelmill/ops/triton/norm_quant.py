@@ -1,4 +1,4 @@
-"""RMSNorm, with or without a residual, to 8 bits: a row at a time in registers, read once and written once."""
+"""RMSNorm, with or without a residual, or no norm, to 8 bits: a row at a time in registers, read and written once."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ _LEAST = tl.constexpr(1e-6)
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor, kind: torch.dtype, per_column: tuple[torch.Tensor | None, ...]) -> bool:
-    """A device that knows the type; rows up to 16,384 wide of the weight's dtype; factors, zero-points and orders
-    packed, of their dtypes."""
+def fits(
+    x: torch.Tensor, weight: torch.Tensor | None, kind: torch.dtype, per_column: tuple[torch.Tensor | None, ...]
+) -> bool:
+    """A device that knows the type; rows up to 16,384 wide (32,768 without norm) of the weight's dtype; factors,
+    zero-points and orders packed, of their dtypes."""
     kinds = (torch.float32, torch.int32, torch.int32)
     packed = all(t is None or (t.dtype is each and t.is_contiguous()) for t, each in zip(per_column, kinds))
     order = per_column[2]
     width = max(x.shape[-1], 0 if order is None else order.numel())
     packed = packed and (kind is torch.int8 or knows_fp8(x.device))
-    return packed and width <= WIDEST and x.dtype == weight.dtype and x.numel() > 0
+    same = x.dtype == weight.dtype if weight is not None else x.dtype.itemsize > 1
+    return packed and width <= (2 * WIDEST if weight is None else WIDEST) and same and x.numel() > 0
 
 
 def norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     kind: torch.dtype,
     per_column: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     bits: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(values, scale or None, the sum or x); per_column: factor, zero, order."""
+    """(values, scale or None, the sum or x); weight None: no norm. per_column: factor, zero, order."""
     factor, zero, order = per_column
     flat, held = rows_of(x), rows_of(x if residual is None else residual)
     rows, width = flat.shape
@@ -53,11 +56,11 @@ def norm(
     # Where rows are many a thread takes 32 of a row's values; with what it keeps of each column, 8.
     warps = max(block, block_n) // (256 if share > 1 else 1024 if many else 512)
     _kernel[(triton.cdiv(rows, share),)](
-        flat, held, weight, values, flat if scale is None else scale, total,
+        flat, held, flat if weight is None else weight, values, flat if scale is None else scale, total,
         flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
         rows, width, columns, flat.stride(0), held.stride(0), eps, share,
-        ADD=residual is not None, TOKEN=factor is None, EACH=each, SHIFT=zero is not None, ORDER=order is not None,
-        WHOLE=kind is torch.int8, MOST=most, BLOCK=block, BLOCK_N=block_n,
+        NORM=weight is not None, ADD=residual is not None, TOKEN=factor is None, EACH=each, SHIFT=zero is not None,
+        ORDER=order is not None, WHOLE=kind is torch.int8, MOST=most, BLOCK=block, BLOCK_N=block_n,
         STAGES=3 if share > 1 else 1, num_warps=max(1, min(16, warps)), **launch(x.device, rows),
     )  # fmt: skip
     return values.view(*x.shape[:-1], columns), scale, total
@@ -67,12 +70,14 @@ def norm(
 def _kernel(
     x_ptr, residual_ptr, weight_ptr, values_ptr, scales_ptr, total_ptr, factor_ptr, zero_ptr, order_ptr,
     rows, width, columns, x_stride, residual_stride, eps, share,
-    ADD: tl.constexpr, TOKEN: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr, ORDER: tl.constexpr,
-    WHOLE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, TOKEN: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr,
+    ORDER: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     column, n = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    weight = 1.0
+    if NORM:
+        weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     order, factor, zero = n, 1.0, n
     if ORDER:
         order = tl.load(order_ptr + n, mask=n < columns, other=-1)
@@ -95,9 +100,10 @@ def _kernel(
             # Rounded to the stream's dtype before the statistics, as the unfused pair of ops would.
             x = (x.to(tl.float32) + held.to(tl.float32)).to(held.dtype)
             tl.store(total_ptr + row * width + column, x, mask=column < width)
-        wide = x.to(tl.float32)
-        spread = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-        y = ((wide * spread).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
+        y = x.to(tl.float32)
+        if NORM:
+            spread = tl.rsqrt(tl.sum(y * y, axis=0) / width + eps)
+            y = ((y * spread).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
         if TOKEN:
             amax = tl.maximum(tl.max(tl.abs(y), axis=0), _LEAST)
             most = amax * 0.0 + MOST

@@ -1,0 +1,32 @@
+#include "e4m3.h"
+
+namespace mill {
+
+template <class X, class T>
+inline void fp8_product(T* target, const X* x, const f8* weight, const float* scale, const float* x_scale,
+                        const T* added, int64_t rows, int64_t k, int64_t n, int64_t each_x) {
+    multiply<AsFloat<f8>>(x, weight, rows, k, n, [=](int64_t m, int64_t j, float value) {
+        value *= scale[j];
+        if (x_scale) value *= x_scale[m * each_x];
+        if (added) value += to_float(added[j]);
+        target[m * n + j] = from_float<T>(value);
+    });
+}
+
+}  // namespace mill
+
+// out[rows, n] = (x[rows, k] · weight[n, k]ᵀ) · scale (· x_scale) + bias, all widened to float in registers. x is fp8
+// where there is an x_scale, else of out's type. each_x: 1 where each row of x has its scale, 0 where one serves all.
+extern "C" void fp8_linear(void* out, const void* x, const void* weight, const float* scale, const float* x_scale,
+                           const void* bias, int64_t rows, int64_t k, int64_t n, int64_t each_x, int dtype) {
+    using namespace mill;
+    const f8* w = static_cast<const f8*>(weight);
+    by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        T* target = static_cast<T*>(out);
+        const T* added = static_cast<const T*>(bias);
+        if (x_scale)
+            fp8_product(target, static_cast<const f8*>(x), w, scale, x_scale, added, rows, k, n, each_x);
+        else fp8_product(target, static_cast<const T*>(x), w, scale, x_scale, added, rows, k, n, each_x);
+    });
+}

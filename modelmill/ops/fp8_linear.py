@@ -1,0 +1,65 @@
+"""Matrix product with fp8 (e4m3) weights; activations in fp8 as well, or floating point as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.eight_bit import by_row
+
+FP8 = torch.float8_e4m3fn
+# tensor cores keep fewer bits of fp8's sums than float32 has
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x: [T, K] e4m3 or float; weight: [N, K] e4m3; scale: [N] float32; bias: [N]. Returns [T, N] of ``dtype``.
+
+    x_scale: [T] or [1] float32, of an x in fp8; None where x is floating point. (Σ x · w) · x_scale · scale + bias,
+    products and sums in float32 (float64 where the scales are), rounded once.
+    """
+    out = (x.to(scale.dtype) @ weight.to(scale.dtype).T) * scale
+    if x_scale is not None:
+        out = out * x_scale[:, None]
+    if bias is not None:
+        out = out + bias
+    return out.to(dtype)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """As for w8a8_linear; every second product with activations as they are."""
+    shapes = [(1, 576, 1536), (5, 100, 33), (33, 576, 96), (1, 1536, 576), (2, 65, 7), (7, 64, 48), (20, 33, 50)]
+    if device != "cpu":
+        shapes += [(1, 4096, 12288), (1, 4096, 4096), (1, 11008, 4096), (8, 4096, 4096), (64, 4096, 4096)]
+        shapes += [(1024, 4096, 12288), (1000, 4096, 4096)]
+    for rows, k, n in shapes:
+        for eight in (True, False):
+            args: dict[str, Any] = drawn(rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33)
+            if not eight:
+                args |= {"x": randn(rows, k, device=device, dtype=dtype, seed=rows + k), "x_scale": None}
+            args |= {"dtype": dtype, "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None}
+            moved = nbytes(args["x"], args["weight"], args["scale"], args["bias"]) + rows * n * dtype.itemsize
+            yield Case(f"{rows}x{k}->{n}-{'8x8' if eight else '16x8'}", args, moved, 2 * rows * k * n)
+
+
+def drawn(
+    rows: int, k: int, n: int, *, device: str, per_token: bool = True, per_channel: bool = True
+) -> dict[str, Any]:
+    """x, weight and their scales, seeded."""
+    x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
+    wide = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
+    weight, scale = by_row(wide if per_channel else wide.flatten(), FP8)
+    values, x_scale = by_row(x if per_token else x.flatten(), FP8)
+    found = {"x": values.view(rows, k), "weight": weight.view(n, k)}
+    found |= {"scale": scale.reshape(-1).expand(n).contiguous(), "x_scale": x_scale.reshape(-1)}
+    return {name: tensor.to(device) for name, tensor in found.items()}

@@ -1,0 +1,37 @@
+"""Activations to 8 bits on their own, where no norm does it on the way: scaled by token or by calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from modelmill.ops import rms_norm_quant
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = rms_norm_quant.TOLERANCE
+
+
+def quantize(
+    x: torch.Tensor,
+    kind: torch.dtype,
+    factor: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    bits: int = 8,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(values [..., N] of ``kind``, scale [...] float32 or None) of x [..., H] float32/16/bf16.
+
+    The arguments and what is done with them are those of ``rms_norm_quant``, which does the same to a norm's output.
+    """
+    return rms_norm_quant.quantized(x, kind, factor, zero, order, bits)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """The cases of rms_norm_quant without their norm."""
+    shapes = rms_norm_quant.SHAPES if device != "cpu" else ((1, 64), (3, 576), (7, 100), (5, 8193))
+    for number, (rows, width) in enumerate(shapes):
+        x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
+        for name, args in rms_norm_quant.forms(width, device, number):
+            moved = nbytes(x) + rows * (args["order"].numel() if "order" in args else width)
+            yield Case(f"{rows}x{width}-{name}", {"x": x, **args}, moved)

@@ -1,0 +1,149 @@
+"""Products of 8-bit activations with 8-bit weights: int8 in whole numbers, fp8 with sums in float32.
+
+One token and int8: ``vector8`` multiplies four bytes in an instruction, no tensor core. Otherwise ``tile8``: tensor
+cores, the weight as the left operand, so that its rows fill an instruction that a few tokens would leave empty. Scales
+and bias come in once, in float32, before the one rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton import sizes
+from modelmill.ops.triton.device import INTERPRETED, power_of_two, shared_bytes
+from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.sizes import Sizes
+
+
+def tile8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out = (x · weightᵀ) · x_scale · scale (+ bias): x [T, K], weight [N, K] of one 8-bit type; x_scale [T] or [1]."""
+    tokens, k = x.shape
+    n = weight.shape[0]
+    block_t, block_n, block_k, stages, warps = sizes.fitted(_sizes(tokens), x, weight, shared_bytes(x.device))
+    # neighbours share a block of the weight: it is read once from memory, the activations stay in the cache
+    blocks = triton.cdiv(tokens, block_t)
+    _tile8[(triton.cdiv(n, block_n) * blocks,)](
+        x, weight, scale, x_scale, x if bias is None else bias, out,
+        tokens, n, k, x.stride(0), weight.stride(0), out.stride(0), blocks,
+        BIAS=bias is not None, EACH=x_scale.numel() > 1, WHOLE=x.dtype == torch.int8,
+        BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_stages=stages, num_warps=warps, **launch(x.device, tokens),
+    )  # fmt: skip
+
+
+def _sizes(tokens: int) -> Sizes:
+    if tokens <= 16:
+        return 16, 32, 256, 4, 4
+    if tokens <= 64:
+        return (32, 64, 128, 4, 4) if tokens <= 32 else (64, 64, 128, 4, 4)
+    return 128, 128, 128, 4, 8
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def _tile8(
+    x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr,
+    tokens, n, k, x_stride, stride, out_stride, blocks,
+    BIAS: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = (program % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_K)
+    # what lies past the end repeats the last one: its results are not stored
+    held = tl.minimum(row, n - 1).to(tl.int64)
+    read = tl.minimum(token, tokens - 1).to(tl.int64)
+    weight_at = weight_ptr + held[:, None] * stride + column[None, :]
+    x_at = x_ptr + read[None, :] * x_stride + column[:, None]
+    enter(EARLY)
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if WHOLE else tl.float32)
+    for start in range(0, k, BLOCK_K):
+        inside = column < k - start
+        if WHOLE:
+            w = tl.load(weight_at + start, mask=inside[None, :], other=0)
+            x = tl.load(x_at + start, mask=inside[:, None], other=0)
+            total = tl.dot(w, x, total, out_dtype=tl.int32)
+        else:
+            w = tl.load(weight_at + start, mask=inside[None, :], other=0.0)
+            x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
+            # Hopper adds fp8's products with few bits: every 128 columns their sum is added in float32
+            total = tl.dot(w, x, total, max_num_imprecise_acc=128)
+    out = total.to(tl.float32)
+    if EACH:
+        out *= tl.load(x_scale_ptr + read)[None, :]
+    else:
+        out *= tl.load(x_scale_ptr)
+    out *= tl.load(scale_ptr + held)[:, None]
+    if BIAS:
+        out += tl.load(bias_ptr + held).to(tl.float32)[:, None]
+    target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < tokens)[None, :])
+
+
+def vector8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """The same for x [1, K] int8; K a multiple of 4, rows of x and weight packed."""
+    n, k = weight.shape
+    words = k // 4
+    block = min(512, max(8, power_of_two(words)))
+    rows = 2 if n > 16384 else 1
+    _vector8[(triton.cdiv(n, rows),)](
+        x.view(torch.int32), weight.view(torch.int32), scale, x_scale, x if bias is None else bias, out, n, words,
+        BIAS=bias is not None, ASSEMBLY=not INTERPRETED, BLOCK_N=rows, BLOCK=block,
+        num_warps=max(1, min(4, block // 128)), **launch(x.device, 1),
+    )  # fmt: skip
+
+
+@triton.jit
+def _vector8(
+    x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr, n, words,
+    BIAS: tl.constexpr, ASSEMBLY: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    held = tl.minimum(row, n - 1)
+    column = tl.arange(0, BLOCK)
+    source = weight_ptr + held.to(tl.int64)[:, None] * words + column[None, :]
+    # The weight is used once in a step; its first block is on its way before x may be read.
+    w = tl.load(source, mask=(column < words)[None, :], other=0, eviction_policy="evict_first")
+    enter(EARLY)
+    total = tl.zeros([BLOCK_N, BLOCK], tl.int32)
+    for start in range(0, words, BLOCK):
+        left = words - start
+        ahead = tl.load(
+            source + (start + BLOCK), mask=(column < left - BLOCK)[None, :], other=0, eviction_policy="evict_first"
+        )
+        x = tl.load(x_ptr + start + column, mask=column < left, other=0)
+        total = _added(w, tl.broadcast_to(x[None, :], [BLOCK_N, BLOCK]), total, ASSEMBLY)
+        w = ahead
+    out = tl.sum(total, axis=1).to(tl.float32) * tl.load(x_scale_ptr) * tl.load(scale_ptr + held)
+    if BIAS:
+        out += tl.load(bias_ptr + held).to(tl.float32)
+    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=row < n)
+
+
+@triton.jit
+def _added(w, x, total, ASSEMBLY: tl.constexpr):
+    """total + the products of the four bytes of each int32 of w and x."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", args=[w, x, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505  what stands after a return is compiled as well
+        for byte in tl.static_range(4):
+            total += ((w << (24 - 8 * byte)) >> 24) * ((x << (24 - 8 * byte)) >> 24)
+        return total

@@ -1,0 +1,42 @@
+"""Products of int8 with int8 on the tensor cores; one token by four-byte products."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.products8 import tile8, vector8
+
+
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> bool:
+    """Any number of rows; rows of x and weight contiguous, scales float32 and packed."""
+    if x.dim() != 2 or not x.numel() or not weight.numel() or x.stride(1) != 1 or weight.stride(1) != 1:
+        return False
+    floats = all(s.dtype == torch.float32 and s.is_contiguous() for s in (scale, x_scale))
+    return floats and x.dtype == weight.dtype == torch.int8 and dtype != torch.float64
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    # words of four bytes: rows must start at such
+    words = x.shape[1] % 4 == 0 and weight.is_contiguous() and x.data_ptr() % 4 == 0 and weight.data_ptr() % 4 == 0
+    if x.shape[0] == 1 and words:
+        vector8(x, weight, scale, x_scale, bias, out)
+    else:
+        tile8(x, weight, scale, x_scale, bias, out)
+    return out
