@@ -292,8 +292,7 @@ class ChatRequest(Sampling):
             return found
         if found is not None:
             raise RequestError("response_format has no meaning where a call is forced; give one of them")
-        name = self.tool_choice.function.name if isinstance(self.tool_choice, Choice) else None
-        return forced(self.offered, name, several=name is None and self.parallel_tool_calls is True)
+        return forced(self.offered, self.tool_choice.function.name if isinstance(self.tool_choice, Choice) else None)
 
     def sampling(self) -> SamplingParams:
         """As the engine's SamplingParams."""
