@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from modelmill.answer import Answer, Delta
@@ -37,7 +37,12 @@ class AsyncLLM:
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
     ) -> AsyncIterator[Delta]:
         """Deltas of one answer as they come. Raises what LLM.stream raises."""
-        dialogue = self.llm.request(prompt, params, **template)
+        async with contextlib.aclosing(self.follow(self.llm.request(prompt, params, **template))) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def follow(self, dialogue: Dialogue) -> AsyncGenerator[Delta]:
+        """Deltas of a request that was made before (``llm.request``), perhaps on another thread."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Delta | BaseException | None]()
         id = dialogue.request.id
 

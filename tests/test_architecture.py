@@ -32,8 +32,8 @@ MAY = {
     "llm": {"core", "runtime", "artifact", "answer", "dialogue", "language", "build", "accept", "checkpoint"},
     "segmenter": {"core", "vision", "runtime.device", "artifact", "llm"},
     "aio": {"core", "answer", "dialogue", "language", "llm"},
-    "serve": {"core", "text", "artifact", "runtime", "answer", "dialogue", "language", "llm"},
-    "export": {"core", "artifact", "answer", "dialogue", "language", "aio"},
+    "serve": {"core", "text", "vision", "artifact", "runtime", "answer", "dialogue", "language", "llm"},
+    "export": {"core", "artifact", "runtime.stats", "answer", "dialogue", "language", "aio"},
     "eval": {
         "core",
         "ops",

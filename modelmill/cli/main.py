@@ -22,7 +22,7 @@ SUPPORT = ("main", "options", "output", "values", "engine", "figures", "bench_op
 """Modules of this folder that are no verbs."""
 
 ORDER = (
-    *("pull", "inspect", "build", "run", "chat", "segment", "serve", "compare", "perplexity"),
+    *("pull", "inspect", "build", "run", "chat", "segment", "serve", "export", "compare", "perplexity"),
     *("summarize", "bench", "profile", "doctor"),
 )
 """The order of the help page; a verb that is not named here stands behind these."""

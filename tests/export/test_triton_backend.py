@@ -1,0 +1,227 @@
+"""The backend with Triton's module replaced: every way that a request can end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import RequestError, UsageError
+from modelmill.core.types import SamplingParams
+from modelmill.export.triton_backend import Backend, alone, placed, python
+from modelmill.export.triton_fields import question
+from modelmill.export.triton_repository import Start, export
+from modelmill.llm import LLM
+from tests.export import pbutils
+from tests.export.pbutils import Refused, Request, TritonError
+
+GREEDY = {"temperature": 0.0, "max_tokens": 40}
+RUN = {"device": "cpu", "threads": 1, "kv_cache_bytes": 4 << 20, "max_num_seqs": 8}
+
+
+def opened(repository: Path, **more: Any) -> Backend:
+    args = {
+        "model_config": json.dumps({"instance_group": [{"count": 1, "kind": "KIND_CPU"}], **more}),
+        "model_repository": str(repository),
+        "model_version": "1",
+        "model_name": "stories",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+    }
+    return Backend.open(pbutils, args)
+
+
+@pytest.fixture(scope="module")
+def repository(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("repo")
+    return export(stories, out, start=Start(run=RUN, chat_template="chatml", waiting=56))
+
+
+@pytest.fixture(scope="module")
+def backend(repository: Path) -> Iterator[Backend]:
+    opened_ = opened(repository)
+    yield opened_
+    opened_.close()
+
+
+@pytest.fixture(scope="module")
+def llm(stories: Path) -> LLM:
+    return LLM(stories, chat_template="chatml", **RUN)
+
+
+def until(true: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.005)
+
+
+def idle(backend: Backend) -> bool:
+    stats = backend._engine.llm.loop.stats()
+    return stats.running == stats.waiting == 0 and stats.free_pages == stats.pages and not backend._calls
+
+
+def test_the_same_text_as_the_class(backend: Backend, llm: LLM) -> None:
+    prompts = ["Once upon a time", "The dog", "Lily said", "A", "Ben and Tom", "One day", "The sun", "Mom"] * 4
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), progress=False)
+    requests = [Request(text_input=prompt, stream=place % 2 == 0, **GREEDY) for place, prompt in enumerate(prompts)]
+    for request in requests:
+        assert backend.execute([request]) is None
+    for request, answer, place in zip(requests, expected, range(32), strict=True):
+        text, ids, finish, count = request.answer()
+        output = answer.outputs[0]
+        assert (text, ids, finish) == (output.text, output.token_ids, output.finish_reason)
+        assert count == (1 if place % 2 else len(ids))
+    until(lambda: idle(backend))
+
+
+def test_every_source_and_seeded_sampling(backend: Backend, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Once upon")  # type: ignore[union-attr]
+    how = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 20, "repetition_penalty": 1.1}
+    expected = llm.generate("Once upon", SamplingParams(**how), progress=False)[0].outputs[0].text  # type: ignore[arg-type]
+    talk = [{"role": "user", "content": "Tell me a story"}]
+    said = llm.chat(talk, SamplingParams(temperature=0, max_tokens=20), progress=False)[0].outputs[0].text
+    requests = [
+        Request(text_input="Once upon", **how),
+        Request(input_ids=ids, cache_salt="mine", **how),
+        Request(messages=json.dumps(talk), temperature=0.0, max_tokens=20),
+        Request(text_input="Once upon a time", stop=["was"], stream=True, **GREEDY),
+    ]
+    backend.execute(requests)
+    assert [request.answer()[0] for request in requests[:3]] == [expected, expected, said]
+    assert requests[3].answer()[::2] == (", there ", "stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "give one of text_input, messages and input_ids, not none of them"),
+        ({"text_input": "a", "input_ids": [1]}, "not text_input and input_ids"),
+        ({"text_input": "a", "temperature": -1.0}, "temperature=-1.0 is outside [0, 100]"),
+        ({"text_input": "a", "temperature": float("nan")}, "temperature must be a finite number"),
+        ({"text_input": "a", "max_tokens": [1, 2]}, "max_tokens has 2 values; give one"),
+        ({"text_input": ["a", "b"]}, "text_input has 2 values; give one"),
+        ({"text_input": b"\xff\xfe"}, "text_input is not UTF-8"),
+        ({"input_ids": []}, "the prompt is empty"),
+        ({"input_ids": [999999]}, "outside"),
+        ({"messages": "{"}, "messages must be a JSON list"),
+        ({"messages": "[]"}, "messages must be a JSON list"),
+        ({"messages": "[1]"}, "messages must be a JSON list"),
+        ({"messages": "[" * 100000}, "messages must be a JSON list"),
+        ({"messages": '[{"role": "user"}]', "cache_salt": "x"}, "cache_salt belongs to"),
+        ({"text_input": "a " * 500_000}, "shorten it"),
+        ({"text_input": "a", "stop": [""]}, "stop takes up to"),
+    ],
+)
+def test_mistakes_are_one_clear_line(backend: Backend, given: dict[str, Any], said: str) -> None:
+    request = Request(**given)
+    backend.execute([request])
+    with pytest.raises(Refused) as refused:
+        request.answer()
+    message, code = refused.value.args
+    assert said in message
+    assert "\n" not in message
+    assert "/" not in message, "a path of the server"
+    assert code == TritonError.INVALID_ARG
+    until(lambda: idle(backend))
+
+
+def test_who_leaves_frees_his_pages(backend: Backend) -> None:
+    requests = [Request(text_input="Once upon a time", stream=True, ignore_eos=True, max_tokens=400) for _ in range(24)]
+    backend.execute(requests)
+    assert requests[0].sender.sent.get(timeout=60).error is None
+    for request in requests:
+        request.sender.cancelled = True
+    until(lambda: all(request.sender.ended for request in requests))
+    for request in requests:
+        with pytest.raises(Refused) as refused:
+            request.answer()
+        assert refused.value.args[1] == TritonError.CANCELLED
+    until(lambda: idle(backend))
+    until(lambda: pbutils.MetricFamily.page["modelmill:num_requests_running"] == 0)
+    until(lambda: pbutils.MetricFamily.page["modelmill:kv_cache_usage_perc"] == 0)
+    stats = backend._engine.llm.loop.stats()
+    until(lambda: pbutils.MetricFamily.page["modelmill:generation_tokens_total"] == stats.output_tokens)
+
+
+def test_more_than_may_wait_are_refused(backend: Backend) -> None:
+    requests = [Request(text_input="Once", stream=False, ignore_eos=True, max_tokens=100) for _ in range(80)]
+    backend.execute(requests)
+    codes = []
+    for request in requests:
+        try:
+            request.answer()
+        except Refused as error:
+            codes.append(error.args[1])
+    assert 80 - 64 <= len(codes) < 80
+    assert set(codes) == {TritonError.UNAVAILABLE}
+
+
+def test_a_bug_tells_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("secret words of a prompt")
+
+    monkeypatch.setattr(backend._engine.llm.language, "request", broken)
+    request = Request(text_input="a")
+    backend.execute([request])
+    with pytest.raises(Refused) as refused:
+        request.answer()
+    assert refused.value.args[1] == TritonError.INTERNAL
+    assert "secret" not in refused.value.args[0] + "".join(pbutils.Logger.lines)
+    assert "RuntimeError" in pbutils.Logger.lines[-1]
+
+
+def test_closing_ends_what_runs(repository: Path) -> None:
+    backend = opened(repository)
+    request = Request(text_input="Once", stream=True, ignore_eos=True, max_tokens=400)
+    backend.execute([request])
+    request.sender.sent.get(timeout=60)
+    backend.close()
+    assert request.sender.ended
+
+
+def test_what_cannot_be_opened_is_triton_s_exception(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(pbutils.TritonModelException, match="2 instances on the host"):
+        opened(repository, instance_group=[{"count": 2, "kind": "KIND_CPU"}])
+    with pytest.raises(pbutils.TritonModelException, match=r"start\.json cannot be read"):
+        opened(tmp_path)
+
+
+def test_one_instance_a_device() -> None:
+    alone({"instance_group": [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}]})
+    alone({"instance_group": [{"kind": "KIND_GPU", "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}]})
+    alone({})
+    with pytest.raises(UsageError, match="2 instances on GPU 1"):
+        alone({"instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1]}, {"kind": "KIND_GPU", "gpus": [1]}]})
+    with pytest.raises(UsageError, match="set count to 1"):
+        alone({"instance_group": [{"kind": "KIND_MODEL", "count": 3}]})
+
+
+def test_triton_s_device_is_taken() -> None:
+    gpu = {"model_instance_kind": "GPU", "model_instance_device_id": "3"}
+    assert placed(RunConfig(), gpu).device == "cuda:3"
+    assert placed(RunConfig(), {**gpu, "model_instance_kind": "CPU"}).device == "cpu"
+    assert placed(RunConfig(device="cuda:1"), {**gpu, "model_instance_kind": "MODEL"}).device == "cuda:1"
+
+
+@pytest.mark.parametrize("name", ["", "/opt/tritonserver/backends/python/triton_python_backend_stub"])
+def test_ranks_are_started_with_python(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "executable", name)
+    python()
+    assert Path(sys.executable).name.startswith("python")
+    assert Path(sys.executable).is_file()
+
+
+def test_numbers_of_32_bits_mean_what_was_typed() -> None:
+    import numpy
+
+    given = {"text_input": numpy.array([b"a"], dtype=object), "temperature": numpy.array([0.7], dtype=numpy.float32)}
+    assert question(given).params.temperature == 0.7
+    with pytest.raises(RequestError):
+        question({**given, "top_p": numpy.array([1.5], dtype=numpy.float32)})
