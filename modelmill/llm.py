@@ -198,17 +198,18 @@ def cached_engine(
     checkpoint: Path,
     config: BuildConfig,
     progress: Callable[[str, int, int], None] | None = None,
-    kind: str = "language",
+    kind: str | None = "language",
 ) -> Path:
     """The engine of a checkpoint in the cache folder, built now where it is not there yet.
 
-    kind: what it must do. Raises UsageError where the checkpoint's model does something else.
+    kind: what it must do; None: anything. Raises UsageError where the checkpoint's model does something else.
     """
     from modelmill.build.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
 
     plan = make_plan(open_checkpoint(checkpoint), config)
-    check_kind(checkpoint, plan.kind, kind)
+    if kind is not None:
+        check_kind(checkpoint, plan.kind, kind)
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"
     if not is_engine(engine):
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")

@@ -27,6 +27,8 @@ Examples:
 
   modelmill serve large.engine small.engine --served-model-name large --served-model-name small --host 0.0.0.0 --api-key-file keys.txt
 
+  modelmill serve model.engine sam.engine    then open http://127.0.0.1:8000 in a browser
+
   curl localhost:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "model", "messages": [{"role": "user", "content": "Hello"}]}'"""  # noqa: E501
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -48,6 +50,8 @@ class Args(Common):
     chat_template: str | None = option(None, "chat template, or a file with one, instead of the engines' own")
     max_waiting: int = option(1024, "answers that may wait beyond --max-num-seqs; more are refused with 429")
     max_body_bytes: int = option(16 << 20, "largest request")
+    max_image_pixels: int = option(50_000_000, "largest image that is looked at")
+    image_cache_bytes: int = option(64 << 20, "kept embeddings of images that were seen, for each such engine")
     shutdown_timeout: float = option(30.0, "seconds that running answers may take to finish after SIGTERM")
     allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call the API (CORS); * for all")
     allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which a server without a key answers")
@@ -85,6 +89,8 @@ def _place(args: Args) -> Place:
         raise UsageError(f"--port must be in 0…65535, not {args.port}")
     if args.shutdown_timeout < 0 or args.max_waiting < 0 or args.max_body_bytes < 1024:
         raise UsageError("--shutdown-timeout and --max-waiting must not be negative, --max-body-bytes at least 1024")
+    if args.max_image_pixels < 1 or args.image_cache_bytes < 0:
+        raise UsageError("--max-image-pixels must be at least 1, --image-cache-bytes not negative")
     keys = (*args.api_key, *_keys(args.api_key_file))
     if any(not key.strip() or not key.isascii() or not key.isprintable() for key in keys):
         raise UsageError("an API key must be printable ASCII and not empty")
@@ -127,20 +133,38 @@ def _names(args: Args) -> list[str]:
 
 
 def _engines(args: Args, names: Sequence[str]) -> list[Engine]:
-    from modelmill.serve.budget import parted
+    from modelmill.serve.budget import for_viewer, parted
     from modelmill.serve.engine import Engine
     from modelmill.serve.message import Open
 
-    run = changed(parted(args.run, len(names)))
     weights = [_bytes(path) for path in args.engines]
-    return [
-        Engine(
-            name,
-            Open(str(path), _build(args, path), run, args.warm_up, args.chat_template, tuple(weights[place + 1 :])),
-            queue=args.max_waiting,
+    views = [_segments(path) for path in args.engines]
+    run = changed(parted(args.run, views.count(False)))
+    engines = []
+    for place, (name, path) in enumerate(zip(names, args.engines, strict=True)):
+        later = tuple(size for size, view in zip(weights[place + 1 :], views[place + 1 :]) if not view)
+        # one that has loaded holds its weights already; what it works with it may have given back
+        aside = sum(
+            for_viewer(size if at > place else 0, args.image_cache_bytes)
+            for at, (size, view) in enumerate(zip(weights, views))
+            if view and at != place
         )
-        for place, (name, path) in enumerate(zip(names, args.engines, strict=True))
-    ]
+        order = Open(
+            str(path), _build(args, path), run, args.warm_up, args.chat_template, later, aside,
+            args.image_cache_bytes, args.max_image_pixels,
+        )  # fmt: skip
+        engines.append(Engine(name, order, queue=args.max_waiting))
+    return engines
+
+
+def _segments(path: Path) -> bool:
+    """Whether it is an engine that segments images; a checkpoint counts as one that writes text."""
+    import json
+
+    try:
+        return json.loads((path / "manifest.json").read_text("utf-8")).get("kind") == "segmentation"
+    except (OSError, ValueError, AttributeError):
+        return False  # its worker tells what is wrong with it
 
 
 def _build(args: Args, path: Path) -> dict[str, Any]:

@@ -48,9 +48,12 @@ def page_count(
     return pages
 
 
-def free_on_cpu(ranks: int = 1) -> int:
-    """Bytes of RAM that a KV cache may take: a share, since pages are only backed by memory once they are written."""
-    return int(psutil.virtual_memory().available * CPU_SHARE) // ranks
+def free_on_cpu(ranks: int = 1, aside: int = 0) -> int:
+    """Bytes of RAM that a KV cache may take: a share, since pages are only backed by memory once they are written.
+
+    aside: bytes that are for others.
+    """
+    return int(max(psutil.virtual_memory().available - aside, 0) * CPU_SHARE) // ranks
 
 
 def free_on_cuda(model: nn.Module, ops: Ops, config: RunConfig, device: str, rows: int, mesh: Mesh = ALONE) -> int:

@@ -21,7 +21,7 @@ from modelmill.serve import errors
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.gate import Gate
 from modelmill.serve.responses import RESPONSES_FIELDS
-from modelmill.serve.routes import chat, completions, health, responses, tokenize
+from modelmill.serve.routes import chat, completions, health, responses, segment, tokenize
 from modelmill.serve.schema import CHAT_FIELDS, COMPLETION_FIELDS, Refusal
 from modelmill.serve.service import Service
 
@@ -44,7 +44,7 @@ def make_app(service: Service) -> ASGIApp:
     """The application of a service; the gate stands before it."""
     app = FastAPI(title="modelmill", version=__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.state.service = service
-    for module in (health, completions, chat, responses, tokenize):
+    for module in (health, completions, chat, responses, tokenize, segment):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(ModelmillError, _refused)

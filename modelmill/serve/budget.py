@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from modelmill.core.config import RunConfig
 
+VIEWER_BYTES = 2 << 30
+"""For pictures, activations and masks of a segmentation engine: those of the largest picture that is taken."""
+
 
 def share(left: int, mine: int, others: Sequence[int]) -> int:
     """Bytes for an engine with ``mine`` bytes of weights, of ``left``, while ``others`` are still to come.
@@ -17,23 +20,32 @@ def share(left: int, mine: int, others: Sequence[int]) -> int:
     return mine + spare // (1 + len(others))
 
 
-def on_cpu(config: RunConfig, free: int, others: Sequence[int]) -> RunConfig:
-    """``config`` with this engine's part of the KV bytes. free: what KV caches may take now, all together."""
-    if config.kv_cache_bytes is not None or not others:
+def for_viewer(weights: int, embeddings: int) -> int:
+    """What a segmentation engine takes: its weights, the embeddings it keeps, and room to work in."""
+    return weights + embeddings + VIEWER_BYTES
+
+
+def on_cpu(config: RunConfig, free: int, others: Sequence[int], aside: int = 0) -> RunConfig:
+    """``config`` with this engine's part of the KV bytes. free: what KV caches may take now, all together.
+
+    aside: what of the memory segmentation engines take; it is not in ``free`` any more.
+    """
+    if config.kv_cache_bytes is not None or not (others or aside):
         return config
     return replace(config, kv_cache_bytes=max(free // (1 + len(others)), 1))
 
 
-def on_cuda(config: RunConfig, free: int, total: int, mine: int, others: Sequence[int]) -> RunConfig:
+def on_cuda(config: RunConfig, free: int, total: int, mine: int, others: Sequence[int], aside: int = 0) -> RunConfig:
     """``config`` with this engine's part of the GPU. free, total: bytes of the device now; other engines hold the rest.
 
-    gpu_memory_utilization bounds all of them together.
+    gpu_memory_utilization bounds all of them together. aside: what segmentation engines will take yet.
     """
-    if config.kv_cache_bytes is not None or not others:
+    if config.kv_cache_bytes is not None or not (others or aside):
         return config
-    used = total - free
+    used = total - free + aside
     mine_now = share(int(total * config.gpu_memory_utilization) - used, mine, others)
-    return replace(config, gpu_memory_utilization=min(max((used + mine_now) / total, 1e-6), 1.0))
+    held = total - free
+    return replace(config, gpu_memory_utilization=min(max((held + mine_now) / total, 1e-6), 1.0))
 
 
 def parted(config: RunConfig, count: int) -> RunConfig:

@@ -38,6 +38,8 @@ from modelmill.serve.message import (
     encode,
 )
 from modelmill.serve.metrics import EngineMetrics
+from modelmill.serve.pictures import KIND, Found, Look, Missed
+from modelmill.serve.sight import Glance, Sight
 from modelmill.serve.ticket import Ticket, WorkerLost
 
 SHORT = 30.0
@@ -107,12 +109,14 @@ class Engine:
         self._before = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._closing = False
         self.metrics: EngineMetrics | None = None
+        self.sight = Sight(name, self._send, lambda id: self._send(Abort(id)))
 
     # -- asking
 
     @property
     def language(self) -> Language:
-        """The engine's text side. Raises NotReady before it is known."""
+        """The engine's text side. Raises NotReady before it is known, RequestError where the engine has none."""
+        self._check_kind("language")
         if self._language is None:
             raise NotReady(f"the engine {self.name} is still loading")
         return self._language
@@ -124,11 +128,37 @@ class Engine:
 
     @property
     def bounds(self) -> Bounds:
-        """What requests are checked against. Raises NotReady."""
-        facts = self.facts
-        if self.state is not State.READY or facts is None:
-            raise NotReady(f"the engine {self.name} is {self.state.value}; try again soon")
+        """What requests are checked against. Raises NotReady, RequestError for an engine that writes no text."""
+        facts = self._ready()
+        self._check_kind("language")
         return Bounds(facts.vocab, facts.max_model_len, facts.pages * facts.page_size, facts.seqs)
+
+    @property
+    def kind(self) -> str | None:
+        """What the engine does; None before that is known."""
+        return None if self.facts is None else self.facts.kind
+
+    def check_sees(self) -> None:
+        """Raises NotReady, RequestError for an engine that does not segment."""
+        self._ready()
+        self._check_kind(KIND)
+
+    def _ready(self) -> Ready:
+        if self.state is not State.READY or self.facts is None:
+            raise NotReady(f"the engine {self.name} is {self.state.value}; try again soon")
+        return self.facts
+
+    def _check_kind(self, wanted: str) -> None:
+        if self.kind not in (None, wanted):
+            does = "segments images: ask it at /v1/segment" if self.kind == KIND else "writes text, it does not segment"
+            raise RequestError(f"model {self.name} {does}")
+
+    def look(self, look: Look) -> Glance:
+        """Ask a segmentation engine. Raises RequestError, NotReady, Busy where too much waits."""
+        self.check_sees()
+        if self.sight.full(look, self._queue + 1):
+            raise Busy(f"the engine {self.name} has {len(self.sight)} pictures to look at; try again soon")
+        return self.sight.submit(look)
 
     @property
     def capacity(self) -> int:
@@ -174,6 +204,7 @@ class Engine:
         """End every request with an error."""
         for _, ticket in list(self._running.values()):
             ticket.fail(NotReady(why))
+        self.sight.fail_all(NotReady(why))
 
     # -- the worker's life
 
@@ -230,13 +261,13 @@ class Engine:
 
     def _again(self) -> Open:
         """The order for a worker; one that follows another takes the same memory again."""
-        if self.facts is None:
+        if self.facts is None or self.facts.kind == KIND:
             return self._order
         run = {**self._order.run, "kv_cache_bytes": (self.facts.pages + 1) * self.facts.page_bytes}
         return replace(self._order, run=run)
 
     async def _opened(self, facts: Ready) -> None:
-        if self._language is None:
+        if self._language is None and facts.kind != KIND:
             try:
                 self._language = await asyncio.to_thread(self._read, Path(facts.path), self._order.template)
             except ModelmillError as error:
@@ -255,8 +286,10 @@ class Engine:
         if self._writer is not None:
             self._writer.close()
         self._writer = None
+        lost = WorkerLost(f"the engine {self.name} ended while it answered; it is being restarted")
         for _, ticket in list(self._running.values()):
-            ticket.fail(WorkerLost(f"the engine {self.name} ended while it answered; it is being restarted"))
+            ticket.fail(lost)
+        self.sight.fail_all(lost)
         self._running.clear()
         self._seqs = 0
         for future in self._asked.values():
@@ -289,6 +322,8 @@ class Engine:
             entry = self._forget(message.id)
             if entry is not None:
                 entry[1].fail(RequestError(message.message))
+        elif isinstance(message, (Found, Missed)):
+            self.sight.hear(message)
         elif isinstance(message, Failed):
             self.error, self.usage = message.message, message.usage
 

@@ -1,7 +1,8 @@
 """What the API and an engine's worker say to each other: plain dataclasses, as JSON, in frames.
 
 A frame is four bytes (the length, big endian) and a JSON array: the message's name and its fields. Only ids and numbers
-travel, no text of prompts and no tensors. Both ends belong to one program, so a frame that makes no sense is a bug.
+travel, no text of prompts and no tensors; pictures and masks in frames of their own (``pictures``). Both ends belong
+to one program, so a frame that makes no sense is a bug.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from modelmill.core.types import Finish, Grammar, Logprob, Request, SamplingParams, Token
+from modelmill.serve.pictures import MARK, Found, Look, Missed, framed, unframed
 
 HEAD = struct.Struct(">I")
 
@@ -21,8 +23,9 @@ HEAD = struct.Struct(">I")
 class Open:
     """Open an engine. model: engine folder or checkpoint. build: BuildConfig fields for a checkpoint; run: RunConfig's.
 
-    warm: record decode graphs before the first request. others: bytes of weights of the engines that load
-    after it. template: a chat template in place of the engine's own.
+    warm: record decode graphs before the first request. others: bytes of weights of the language engines that load
+    after it; aside: what segmentation engines take beside it. template: a chat template in place of the engine's own.
+    image_cache: bytes for embeddings of pictures; most_pixels: of a picture.
     """
 
     model: str
@@ -31,6 +34,9 @@ class Open:
     warm: bool = True
     template: str | None = None
     others: tuple[int, ...] = ()
+    aside: int = 0
+    image_cache: int = 64 << 20
+    most_pixels: int = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Ready:
     page_size: int
     page_bytes: int
     seqs: int
+    kind: str = "language"
 
 
 @dataclass(frozen=True)
@@ -124,13 +131,18 @@ class Failed:
     usage: bool
 
 
-Message = Open | Add | Abort | End | Ask | Loading | Ready | Told | Begun | Refused | Count | Failed
+Message = (
+    Open | Add | Abort | End | Ask | Loading | Ready | Told | Begun | Refused | Count | Failed | Look | Found | Missed
+)
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
 
 def encode(message: Message) -> bytes:
     """The message as a frame."""
     kind = type(message)
+    if isinstance(message, (Look, Found)):
+        body = framed(message)
+        return HEAD.pack(len(body)) + body
     if isinstance(message, Told):
         content: list[Any] = [_token(token) for token in message.tokens]
     elif isinstance(message, Add):
@@ -143,6 +155,8 @@ def encode(message: Message) -> bytes:
 
 def decode(body: bytes) -> Message:
     """The message of a frame's body."""
+    if body.startswith(MARK):
+        return unframed(body)
     name, *content = json.loads(body)
     if name == "Told":
         return Told([_token_of(each) for each in content])

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from modelmill.answer import Delta
 from modelmill.runtime.stats import Stats
+from modelmill.serve.sight import SightMetrics
 
 PREFIX = "modelmill:"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -28,6 +29,7 @@ class Metrics:
         self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", GAPS)
         self._whole = self._histogram("e2e_request_latency_seconds", "From the request to its last token.", LONG)
         self._queue = self._histogram("request_queue_time_seconds", "From the request to its first step.", SECONDS)
+        self.sight = SightMetrics(self.registry)
         self._success = Counter(
             PREFIX + "request_success", "Answers that ended.", (*label, "finished_reason"), registry=self.registry
         )

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from modelmill.serve.engine import Engine, State
-from modelmill.serve.errors import ApiError
+from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.metrics import Metrics
+from modelmill.serve.pictures import KIND
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class Service:
         # tokenizers release the interpreter, templates wait for their process
         for engine in self.distinct:
             engine.metrics = self.metrics.of(engine.name)
+            engine.sight.metrics = self.metrics.sight
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
 
     @property
@@ -57,15 +59,25 @@ class Service:
         return not self.draining and all(engine.state is State.READY for engine in self.distinct)
 
     def engine(self, name: str | None) -> Engine:
-        """The engine of that name; the first for None. Raises ApiError 404."""
+        """The engine of that name; for None the first that writes text, or the first. Raises ApiError 404."""
         if name is None:
-            return self.distinct[0]
+            return next((engine for engine in self.distinct if engine.kind != KIND), self.distinct[0])
         found = self.engines.get(name)
         if found is None:
             known = ", ".join(self.engines)
             raise ApiError(404, f"there is no model {name[:100]!r} here; there are {known}", param="model",
                            code="model_not_found")  # fmt: skip
         return found
+
+    def viewer(self, name: str | None) -> Engine:
+        """The engine of that name; for None the first that segments, or that may turn out to. Raises ApiError."""
+        if name is not None:
+            return self.engine(name)
+        for kind in (KIND, None):
+            for engine in self.distinct:
+                if engine.kind == kind:
+                    return engine
+        raise invalid("no engine that segments images is served here", "model")
 
     async def aside(self, work: Callable[..., T], *args: Any) -> T:
         """Run text work on a thread, so that streams go on meanwhile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -19,6 +19,7 @@ QUIET = 15.0
 STALL = 60.0
 """Seconds that a client may take to accept one piece."""
 ALIVE = b": alive\n\n"
+T = TypeVar("T", covariant=True)
 
 
 class Feed(Protocol):
@@ -89,14 +90,24 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def finished(request: Request, ticket: Ticket) -> None:
+class Awaited(Protocol[T]):
+    """What an answer that is sent whole waits for."""
+
+    async def finish(self) -> T:
+        """Wait until everything has ended. Raises what went wrong."""
+
+    def close(self) -> None:
+        """Give up what has not ended."""
+
+
+async def finished(request: Request, ticket: Awaited[T]) -> T:
     """Wait for all answers. Raises what went wrong, ClientDisconnect where nobody waits for them any more."""
     done, gone = asyncio.create_task(ticket.finish()), asyncio.create_task(_gone(request.receive))
     try:
         await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             raise ClientDisconnect
-        done.result()
+        return done.result()
     finally:
         ticket.close()
         done.cancel()

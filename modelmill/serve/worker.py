@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ from modelmill.serve.message import (
     decode,
     encode,
 )
+from modelmill.serve.pictures import KIND
 from modelmill.text.grammar import Guide
 
 BUFFER = 4 << 20
@@ -202,25 +203,39 @@ def ready(loop: Loop, path: str) -> Ready:
     )
 
 
-def opened(order: Open, told: Callable[[str, int, int], None]) -> tuple[Loop, str]:
-    """The loop and the path of its engine; a checkpoint is built into the cache first. Raises ModelmillError."""
+def artifact_of(order: Open, told: Callable[[str, int, int], None]) -> Artifact:
+    """The engine, checked; a checkpoint is built into the cache first. Raises ModelmillError."""
     path = Path(order.model)
     if not is_engine(path):
         if not path.exists():
             raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
         from modelmill.llm import cached_engine
 
-        path = cached_engine(path, from_dict(BuildConfig, order.build, "build"), told)
+        path = cached_engine(path, from_dict(BuildConfig, order.build, "build"), told, None)
     elif order.build:
         raise UsageError(f"{', '.join(order.build)}: decided when an engine is built, and {path} is one already")
     artifact = open_artifact(path)
     verify(artifact, progress=lambda done, total: told("checking", done, total))
-    config = _budgeted(from_dict(RunConfig, order.run, "run"), artifact.nbytes(), order.others)
-    loop = Loop.open(_Watched(artifact, told), config)
+    return _Watched(artifact, told)
+
+
+def opened(order: Open, artifact: Artifact, told: Callable[[str, int, int], None]) -> Loop:
+    """The loop of an engine that writes text. Raises ModelmillError."""
+    config = _budgeted(from_dict(RunConfig, order.run, "run"), artifact.nbytes(), order)
+    loop = Loop.open(artifact, config)
     if order.warm:
         told("warming up", 0, 1)
         loop.warm_up()
-    return loop, str(path)
+    return loop
+
+
+def view(order: Open, artifact: Artifact, wire: Wire, inbox: Inbox) -> None:
+    """Answer for an engine that segments, until the server is gone. Raises ModelmillError."""
+    from modelmill.serve import viewer
+
+    eye = viewer.opened(order, artifact)
+    wire.send(viewer.ready(eye, str(artifact.path)))
+    viewer.Viewer(eye, wire, inbox, order.most_pixels).run()
 
 
 class _Preparing:
@@ -236,15 +251,15 @@ class _Preparing:
         return self._language.guide(request, self._vocab)
 
 
-def _budgeted(config: RunConfig, mine: int, others: Sequence[int]) -> RunConfig:
+def _budgeted(config: RunConfig, mine: int, order: Open) -> RunConfig:
     """``config`` with this engine's part of the memory."""
     device = pick_device(config.device)
     if device == "cpu":
-        return budget.on_cpu(config, free_on_cpu(), others)
+        return budget.on_cpu(config, free_on_cpu(aside=order.aside), order.others, order.aside)
     import torch
 
     free, total = torch.cuda.mem_get_info(torch.device(device))
-    return budget.on_cuda(config, free, total, mine, others)
+    return budget.on_cuda(config, free, total, mine, order.others, order.aside)
 
 
 class _Watched(Artifact):
@@ -286,7 +301,12 @@ def main(argv: list[str]) -> int:
         return LOST
     inbox = Inbox(wire, lost=lambda: os._exit(LOST))
     try:
-        loop, path = opened(order, _progress(wire))
+        told = _progress(wire)
+        artifact = artifact_of(order, told)
+        if artifact.manifest.kind == KIND:
+            view(order, artifact, wire, inbox)
+            return LOST
+        loop, path = opened(order, artifact, told), str(artifact.path)
     except ModelmillError as error:
         wire.send(Failed(str(error), isinstance(error, UsageError)))
         return 1

@@ -49,6 +49,11 @@ class Known:
             self._seen.move_to_end(digest)
         return found
 
+    def clear(self) -> None:
+        """Let go of all."""
+        self._seen.clear()
+        self.nbytes = 0
+
     def keep(self, seen: Seen) -> None:
         """Keep it, and let go of others while they are too many."""
         old = self._seen.pop(seen.digest, None)

@@ -65,6 +65,7 @@ class Eye:
         self._mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(3, 1, 1)
         self.known = Known(kept)
+        self.looks = 0  # pictures embedded so far
 
     def see(self, image: Any) -> Seen:
         """The picture's embedding, from the cache where it was seen before. Raises RequestError."""
@@ -83,6 +84,7 @@ class Eye:
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
                 part = pixels(pictures[i], size).to(self.device).float()
                 batch[row, :, : size[1], : size[0]] = ((part - self._mean) / self._std).to(self.dtype)
+            self.looks += len(new)
             embedded = self.model.embed(batch, self.still).float()  # type: ignore[operator]
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
                 seen = Seen(embedded[row : row + 1].clone(), pictures[i].size, size, keys[i])

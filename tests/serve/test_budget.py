@@ -35,3 +35,13 @@ def test_kv_bytes_that_were_given_are_for_all() -> None:
 def test_on_a_cpu_the_rest_is_divided() -> None:
     assert budget.on_cpu(RunConfig(), 900, [1, 1]).kv_cache_bytes == 300
     assert budget.on_cpu(RunConfig(), 900, []).kv_cache_bytes is None
+
+
+def test_room_is_left_for_engines_that_segment() -> None:
+    """A language engine that loads first leaves what they will take, to the byte; one beside nobody takes all."""
+    total, mine = 80 * GIB, 14 * GIB
+    aside = budget.for_viewer(3 * GIB, GIB)
+    own = budget.on_cuda(RunConfig(gpu_memory_utilization=0.9), total - GIB, total, mine, [], aside)
+    assert abs(int(total * own.gpu_memory_utilization) + aside - int(0.9 * total)) < 1024
+    assert budget.on_cpu(RunConfig(), 900, [], aside).kv_cache_bytes == 900
+    assert budget.on_cpu(RunConfig(), 900, [1], aside).kv_cache_bytes == 450

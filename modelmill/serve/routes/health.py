@@ -62,7 +62,7 @@ def _state(engine: Engine) -> dict[str, Any]:
 
 
 def _card(name: str, engine: Engine) -> dict[str, Any]:
-    longest = engine.facts.max_model_len if engine.facts is not None else None
+    longest = engine.facts.max_model_len or None if engine.facts is not None else None
     return {
         "id": name,
         "object": "model",
@@ -70,4 +70,5 @@ def _card(name: str, engine: Engine) -> dict[str, Any]:
         "owned_by": "modelmill",
         "root": engine.name,
         "max_model_len": longest,
+        "kind": engine.kind,
     }

@@ -1,0 +1,280 @@
+"""POST /v1/segment against a small SAM with seeded weights, in a worker of its own beside a language engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from modelmill.core.config import BuildConfig
+from modelmill.llm import build_engine
+from modelmill.segmenter import Segmenter
+from modelmill.serve.engine import State
+from modelmill.serve.message import Missed, decode, encode
+from modelmill.serve.pictures import Found, Look
+from modelmill.vision.masks import from_coco, mask_of
+from modelmill.vision.prompts import make
+from tests.models.sam_seeded import small_file
+from tests.serve.asgi import Response
+from tests.serve.seeing import Seeing, encoded, photo, url
+
+PICTURE = photo()
+IMAGE = url(encoded(PICTURE))
+EVERYTHING = {"points_per_side": 3, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "box_nms_thresh": 1.0}
+
+
+@pytest.fixture(scope="module")
+def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sam")
+    build_engine(small_file(folder), folder / "sam.engine", BuildConfig(dtype="float32", target="cpu"))
+    return folder / "sam.engine"
+
+
+@pytest.fixture(scope="module")
+def seeing(stories: Path, sam: Path) -> Iterator[Seeing]:
+    service = Seeing(stories, sam)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def segmenter(sam: Path) -> Segmenter:
+    return Segmenter(sam, device="cpu", threads=1)
+
+
+def asked(seeing: Seeing, **body: Any) -> dict[str, Any]:
+    response = seeing.post("/v1/segment", {"model": "sam", **body})
+    assert response.status == 200, response.body
+    return response.json
+
+
+def pixels(mask: dict[str, Any]) -> np.ndarray:
+    """Of an answer's mask, whichever form it has."""
+    if "rle" in mask:
+        return mask_of(from_coco(mask["rle"]), *mask["rle"]["size"]).numpy()
+    head, _, data = mask["png"].partition(",")
+    assert head == "data:image/png;base64"
+    return np.asarray(PIL.Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+@pytest.mark.parametrize("form", ["rle", "png"])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"points": [[50, 40]]},
+        {"points": [[50, 40], [10.5, 70]], "labels": [1, 0]},
+        {"box": [10, 10, 90, 60]},
+        {"points": [[50, 40]], "box": [10, 10, 90, 60]},
+    ],
+    ids=str,
+)
+def test_masks_are_the_classes(seeing: Seeing, segmenter: Segmenter, prompt: dict[str, Any], form: str) -> None:
+    segmenter.set_image(PICTURE)
+    for multimask in (True, False):
+        told = asked(seeing, image=IMAGE, format=form, multimask=multimask, **prompt)
+        expected = segmenter.predict(**prompt, multimask=multimask)
+        assert [mask["box"] for mask in told["masks"]] == [list(mask.box) for mask in expected]
+        for mask, one in zip(told["masks"], expected, strict=True):
+            assert mask["score"] == pytest.approx(one.score, abs=1e-5)
+            assert mask["area"] == one.area
+            assert np.array_equal(pixels(mask), one.pixels.numpy())
+            assert mask["prompt"] == 0
+            assert ("rle" in mask) != ("png" in mask)
+        assert told["image"]["width"], told["image"]["height"] == PICTURE.size
+
+
+def test_a_second_click_finds_the_embedding(seeing: Seeing) -> None:
+    fresh = url(encoded(photo(7)))
+    first = asked(seeing, image=fresh, points=[[5, 5]])
+    again = asked(seeing, image=fresh, points=[[5, 5]])
+    by_id = asked(seeing, image_id=first["image"]["id"], points=[[5, 5]])
+    assert [each["image"]["cached"] for each in (first, again, by_id)] == [False, True, True]
+    assert first["masks"] == again["masks"] == by_id["masks"]
+    # the same pixels in another file are the same picture; another shape or salt is not
+    bmp = base64.b64encode(encoded(photo(7), "BMP")).decode()
+    assert asked(seeing, image=bmp)["image"] == {**first["image"], "cached": True}
+    salted = asked(seeing, image=fresh, cache_salt="mine")
+    assert not salted["image"]["cached"]
+    assert salted["image"]["id"] != first["image"]["id"]
+    turned = asked(seeing, image=url(encoded(PIL.Image.frombytes("RGB", (80, 120), photo(7).tobytes()))))
+    assert not turned["image"]["cached"]
+
+
+def test_no_prompt_makes_the_embedding_ready(seeing: Seeing) -> None:
+    told = asked(seeing, image=url(encoded(photo(8))))
+    assert told["masks"] == []
+    assert asked(seeing, image_id=told["image"]["id"], box=[1, 1, 9, 9])["image"]["cached"]
+
+
+def test_several_prompts_in_one_call(seeing: Seeing, segmenter: Segmenter) -> None:
+    segmenter.set_image(PICTURE)
+    boxes = [[1, 1, 40, 40], [30, 20, 110, 70]]
+    told = asked(seeing, image=IMAGE, boxes=boxes)
+    assert [mask["prompt"] for mask in told["masks"]] == [0, 0, 0, 1, 1, 1]
+    expected = segmenter.predict_all([make(box=box) for box in boxes])
+    assert [m["box"] for m in told["masks"]] == [list(m.box) for masks in expected for m in masks]
+    mixed = [{"points": [[5, 5]]}, {"box": boxes[0]}, {"points": [[9, 9], [50, 50]], "labels": [0, 1]}]
+    told = asked(seeing, image=IMAGE, prompts=mixed, multimask=False)
+    assert [mask["prompt"] for mask in told["masks"]] == [0, 1, 2]
+
+
+def test_logits_and_drawn_masks_are_prompts(seeing: Seeing, segmenter: Segmenter) -> None:
+    segmenter.set_image(PICTURE)
+    first = asked(seeing, image=IMAGE, points=[[50, 40]], logits=True)["masks"][0]
+    told = asked(seeing, image=IMAGE, points=[[50, 40]], mask=first["logits"])
+    own = segmenter.predict([(50, 40)])[0]
+    assert [m["box"] for m in told["masks"]] == [list(m.box) for m in segmenter.predict([(50, 40)], mask=own.logits)]
+    drawn = PIL.Image.new("L", PICTURE.size)
+    drawn.paste(255, (20, 20, 60, 60))
+    assert len(asked(seeing, image=IMAGE, mask=url(encoded(drawn)))["masks"]) == 3
+    for wrong in ("AAAA", url(b"\0" * 12, "application/octet-stream"), "data:image/png;base64,"):
+        response = seeing.post("/v1/segment", {"image": IMAGE, "mask": wrong})
+        assert response.status == 400
+        assert response.json["error"]["param"] == "mask"
+    nan = base64.b64encode(np.full(len(base64.b64decode(first["logits"].split(",")[1])) // 4, np.nan, "<f4").tobytes())
+    response = seeing.post("/v1/segment", {"image": IMAGE, "mask": nan.decode()})
+    assert (response.status, response.json["error"]["param"]) == (400, "mask")
+
+
+def test_everything(seeing: Seeing, segmenter: Segmenter) -> None:
+    told = asked(seeing, image=IMAGE, everything=EVERYTHING)
+    expected = segmenter.everything(PICTURE, **EVERYTHING)
+    assert len(told["masks"]) == len(expected) > 1
+    for mask, one in zip(told["masks"], expected, strict=True):
+        assert np.array_equal(pixels(mask), one.pixels.numpy())
+        assert mask["point"] == list(one.point)
+        assert mask["stability"] == pytest.approx(one.stability, abs=1e-5)
+    by_id = asked(seeing, image_id=told["image"]["id"], everything=EVERYTHING)
+    assert by_id["masks"] == told["masks"]
+    # false is as if it were not there
+    assert asked(seeing, image=IMAGE, everything=False)["masks"] == []
+
+
+def test_a_click_does_not_wait_for_everything(seeing: Seeing) -> None:
+    """Between two batches of points others have their turn; who leaves is worked for no longer."""
+    body = {"model": "sam", "image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}}
+    click = {"image": IMAGE, "points": [[3, 3]]}
+
+    async def main() -> tuple[bool, Response]:
+        slow = asyncio.create_task(seeing.client.post("/v1/segment", body))
+        while len(seeing.eye.sight) == 0:
+            await asyncio.sleep(0.001)
+        quick = await seeing.client.post("/v1/segment", click)
+        waited = slow.done()
+        stats = await seeing.eye.stats()
+        assert waited or stats is None or stats.running <= 1
+        parts = seeing.client.parts("POST", "/v1/segment", body)
+        left = asyncio.create_task(anext(parts))
+        while len(seeing.eye.sight) < 2:
+            await asyncio.sleep(0.001)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert (await slow).status == 200
+        while len(seeing.eye.sight):
+            await asyncio.sleep(0.001)
+        return waited, quick
+
+    waited, quick = seeing.do(main())
+    assert quick.status == 200
+    assert not waited
+    assert asked(seeing, image=IMAGE, points=[[3, 3]])["masks"] == quick.json["masks"]
+
+
+def test_a_queue_that_is_full(seeing: Seeing) -> None:
+    body = {"image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 6}}
+
+    async def main() -> list[Response]:
+        return await asyncio.gather(*(seeing.client.post("/v1/segment", body) for _ in range(24)))
+
+    answers = seeing.do(main())
+    refused = [each for each in answers if each.status == 429]
+    assert {each.status for each in answers} == {200, 429}
+    assert len(refused) >= 4
+    assert refused[0].headers["retry-after"]
+    assert refused[0].json["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_verbs_of_the_other_kind(seeing: Seeing) -> None:
+    talk = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body in (
+        ("/v1/chat/completions", talk),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [3]}),
+    ):
+        response = seeing.post(path, {"model": "sam", **body})
+        assert (response.status, response.json["error"]["param"]) == (400, "model"), path
+        assert response.json["error"]["message"] == "model sam segments images: ask it at /v1/segment"
+    response = seeing.post("/v1/segment", {"model": "stories", "image": IMAGE})
+    assert response.status == 400
+    assert response.json["error"]["message"] == "model stories writes text, it does not segment"
+    assert seeing.post("/v1/segment", {"model": "none", "image": IMAGE}).status == 404
+    # without a name each verb finds the engine that it is for
+    assert seeing.post("/v1/segment", {"image": IMAGE}).json["model"] == "sam"
+    assert seeing.post("/tokenize", {"prompt": "hi"}).status == 200
+    cards = {card["id"]: card["kind"] for card in seeing.get("/v1/models").json["data"]}
+    assert cards == {"stories": "language", "alias": "language", "sam": "segmentation"}
+
+
+def test_no_engine_that_segments(running: Any) -> None:
+    response = running.post("/v1/segment", {"image": IMAGE})
+    assert (response.status, response.json["error"]["param"]) == (400, "model")
+    assert response.json["error"]["message"] == "no engine that segments images is served here"
+
+
+def test_metrics_and_the_document(seeing: Seeing) -> None:
+    asked(seeing, image=IMAGE, points=[[1, 1]])
+    page = seeing.get("/metrics").body.decode()
+    for name in ("segment_latency_seconds_count", "segment_masks_total", "image_cache_hits_total"):
+        (line,) = [line for line in page.splitlines() if line.startswith(f'modelmill:{name}{{model_name="sam"}}')]
+        assert float(line.split()[-1]) >= 1
+    document = seeing.get("/openapi.json").json
+    told = document["paths"]["/v1/segment"]["post"]["responses"]
+    assert told["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/SegmentResponse")
+    assert "422" not in told
+    assert "SegmentRequest" in document["components"]["schemas"]
+
+
+def test_a_worker_that_dies_while_it_looks(seeing: Seeing) -> None:
+    async def main() -> Response:
+        asking = asyncio.create_task(
+            seeing.client.post("/v1/segment", {"image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}})
+        )
+        while len(seeing.eye.sight) == 0:
+            await asyncio.sleep(0.001)
+        seeing.eye._child.kill()  # type: ignore[union-attr]
+        answer = await asking
+        assert seeing.service.ready is False
+        while seeing.eye.state is not State.READY:
+            await asyncio.sleep(0.01)
+        return answer
+
+    answer = seeing.do(main())
+    assert (answer.status, answer.json["error"]["code"]) == (503, "engine_restarted")
+    assert seeing.eye.restarts == 1
+    # it starts anew: what it had seen is gone, and that is told
+    gone = seeing.post("/v1/segment", {"image_id": "0" * 64, "points": [[1, 1]]})
+    assert (gone.status, gone.json["error"]["code"]) == (404, "image_not_found")
+    assert asked(seeing, image=IMAGE, points=[[1, 1]])["masks"]
+
+
+def test_frames_carry_bytes_as_they_are() -> None:
+    body = bytes(range(256)) * 3
+    for message in (
+        Look("a", "", "salt", [{"points": [[1.5, 2]], "labels": None, "box": None, "mask": 0}], None, True, "png",
+             False, body, (b"", body[1:])),
+        Look("b", digest="f" * 64, prompts=[]),
+        Found("c", {"masks": [], "image": {"id": "x"}}, (body, b"\0")),
+        Found("d", {}),
+        Missed("e", "invalid", "no", None),
+    ):  # fmt: skip
+        frame = encode(message)
+        assert decode(frame[4:]) == message
+        assert len(frame) < 2000 + 2 * len(body)
