@@ -28,12 +28,13 @@ MOST_BYTES = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 
-def open_image(source: Path | str | bytes, name: str = "the image", most: int = MOST_PIXELS) -> Image:
-    """One upright RGB picture. source: a path, or the file's bytes. most: pixels that it may have.
+def open_image(source: Path | str | bytes, name: str = "the image", most: int | None = None) -> Image:
+    """One upright RGB picture. source: a path, or the file's bytes. most: pixels that it may have, if not MOST_PIXELS.
 
     Raises RequestError for what is none.
     """
     data = source if isinstance(source, bytes) else _read(Path(source))
+    most = MOST_PIXELS if most is None else most
     if not isinstance(source, bytes):
         name = str(source)
     if len(data) > MOST_BYTES:
