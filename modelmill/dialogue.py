@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from modelmill.answer import Answer, Completion, Delta
 from modelmill.core.types import Finish, Request, Token
@@ -14,11 +15,14 @@ from modelmill.text.tokenizer import Tokenizer
 class Dialogue:
     """Turns the Tokens of one request into text. An ids-only engine has no tokenizer: its text stays empty."""
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, kept: Collection[int] = ()
+    ) -> None:
+        """kept: special tokens that the text shows, since they tell something (that a call begins)."""
         self.request = request
         params = request.params
         self._started = time.perf_counter()
-        self._voices = [_Voice(tokenizer, params.stop, params.skip_special_tokens) for _ in range(params.n)]
+        self._voices = [_Voice(tokenizer, params.stop, params.skip_special_tokens, kept) for _ in range(params.n)]
         outputs = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         self.answer = Answer(request.id, prompt, list(request.prompt), outputs)
 
@@ -70,8 +74,10 @@ class Dialogue:
 class _Voice:
     """One sequence's way from ids to text."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...], skip_special: bool) -> None:
-        self._tokens = None if tokenizer is None else Detokenizer(tokenizer, skip_special=skip_special)
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: tuple[str, ...], skip_special: bool, kept: Collection[int]
+    ) -> None:
+        self._tokens = None if tokenizer is None else Detokenizer(tokenizer, skip_special=skip_special, kept=kept)
         self._stops = StopMatcher(stops) if stops else None
         self.matched: str | None = None
 

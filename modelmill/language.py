@@ -21,6 +21,7 @@ from modelmill.text import grammar as grammars
 from modelmill.text.chat import ChatFormat, load_chat
 from modelmill.text.image_chat import ImageChat, Picture
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+from modelmill.text.tools import MARKS
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -91,9 +92,13 @@ class Language:
         *,
         cache_salt: str = "",
         grammar: Grammar | None = None,
+        calls: bool = False,
         **template: Any,
     ) -> Dialogue:
-        """One conversation as a request. Raises UsageError where the engine has no chat template."""
+        """One conversation as a request. Raises UsageError where the engine has no chat template.
+
+        calls: the text shows the control tokens that mark calls of tools, for who reads them.
+        """
         if self.chat_format is None:
             raise UsageError(f"{self.path} has no chat template; give one (chatml, vicuna, a file), or a plain prompt")
         inserts: tuple[Insert, ...] = ()
@@ -105,7 +110,8 @@ class Language:
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
         request = replace(request, grammar=grammar, inserts=inserts)
-        return Dialogue(request, None, self.tokenizer)
+        special = {} if self.tokenizer is None or not calls else self.tokenizer.special
+        return Dialogue(request, None, self.tokenizer, frozenset(special[m] for m in MARKS if m in special))
 
     @property
     def sees(self) -> bool:

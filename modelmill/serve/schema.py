@@ -292,7 +292,8 @@ class ChatRequest(Sampling):
             return found
         if found is not None:
             raise RequestError("response_format has no meaning where a call is forced; give one of them")
-        return forced(self.offered, self.tool_choice.function.name if isinstance(self.tool_choice, Choice) else None)
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, Choice) else None
+        return forced(self.offered, name, several=name is None and self.parallel_tool_calls is True)
 
     def sampling(self) -> SamplingParams:
         """As the engine's SamplingParams."""

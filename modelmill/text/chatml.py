@@ -1,4 +1,4 @@
-"""Qwen v1's own chat format: ChatML put together from token ids, with the history cut to a window."""
+"""Qwen v1's own chat format: ChatML put together from token ids, with the history cut to a window; tools by ReAct."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelmill.core.errors import RequestError
+from modelmill.text import react
 from modelmill.text.messages import checked
 from modelmill.text.tokens import Tokenizer
-from modelmill.text.tools import TOLD
+from modelmill.text.tools import REACT
 
 START, END = "<|im_start|>", "<|im_end|>"
 SYSTEM = "You are a helpful assistant."
@@ -27,7 +28,7 @@ class QwenChat:
         self._newline = tokenizer.encode("\n", bos=False)
         self.stop_ids: tuple[int, ...] = (self._end, self._start)
         self.stop_strings: tuple[str, ...] = ()
-        self.tool_style = TOLD
+        self.tool_style = REACT
 
     def encode(
         self,
@@ -37,18 +38,16 @@ class QwenChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Prompt ids; raises RequestError for roles this format has not (tool) or for tools."""
-        _refuse(tools, options)
-        system, history, query = self._parts(messages)
-        ids = self._block("system", system)
-        for turn in self._kept(system, history):
-            ids += self._turn(turn)
-        for role, content in query:
-            ids += self._newline + self._block(role, content)
-        if add_generation_prompt:
-            opening = self._tokenizer.encode("assistant", bos=False)
-            ids += [*self._newline, self._start, *opening, *self._newline]
-        return ids
+        """Prompt ids; raises RequestError for an order of roles that this format has not, and for options."""
+        blocks, goes_on = self._blocks(messages, tools, options)
+        ids = [id for role, content in blocks for id in self._newline + self._block(role, content)][
+            len(self._newline) :
+        ]
+        if not add_generation_prompt:
+            return ids
+        if goes_on:
+            return ids[:-1]
+        return [*ids, *self._newline, self._start, *self._tokenizer.encode("assistant", bos=False), *self._newline]
 
     def render(
         self,
@@ -59,16 +58,33 @@ class QwenChat:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """The same prompt as text, for people to read. Raises RequestError as encode does."""
-        _refuse(tools, options)
-        system, history, query = self._parts(messages)
-        blocks = [("system", system)]
-        for turn in self._kept(system, history):
-            blocks += turn
-        text = "\n".join(f"{START}{role}\n{content}{END}" for role, content in [*blocks, *query])
-        return f"{text}\n{START}assistant\n" if add_generation_prompt else text
+        blocks, goes_on = self._blocks(messages, tools, options)
+        text = "\n".join(f"{START}{role}\n{content}{END}" for role, content in blocks)
+        if not add_generation_prompt:
+            return text
+        return text.removesuffix(END) if goes_on else f"{text}\n{START}assistant\n"
 
     def close(self) -> None:
         """Nothing to end: this format needs no template process."""
+
+    def _blocks(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: object
+    ) -> tuple[list[tuple[str, str]], bool]:
+        """(role and text of each block that is kept, whether the last one is an answer to go on with)."""
+        if options:
+            raise RequestError("Qwen's chat format has no template options")
+        talk = checked(messages)
+        if not react.needed(talk, tools):
+            system, history, query = self._parts(talk)
+            return [("system", system), *(pair for turn in self._kept(system, history) for pair in turn), *query], False
+        told = react.arranged(talk, tools)
+        system = self._system if told.system is None else told.system
+        turns = [[("user", question), ("assistant", answer)] for question, answer in told.turns]
+        if told.question is None:
+            # as the original: of an answer that goes on, nothing of the history is left out
+            return [("system", system), *(pair for turn in turns for pair in turn)], True
+        kept = [pair for turn in self._kept(system, turns) for pair in turn]
+        return [("system", system), *kept, ("user", told.question)], False
 
     def _parts(
         self, messages: Sequence[Mapping[str, Any]]
@@ -76,11 +92,11 @@ class QwenChat:
         """(system prompt, finished turns oldest first, the open question)."""
         system = self._system
         turns: list[list[tuple[str, str]]] = []
-        for index, message in enumerate(checked(messages)):
+        for index, message in enumerate(messages):
             role, content = message["role"], message["content"]
             if role == "system" and index == 0:
                 system = content
-            elif role not in ("user", "assistant") or "tool_calls" in message:
+            elif role not in ("user", "assistant"):
                 raise RequestError(
                     f"messages[{index}]: Qwen's chat format has one system message, the first, then user and "
                     "assistant texts"
@@ -107,10 +123,3 @@ class QwenChat:
         encode = self._tokenizer.encode
         words = encode(role, bos=False) + self._newline + encode(content, bos=False)
         return [self._start, *words, self._end]
-
-
-def _refuse(tools: object, options: object) -> None:
-    if tools:
-        raise RequestError("Qwen's chat format has no tools; describe them in the system prompt (ReAct)")
-    if options:
-        raise RequestError("Qwen's chat format has no template options")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from modelmill.text.tokens import Tokenizer
 from modelmill.text.utf8 import Utf8Stream
 
@@ -13,15 +15,16 @@ class Detokenizer:
     once it cannot change any more, so a character is never cut and never taken back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, kept: Collection[int] = ()) -> None:
+        """kept: ids that are written out though they are special."""
+        self._tokenizer, self._kept = tokenizer, kept
         self._skip_special = skip_special
         self._utf8 = Utf8Stream(each_byte=tokenizer.each_byte)
         self._opened = False
 
     def push(self, id: int) -> str:
         """The text that this id completes; "" while a character is unfinished."""
-        if self._skip_special and self._tokenizer.is_skipped(id):
+        if self._skip_special and self._tokenizer.is_skipped(id) and id not in self._kept:
             return ""
         data = self._tokenizer.token_bytes(id)
         text = self._utf8.push(data if self._opened else self._tokenizer.opening_bytes(id))

@@ -1,23 +1,36 @@
-"""Tool calls between messages and text: how a prompt tells of tools, and how calls are read out of an answer.
+"""Tool calls between messages and text: how a prompt tells of tools, and what an answer may be where a call is forced.
 
-Three ways of writing a call: ``marked`` (<tool_call>{"name", "arguments"}</tool_call>, Qwen 2.5 and later, Hermes),
-``bare`` (the answer is {"name", "parameters"}, Llama 3) and, for chat formats that know no tools, ``told``: the
-system message explains the marked form, and earlier calls and results are written out in it.
+Five ways of writing a call, named after what marks it:
+
+* ``marked``: <tool_call>{"name", "arguments"}</tool_call> (Qwen 2.5 and later, Hermes);
+* ``bare``: the answer is {"name", "parameters"}, or follows <|python_tag|> (Llama 3);
+* ``listed``: [TOOL_CALLS] and a list of objects, or name[ARGS]object (Mistral);
+* ``react``: Thought, Action, Action Input, Observation, a line each (Qwen v1; text/react.py);
+* ``told``: for chat formats that know no tools: the system message explains the marked form, and earlier calls and
+  results are written out in it.
+
+Reading calls out of an answer is text/calls.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.core.types import Grammar
 from modelmill.text.messages import checked
 
-MARKED, BARE, TOLD = "marked", "bare", "told"
+MARKED, BARE, LISTED, REACT, TOLD = "marked", "bare", "listed", "react", "told"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON = "<|python_tag|>"
+LIST, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MARKS = (OPEN, CLOSE, PYTHON, LIST, ARGS, CALL_ID)
+"""Control tokens that a reader of calls must see, though they are no part of a plain answer."""
+OBSERVATION = "Observation:"
+MOST = 16
+"""Most calls of one forced answer."""
 INTRO = """You may call functions to help with the user's query. Their signatures, in JSON:
 <tools>
 {tools}
@@ -26,22 +39,40 @@ For each call write a JSON object with its name and arguments inside these tags:
 <tool_call>
 {{"name": FUNCTION, "arguments": OBJECT}}
 </tool_call>"""
+_MIXED = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef")
 
 
 def style_of(templates: str) -> str:
     """How a chat template writes calls."""
     if "tools" not in templates:
         return TOLD
+    if LIST in templates:
+        return LISTED
     return MARKED if OPEN in templates else BARE
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call. arguments: JSON text. id: made up here."""
+def prepared(
+    style: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """(conversation, template variables) that a chat format of this style takes for a conversation and its tools.
 
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    A conversation that has nothing to do with tools is left as it is. Raises RequestError for messages that are none.
+    """
+    if not tools and not any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):
+        return list(messages), {}
+    if style == TOLD:
+        return list(told(messages, tools)), {}
+    out = checked(messages)
+    if style in (BARE, REACT):
+        out = one_by_one(out)
+    if style == LISTED:
+        out = [_short_ids(message) for message in out]
+    return list(out), {"tools": list(tools)} if tools else {}
+
+
+def stops(style: str) -> tuple[str, ...]:
+    """Texts that end an answer in which calls are read: what follows would be the tool's own words."""
+    return (OBSERVATION,) if style == REACT else ()
 
 
 def told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -67,97 +98,142 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(message)
     blocks = []
     for call in message["tool_calls"]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        blocks.append(f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written}}}\n{CLOSE}')
+        name = json.dumps(call["function"]["name"], ensure_ascii=False)
+        blocks.append(f'{OPEN}\n{{"name": {name}, "arguments": {written(call)}}}\n{CLOSE}')
     return {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *blocks]))}
 
 
-def forced(tools: Sequence[Mapping[str, Any]], name: str | None) -> Grammar:
-    """An answer that is a call and nothing else: of ``name``, or of any tool. It is written bare."""
+def written(call: Mapping[str, Any]) -> str:
+    """The arguments of a checked call as JSON; what the model wrote where that is none."""
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls that were made at once, told one after another, each with its result: some formats have one call a turn."""
+    out: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            out.append(message)
+            continue
+        results = []
+        while place < len(messages) and messages[place]["role"] == "tool":
+            results.append(messages[place])
+            place += 1
+        for number, call in enumerate(calls):
+            out.append({**message, "content": message["content"] if number == 0 else "", "tool_calls": [call]})
+            mine = next((r for r in results if r.get("tool_call_id") == call.get("id")), None)
+            if mine is not None:
+                results.remove(mine)
+                out.append(mine)
+        out += results
+    return out
+
+
+def _short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Mistral's templates take ids of nine letters and digits and no others."""
+    out = dict(message)
+    if "tool_call_id" in out:
+        out["tool_call_id"] = _short(out["tool_call_id"])
+    if out.get("tool_calls"):
+        out["tool_calls"] = [{**call, "id": _short(str(call.get("id", "")))} for call in out["tool_calls"]]
+    return out
+
+
+def _short(id: str) -> str:
+    fits = len(id) == 9 and id.isascii() and id.isalnum()
+    return id if fits else hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def forced(tools: Sequence[Mapping[str, Any]], name: str | None, several: bool = False) -> Grammar:
+    """An answer that is a call and nothing else: of ``name``, or of any tool. It is written bare.
+
+    several: a list of 1 to MOST calls instead. Arguments have the properties that a function's parameters name and no
+    others, unless the parameters themselves ask for others.
+    """
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     shapes = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
+                "arguments": closed(function.get("parameters")),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
         for function in functions
     ]
-    return Grammar("json", json.dumps(shapes[0] if len(shapes) == 1 else {"anyOf": shapes}))
+    shape: dict[str, Any] = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
+    definitions = _lifted(shapes)
+    if several:
+        shape = {"type": "array", "items": shape, "minItems": 1, "maxItems": MOST}
+    return Grammar("json", json.dumps({**shape, **({"$defs": definitions} if definitions else {})}))
 
 
-class Reader:
-    """Takes an answer's text as it comes and tells calls from content. What is no call of a known tool is content."""
+def _lifted(shapes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Take the definitions out of the parameters, where "#/$defs/…" would no longer find them.
 
-    def __init__(self, style: str, names: Sequence[str]) -> None:
-        self._bare, self._names = style == BARE, frozenset(names)
-        self._held = ""
-        self._inside = self._begun = False
-
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        """(content to give out, calls that are complete)."""
-        self._held += text
-        return self._push_bare() if self._bare else self._push_marked()
-
-    def flush(self) -> tuple[str, list[Call]]:
-        """What was held back until the end."""
-        held, self._held = self._held, ""
-        if not (self._inside or self._bare):
-            return held, []
-        calls = self._calls(held)
-        if calls:
-            return "", calls
-        return (OPEN if self._inside else "") + held, []
-
-    def _push_bare(self) -> tuple[str, list[Call]]:
-        """Everything is held where the answer begins like an object."""
-        if not self._begun and self._held.lstrip()[:1] in ("", "{"):
-            return "", []
-        self._begun = True
-        content, self._held = self._held, ""
-        return content, []
-
-    def _push_marked(self) -> tuple[str, list[Call]]:
-        content, calls = "", []
-        while True:
-            mark = CLOSE if self._inside else OPEN
-            before, found, after = self._held.partition(mark)
-            if not found:
-                break
-            self._held = after
-            if self._inside:
-                read = self._calls(before)
-                calls += read
-                content += "" if read else OPEN + before + CLOSE
-            else:
-                content += before
-            self._inside = not self._inside
-        if not self._inside:
-            keep = _overlap(self._held, OPEN)
-            content += self._held[: len(self._held) - keep]
-            self._held = self._held[len(self._held) - keep :]
-        # the line breaks around calls are no content
-        return (content if content.strip() or not calls else ""), calls
-
-    def _calls(self, text: str) -> list[Call]:
-        """The call that a JSON text is; none where it is something else."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return []
-        if not isinstance(value, dict) or value.get("name") not in self._names:
-            return []
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if isinstance(arguments, str):
-            return [Call(value["name"], arguments)]
-        return [Call(value["name"], json.dumps(arguments, ensure_ascii=False))] if isinstance(arguments, dict) else []
+    References are renamed, since two functions may each have a definition of one name.
+    """
+    found: dict[str, Any] = {}
+    for number, shape in enumerate(shapes):
+        parameters = shape["properties"]["arguments"]
+        for key in ("$defs", "definitions"):
+            inner = parameters.get(key)
+            if not isinstance(inner, dict):
+                continue
+            old, new = f"#/{key}/", f"#/$defs/{number}."
+            parameters = _renamed({k: v for k, v in parameters.items() if k != key}, old, new)
+            found |= {f"{number}.{name}": _renamed(value, old, new) for name, value in inner.items()}
+        shape["properties"]["arguments"] = parameters
+    return found
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of ``text`` that may begin ``mark``."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
+def _renamed(schema: Any, old: str, new: str) -> Any:
+    if isinstance(schema, dict):
+        return {
+            key: new + value.removeprefix(old)
+            if key == "$ref" and isinstance(value, str) and value.startswith(old)
+            else _renamed(value, old, new)
+            for key, value in schema.items()
+        }
+    return [_renamed(each, old, new) for each in schema] if isinstance(schema, list) else schema
+
+
+def closed(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Parameters whose objects have the properties that are named and no others: every such value fits the original.
+
+    None is a function without parameters. Left as they are: objects that say themselves what else they may hold,
+    and schemas that are put together of several, where closing one part would shut out the others.
+    """
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    out: dict[str, Any] = dict(parameters) if _holds(parameters, _MIXED) else _closed(parameters)
+    return out
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    several = "properties" in schema and any(key in schema for key in ("anyOf", "oneOf", "$ref"))
+    if several:
+        return dict(schema)
+    out = {key: value if key in ("enum", "const", "default", "examples") else _closed(value)
+           for key, value in schema.items()}  # fmt: skip
+    named = isinstance(schema.get("properties"), Mapping)
+    if named and not any(key in schema for key in ("additionalProperties", "patternProperties")):
+        out["additionalProperties"] = False
+    return out
+
+
+def _holds(schema: Any, keys: Sequence[str]) -> bool:
+    if isinstance(schema, Mapping):
+        return any(key in schema for key in keys) or any(_holds(value, keys) for value in schema.values())
+    return isinstance(schema, list) and any(_holds(each, keys) for each in schema)

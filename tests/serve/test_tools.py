@@ -46,10 +46,13 @@ def test_a_forced_call(running: Running, choice: Any) -> None:
     events = running.post("/v1/chat/completions", {**body, "stream": True}).events
     assert events[-1] == "[DONE]"
     deltas = [event["choices"][0] for event in events[:-1]]
-    (told,) = [call for delta in deltas for call in delta["delta"].get("tool_calls", ())]
-    assert told["index"] == 0
-    assert told["id"]
-    assert told["function"] == call["function"]
+    told = [call for delta in deltas for call in delta["delta"].get("tool_calls", ())]
+    assert len(told) > 2
+    assert told[0]["id"]
+    assert told[0]["function"]["name"] == "weather"
+    assert {piece["index"] for piece in told} == {0}
+    assert not any("id" in piece or "name" in piece["function"] for piece in told[1:])
+    assert "".join(piece["function"]["arguments"] for piece in told) == call["function"]["arguments"]
     assert deltas[-1]["finish_reason"] == "tool_calls"
     assert not any(delta["delta"].get("content") for delta in deltas)
 
@@ -79,13 +82,14 @@ def test_a_call_that_the_model_writes_by_itself(running: Running, monkeypatch: p
     monkeypatch.setattr(Dialogue, "push", instead)
     body = {**ASK, "tools": [NOW]}
     choice = running.post("/v1/chat/completions", body).json["choices"][0]
-    assert choice["message"]["content"] == "Wait. "
+    assert choice["message"]["content"] == "Wait."
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
     assert choice["finish_reason"] == "tool_calls"
     events = running.post("/v1/chat/completions", {**body, "stream": True}).events
     deltas = [event["choices"][0]["delta"] for event in events[:-1]]
-    assert "".join(delta.get("content", "") for delta in deltas) == "Wait. "
-    assert [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", ())] == ["now"]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Wait."
+    told = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [function["name"] for function in told if "name" in function] == ["now"]
     monkeypatch.undo()
     none = running.post("/v1/chat/completions", {**body, "tool_choice": "none"}).json["choices"][0]
     assert "tool_calls" not in none["message"]
@@ -97,6 +101,31 @@ def test_a_conversation_with_calls_goes_on(running: Running) -> None:
             {"role": "tool", "tool_call_id": "c1", "content": "Sun"}]  # fmt: skip
     response = running.post("/v1/chat/completions", {**ASK, "messages": talk, "tools": [WEATHER], "max_tokens": 3})
     assert response.status == 200, response.body
+
+
+def test_several_calls_at_once(running: Running) -> None:
+    """Only where parallel calls are asked for: a list of them."""
+    body = {**ASK, "tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": True, "max_tokens": 400}
+    counts = set()
+    for seed in range(8):
+        ask = {**body, "temperature": 1.5, "seed": seed}
+        choice = running.post("/v1/chat/completions", ask).json["choices"][0]
+        calls = choice["message"]["tool_calls"]
+        counts.add(len(calls))
+        pieces = [
+            piece
+            for event in running.post("/v1/chat/completions", {**ask, "stream": True}).events[:-1]
+            for piece in event["choices"][0]["delta"].get("tool_calls", ())
+        ]
+        for place, call in enumerate(calls):
+            mine = [piece["function"] for piece in pieces if piece["index"] == place]
+            assert mine[0]["name"] == call["function"]["name"]
+            assert "".join(function["arguments"] for function in mine) == call["function"]["arguments"]
+            if choice["finish_reason"] == "tool_calls":
+                json.loads(call["function"]["arguments"])
+        alone = running.post("/v1/chat/completions", {**ask, "parallel_tool_calls": False}).json["choices"][0]
+        assert len(alone["message"]["tool_calls"]) == 1
+    assert max(counts) > 1
 
 
 ODD = {"type": "function", "function": {"name": "x", "parameters": {"type": "odd"}}}

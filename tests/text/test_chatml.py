@@ -99,9 +99,7 @@ def test_roles_it_has_not(tokenizer, messages):
         QwenChat(tokenizer).encode(messages)
 
 
-def test_tools_and_options_are_refused(tokenizer):
-    with pytest.raises(RequestError, match="tools"):
-        QwenChat(tokenizer).encode([{"role": "user", "content": "a"}], tools=[{}])
+def test_options_are_refused(tokenizer):
     with pytest.raises(RequestError, match="options"):
         QwenChat(tokenizer).render([{"role": "user", "content": "a"}], options={"a": 1})
 

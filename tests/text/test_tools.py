@@ -1,4 +1,4 @@
-"""Calls are told from content however the text is cut."""
+"""What a prompt says of tools, and what a forced call may be."""
 
 from __future__ import annotations
 
@@ -6,46 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from modelmill.text import tools
-
-ONE = '<tool_call>\n{"name": "f", "arguments": {"x": "é<tool_call>"}}\n</tool_call>'
-TWO = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-CASES: list[tuple[str, str, str, list[str]]] = [
-    (tools.MARKED, "plain text < and <tool", "plain text < and <tool", []),
-    (tools.MARKED, ONE, "", ["f"]),
-    (tools.MARKED, f"Let me see.{ONE}", "Let me see.", ["f"]),
-    (tools.MARKED, f"{ONE}\n{TWO}", "", ["f", "g"]),
-    (tools.MARKED, ONE.removesuffix("</tool_call>"), "", ["f"]),
-    (tools.MARKED, "<tool_call>{broken}</tool_call>", "<tool_call>{broken}</tool_call>", []),
-    (tools.MARKED, '<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
-    (tools.MARKED, "<tool_call>" + "[" * 5000, "<tool_call>" + "[" * 5000, []),
-    (tools.BARE, ' {"name": "f", "parameters": {"x": 1}}', "", ["f"]),
-    (tools.BARE, '{"name": "f"', '{"name": "f"', []),
-    (tools.BARE, "Hello {", "Hello {", []),
-    (tools.BARE, "", "", []),
-]
-
-
-@settings(deadline=None, max_examples=60)
-@given(place=st.integers(0, len(CASES) - 1), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
-def test_any_pieces_give_the_same(place: int, cuts: list[int]) -> None:
-    style, text, content, names = CASES[place]
-    reader, found, calls, at, turn = tools.Reader(style, ["f", "g"]), "", [], 0, 0
-    while at < len(text):
-        piece, more = reader.push(text[at : at + cuts[turn % len(cuts)]])
-        found, calls = found + piece, [*calls, *more]
-        at, turn = at + cuts[turn % len(cuts)], turn + 1
-    piece, more = reader.flush()
-    found, calls = found + piece, [*calls, *more]
-    assert [call.name for call in calls] == names
-    assert found.strip() == content.strip()
-    assert len({call.id for call in calls}) == len(calls)
-    for call in calls:
-        assert isinstance(json.loads(call.arguments), dict)
-
+from modelmill.text.grammar import check
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -72,7 +35,95 @@ def test_a_format_without_tools_is_told_of_them_in_words() -> None:
 
 @pytest.mark.parametrize(
     ("template", "style"),
-    [("{{ messages }}", tools.TOLD), ("{% if tools %}<tool_call>", tools.MARKED), ("{% if tools %}{", tools.BARE)],
+    [
+        ("{{ messages }}", tools.TOLD),
+        ("{% if tools %}<tool_call>", tools.MARKED),
+        ("{% if tools %}{", tools.BARE),
+        ("{% if tools %}[TOOL_CALLS]", tools.LISTED),
+    ],
 )
 def test_the_template_says_how_calls_are_written(template: str, style: str) -> None:
     assert tools.style_of(template) == style
+
+
+def calls(*ids: str) -> list[dict[str, Any]]:
+    return [{"id": id, "type": "function", "function": {"name": id, "arguments": "{}"}} for id in ids]
+
+
+PARALLEL: list[dict[str, Any]] = [
+    {"role": "user", "content": "Go"},
+    {"role": "assistant", "content": "Two.", "tool_calls": calls("a", "b")},
+    {"role": "tool", "content": "B", "tool_call_id": "b"},
+    {"role": "tool", "content": "A", "tool_call_id": "a"},
+    {"role": "assistant", "content": "Done"},
+]
+
+
+def test_calls_made_at_once_are_told_one_by_one() -> None:
+    talk, _ = tools.prepared(tools.BARE, PARALLEL, [])
+    told = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in talk]
+    assert told == [
+        ("user", "Go", []), ("assistant", "Two.", ["a"]), ("tool", "A", []), ("assistant", "", ["b"]),
+        ("tool", "B", []), ("assistant", "Done", []),
+    ]  # fmt: skip
+    kept, _ = tools.prepared(tools.MARKED, PARALLEL, [])
+    assert len(kept) == len(PARALLEL)
+
+
+def test_results_that_belong_to_no_call_are_kept() -> None:
+    lost = {"role": "tool", "content": "C", "tool_call_id": "c"}
+    talk = tools.one_by_one([*PARALLEL[:3], lost])
+    assert [m["content"] for m in talk if m["role"] == "tool"] == ["B", "C"]
+
+
+def test_mistral_gets_ids_of_nine_letters() -> None:
+    talk, more = tools.prepared(tools.LISTED, PARALLEL, [TOOL])
+    made = [call["id"] for call in talk[1]["tool_calls"]]
+    assert [message["tool_call_id"] for message in talk[2:4]] == made[::-1]
+    assert all(len(id) == 9 and id.isalnum() for id in made)
+    assert more == {"tools": [TOOL]}
+    fits = [{"role": "tool", "content": "", "tool_call_id": "abcDEF123"}]
+    assert tools.prepared(tools.LISTED, fits, [])[0][0]["tool_call_id"] == "abcDEF123"
+
+
+def test_what_has_nothing_to_do_with_tools_is_left_alone() -> None:
+    odd = [{"role": "user", "content": [{"type": "picture"}]}]
+    assert all(tools.prepared(style, odd, []) == (odd, {}) for style in (tools.TOLD, tools.BARE, tools.REACT))
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
+
+
+def test_arguments_are_closed() -> None:
+    """A function takes what its parameters name; what says itself what else it takes is left as it is."""
+    assert tools.closed(None) == {"type": "object", "properties": {}, "additionalProperties": False}
+    found = tools.closed(OPEN)
+    assert found["additionalProperties"] is False
+    assert found["properties"]["a"]["additionalProperties"] is False
+    for same in (
+        {"type": "object"},
+        {**OPEN, "allOf": [{"properties": {"c": {}}}]},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "string"}},
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"x": {}}},
+        {"type": "object", "properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
+        {"type": "object", "properties": {"a": {"enum": [{"properties": {}}]}}, "additionalProperties": True},
+    ):
+        assert tools.closed(same) == same
+
+
+def test_definitions_of_two_functions_do_not_meet() -> None:
+    def tool(name: str, kind: str) -> dict[str, Any]:
+        inner = {"type": kind} if kind != "self" else {"type": "array", "items": {"$ref": "#/$defs/X"}}
+        schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": inner}}
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    for several in (False, True):
+        grammar = tools.forced([tool("f", "integer"), tool("g", "string"), tool("h", "self")], None, several)
+        check(grammar)
+        schema = json.loads(grammar.text)
+        assert {name: value.get("type") for name, value in schema["$defs"].items()} == {
+            "0.X": "integer", "1.X": "string", "2.X": "array",
+        }  # fmt: skip
+    named = json.loads(tools.forced([tool("f", "integer"), tool("g", "string")], "f").text)
+    assert named["properties"]["name"] == {"const": "f"}
+    assert named["$defs"] == {"0.X": {"type": "integer"}}

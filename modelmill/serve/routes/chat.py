@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,6 +21,7 @@ from modelmill.serve.shape import ChatLogprobs, event
 from modelmill.serve.stream import EventStream, Feed, finished
 from modelmill.serve.ticket import News, Ticket
 from modelmill.text import tools
+from modelmill.text.calls import Part, Reader, gathered, reader
 from modelmill.text.grammar import check
 
 router = APIRouter()
@@ -51,21 +53,23 @@ def dialogue_of(language: Language, body: ChatRequest, longest: int) -> Dialogue
     grammar = body.grammar()
     if grammar is not None:
         check(grammar)
-    messages, template, offered = body.messages, {}, body.offered
-    if language.chat_format.tool_style == tools.TOLD:
-        messages = tools.told(messages, offered)
-    elif offered:
-        template = {"tools": offered}
+    style, offered, params = language.chat_format.tool_style, body.offered, body.sampling()
+    messages, template = tools.prepared(style, body.messages, offered)
+    reads = bool(offered) and not body.forces
+    if reads:
+        params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *tools.stops(style)))))
     salt = body.cache_salt or ""
-    return language.chat_request(messages, body.sampling(), cache_salt=salt, grammar=grammar, **template)
+    return language.chat_request(messages, params, cache_salt=salt, grammar=grammar, calls=reads, **template)
 
 
-def reader_of(body: ChatRequest, language: Language) -> tools.Reader | None:
+def reader_of(body: ChatRequest, language: Language) -> Reader | None:
     """What reads calls out of an answer; None where no tools may be called."""
     names = [tool["function"]["name"] for tool in body.offered]
     if not names or language.chat_format is None:
         return None
-    return tools.Reader(tools.BARE if body.forces else language.chat_format.tool_style, names)
+    style = tools.BARE if body.forces else language.chat_format.tool_style
+    most = 1 if body.parallel_tool_calls is False else None
+    return reader(style, names, most=most, thinking=body.messages[-1].get("role") == "tool")
 
 
 def _texts(content: object) -> list[str]:
@@ -88,30 +92,19 @@ class Reply(Feed):
         }
         self._n = body.n or 1
         self._logprobs = [ChatLogprobs(language.tokenizer, body.top_logprobs or 0) for _ in range(self._n)]
-        self._readers = self._readers_for(body, language)
+        self._readers = [reader_of(body, language) for _ in range(self._n)]
         self._called = [0] * self._n
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
 
-    def _readers_for(self, body: ChatRequest, language: Language) -> list[tools.Reader]:
-        """One for each choice where tools may be called."""
-        found = [reader_of(body, language) for _ in range(self._n)]
-        return [reader for reader in found if reader is not None]
-
-    def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
-        """(content, calls) of a piece of text of one choice."""
-        if not self._readers:
+    def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[Part]]:
+        """(content, pieces of calls) of a piece of text of one choice."""
+        found = self._readers[index]
+        if found is None:
             return text, []
-        reader = self._readers[index]
-        content, calls = reader.push(text)
-        if ended:
-            rest, more = reader.flush()
-            content, calls = content + rest, [*calls, *more]
-        told = []
-        for call in calls:
-            function = {"name": call.name, "arguments": call.arguments}
-            told.append({"index": self._called[index], "id": call.id, "type": "function", "function": function})
-            self._called[index] += 1
-        return content, told
+        pieces = [*found.push(text), *(found.flush() if ended else ())]
+        parts = [piece for piece in pieces if isinstance(piece, Part)]
+        self._called[index] += sum(part.name is not None for part in parts)
+        return "".join(piece for piece in pieces if isinstance(piece, str)), parts
 
     def _finish(self, index: int, reason: str | None) -> str | None:
         found = finish_of(reason)
@@ -130,11 +123,14 @@ class Reply(Feed):
     def _choice(self, output: Completion) -> dict[str, Any]:
         # the token that ended it is no part of the text
         count = len(output.token_ids) - isinstance(output.stop_reason, int)
-        content, calls = self._read(output.index, output.text, ended=True)
+        content, parts = self._read(output.index, output.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message["content"] = content if content.strip() else None
-            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        if parts:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in gathered(parts)[1]
+            ]
         choice = {
             "index": output.index,
             "message": message,
@@ -157,12 +153,12 @@ class Reply(Feed):
         output = delta.answer.outputs[delta.index]
         told = self._logprobs[delta.index].take(output, len(delta.token_ids))
         ids = list(delta.token_ids) if self._body.return_token_ids else None
-        text, calls = self._read(delta.index, delta.text, ended=delta.finish_reason is not None)
-        if not (text or calls or (told and told["content"]) or delta.finish_reason or ids):
+        text, parts = self._read(delta.index, delta.text, ended=delta.finish_reason is not None)
+        if not (text or parts or (told and told["content"]) or delta.finish_reason or ids):
             return b""
-        content: dict[str, Any] = {"content": text} if text or not (delta.finish_reason or calls) else {}
-        if calls:
-            content["tool_calls"] = calls
+        content: dict[str, Any] = {"content": text} if text or not (delta.finish_reason or parts) else {}
+        if parts:
+            content["tool_calls"] = [_piece(part) for part in parts]
         more: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if delta.finish_reason:
             more["stop_reason"] = output.stop_reason
@@ -185,3 +181,11 @@ class Reply(Feed):
         if self._body.wants_usage:
             counts = event({**self._head, "choices": [], "usage": shape.usage(self._ticket.dialogues)})
         return counts + shape.DONE
+
+
+def _piece(part: Part) -> dict[str, Any]:
+    """A piece of a call as a stream tells it: the first has its id and its name."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}

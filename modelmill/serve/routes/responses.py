@@ -22,7 +22,7 @@ from modelmill.serve.schema import ChatRequest
 from modelmill.serve.shape import ChatLogprobs
 from modelmill.serve.stream import EventStream, Feed, finished
 from modelmill.serve.ticket import News, Ticket
-from modelmill.text import tools
+from modelmill.text.calls import Part
 
 router = APIRouter()
 
@@ -106,16 +106,17 @@ class Reply(Feed):
 
     def _taken(self, text: str, logprobs: list[Any], finish: str | None) -> Iterable[Event]:
         """Events of a piece of text. finish: of the answer, where this is its last piece."""
-        calls: list[tools.Call] = []
+        pieces: list[str | Part] = [text]
         if self._reader is not None:
-            text, calls = self._reader.push(text)
-            if finish is not None:
-                rest, more = self._reader.flush()
-                text, calls = text + rest, [*calls, *more]
-        yield from self._items.say(text, logprobs)
-        for call in calls:
-            yield from self._items.call(call.id, call.name)
-            yield from self._items.argue(call.arguments)
+            pieces = [*self._reader.push(text), *(self._reader.flush() if finish is not None else ())]
+        for piece in pieces if any(isinstance(piece, str) for piece in pieces) else ["", *pieces]:
+            if isinstance(piece, str):
+                yield from self._items.say(piece, logprobs)
+                logprobs = []
+                continue
+            if piece.name is not None:
+                yield from self._items.call(piece.id or "", piece.name)
+            yield from self._items.argue(piece.arguments)
         if finish is not None:
             self._status = "incomplete" if finish_of(finish) == "length" else "completed"
             yield from self._items.end(self._status)
