@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam test test-gpu verify performance lint clean
+.PHONY: demo demo-sam test test-gpu test-triton verify performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -32,6 +32,16 @@ lint: $(VENV)/.test
 # every test that needs a CUDA device; on the device's own Python and torch
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -q -p no:cacheprovider $$(grep -rlE 'mark\.gpu' tests --include='test_*.py')
+
+# an exported engine in a real Triton Inference Server (the one in the wheel nvidia-pytriton), in a .venv of its own
+test-triton: .venv-triton/.ready
+	.venv-triton/bin/python -m pytest -m triton tests/export
+
+.venv-triton/.ready: pyproject.toml constraints.txt tests/export/requirements.txt
+	$(PYTHON) tools/setup_venv.py create .venv-triton
+	.venv-triton/bin/python tools/setup_venv.py install .venv-triton test
+	.venv-triton/bin/python -m pip install -q --no-deps -r tests/export/requirements.txt
+	@touch $@
 
 # everything the engine promises that needs no GPU, on the real model; resumable; writes docs/verification.md
 verify: $(VENV)/.test
