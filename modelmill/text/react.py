@@ -71,7 +71,7 @@ def arranged(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, An
         elif role == "assistant" and said:
             text = _answer(message, content, bool(tools))
             if said[-1][0] == "user":
-                said.append(["assistant", text])
+                said.append(["assistant", _stripped(text)])
             else:
                 said[-1][1] += "\n" + text
         elif role == "tool" and said and said[-1][0] == "assistant":
@@ -87,7 +87,8 @@ def arranged(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, An
         talk.question = said.pop()[1]
     elif messages[-1]["role"] != "tool":
         raise RequestError("with tools, Qwen's chat format ends in a user message or in the result of a call")
-    talk.turns = [(said[place][1], said[place + 1][1]) for place in range(0, len(said), 2)]
+    texts = [_stripped(text) for _, text in said]
+    talk.turns = list(zip(texts[::2], texts[1::2], strict=True))
     if tools:
         _instruct(talk, instruction(tools))
     return talk
@@ -99,10 +100,10 @@ def _stripped(text: str) -> str:
 
 def _answer(message: Mapping[str, Any], content: str, tools: bool) -> str:
     if not message.get("tool_calls"):
-        return _stripped(f"{THOUGHT} I now know the final answer.\n{FINAL} {content}" if tools else content)
+        return f"{THOUGHT} I now know the final answer.\n{FINAL} {content}" if tools else content
     call = message["tool_calls"][0]
     thought = content if content.startswith(THOUGHT) else f"{THOUGHT} {content}"
-    return _stripped(f"{thought}\n{ACTION} {call['function']['name']}\n{INPUT} {written(call)}")
+    return f"{thought}\n{ACTION} {call['function']['name']}\n{INPUT} {written(call)}"
 
 
 def instruction(tools: Sequence[Mapping[str, Any]]) -> str:
