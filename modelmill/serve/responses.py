@@ -232,6 +232,7 @@ class ResponsesRequest(Drawn):
             tool_choice=choice,
             logprobs=True if self.tells_logprobs else None,
             top_logprobs=self.top_logprobs if self.tells_logprobs else None,
+            parallel_tool_calls=self.parallel_tool_calls,
         )
 
     def _tools(self) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | Choice | None]:

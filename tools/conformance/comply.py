@@ -1,0 +1,52 @@
+"""llm-comply: answers against the published schemas of OpenAI's chat completions and of Open Responses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tools.conformance.suite import Case, Result
+
+TITLE = "llm-comply: the suites openai-chat and open-responses"
+PACKAGE = "llm-comply"
+FORMATS = {"openai-chat": "openai_chat.json", "open-responses": "openresponses.json"}
+BLIND = "SmolLM2 reads text only: a picture is refused with 400, which is the right answer"
+EXCLUDED = {"chat-image-input": BLIND, "image-input": BLIND}
+
+
+def run(base_url: str, model: str, out: Path) -> Result:
+    """Both formats; warnings become notes."""
+    from llm_comply import cli, http
+    from llm_comply.config import ComplianceConfig
+    from llm_comply.runner import TestRunner
+    from llm_comply.schema import SpecLoader
+
+    config = ComplianceConfig(base_url=base_url, api_key="none", model=model, timeout=300.0, verbose=True)
+    found = Result(0)
+    for name, spec in FORMATS.items():
+        loader = SpecLoader(str(Path(cli.__file__).parent / "specs" / spec))
+        tests = cli._get_tests(name)
+        asked = [test for test in tests if test.id not in EXCLUDED]
+        found.excluded += [Case(f"{name}: {test.id}", EXCLUDED[test.id]) for test in tests if test.id in EXCLUDED]
+        results = TestRunner(config, asked, loader).run_all().results
+        (out / f"{name}.json").write_text(json.dumps([_logged(each) for each in results], indent=1, default=str))
+        for each in results:
+            _take(found, f"{name}: {each.id}", each)
+    http.close_client()
+    return found
+
+
+def _take(found: Result, name: str, result: Any) -> None:
+    status = result.status.value
+    if status == "passed":
+        found.passed += 1
+    elif status == "skipped":
+        found.excluded.append(Case(name, f"left out by the suite itself: {'; '.join(result.errors)}"))
+    else:
+        found.failed.append(Case(name, "; ".join(result.errors)[:300]))
+    found.notes += [f"{name}, advice: {warning}" for warning in result.warnings]
+
+
+def _logged(result: Any) -> dict[str, Any]:
+    return {**result.to_dict(), "request": result.request, "response": result.response}
