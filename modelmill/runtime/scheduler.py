@@ -9,19 +9,26 @@ ends; if it exhausts the pool alone, it ends there.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 from modelmill.runtime.pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
 
 LEAST_CHUNK = 128  # prompt tokens that may always join a step: an even number of tiles for the products
+# On a CPU a step costs what its tokens cost, and reading the weights once, which is worth five to fifteen tokens: so
+# many, and as many as answers run, make a step about twice as long as one without a prompt.
+CPU_CHUNK = 8
+FRESH = 2  # tokens of an answer that has only just begun
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a step may hold. tokens, seqs: per step. page_size: tokens per page. prefix: whether prefixes are reused.
 
-    mixed: most tokens of a step that continues running sequences as well; None: as many as in any other.
+    mixed: most tokens of a step that continues running sequences as well; None: as many as in any other. chunk, each:
+    prompt tokens that may join it in any case, and how many more for every sequence that runs. fresh: sequences with no
+    more tokens than that have only just begun, and wait for the prompts that came with them.
     """
 
     tokens: int
@@ -29,6 +36,9 @@ class Limits:
     page_size: int
     prefix: bool = True
     mixed: int | None = None
+    chunk: int = LEAST_CHUNK
+    each: int = 0
+    fresh: int = 0
 
 
 @dataclass
@@ -95,7 +105,7 @@ class Scheduler:
             elif ahead:
                 return None
         spent = len(picked)
-        budget = self._beside(spent, chunks)
+        budget = self._beside(picked, chunks)
         left = budget - spent
         for seq in chunks:
             if left <= 0:
@@ -118,15 +128,26 @@ class Scheduler:
             self._unstick(plan)
         return plan
 
-    def _beside(self, singles: int, chunks: list[Sequence]) -> int:
-        """Tokens of a step with ``singles`` tokens of running sequences: prompts join in pieces beside them.
+    def interactive(self, mixed: int | None) -> None:
+        """Somebody reads along, on a CPU: prompts join running answers in pieces that keep those answers flowing.
 
-        Beams need their whole width at once, so that a search that runs lifts the limit.
+        mixed: the most tokens of such a step where that was asked for; otherwise it follows from how many run.
         """
-        mixed = self.limits.mixed
-        if mixed is None or not singles or any(s.beam is not None for s in chunks):
+        each, most = (1, 1) if mixed is None else (0, mixed)
+        self.limits = replace(self.limits, mixed=most, chunk=CPU_CHUNK, each=each, fresh=FRESH)
+
+    def _beside(self, singles: Collection[Sequence], chunks: list[Sequence]) -> int:
+        """Tokens of a step with one token of each of ``singles``: prompts join in pieces beside them.
+
+        Beams need their whole width at once, so that a search that runs lifts the limit. So do answers that have only
+        just begun: what came together with them goes together, or the last of them would wait for many small steps.
+        """
+        limits, count = self.limits, len(singles)
+        if limits.mixed is None or not count or any(s.beam is not None for s in chunks):
             return self.budget
-        return min(self.budget, max(mixed, singles + LEAST_CHUNK))
+        if limits.fresh and all(s.outputs <= limits.fresh for s in singles):
+            return self.budget
+        return min(self.budget, max(limits.mixed, count + limits.chunk + limits.each * count))
 
     def advance(self, plan: Schedule) -> None:
         """The step is launched: its tokens count as computed, its samples as pending, its forks run."""

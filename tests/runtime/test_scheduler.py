@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Finish, Request
 from modelmill.runtime.loop import MIXED, Loop, mixed_tokens
-from modelmill.runtime.scheduler import LEAST_CHUNK, Schedule
+from modelmill.runtime.scheduler import CPU_CHUNK, LEAST_CHUNK, Schedule
 from tests.runtime import tiny
 
 
@@ -41,6 +43,32 @@ def test_prompts_join_running_answers_in_pieces() -> None:
     engine.add(Request(id="c", prompt=long[1:], params=tiny.params(max_tokens=1)))
     tiny.drain(engine)
     assert seen[-1] == [len(long) - 1]
+
+
+@pytest.mark.parametrize(
+    ("mixed", "most"),
+    [(None, lambda rows: 2 * rows + CPU_CHUNK), (40, lambda rows: max(40, rows + CPU_CHUNK))],
+    ids=["by the rows", "given"],
+)
+def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[int], int]) -> None:
+    """What came together starts together; later prompts join in pieces, larger ones where more answers run."""
+    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
+    engine.scheduler.interactive(mixed)
+    seen = plans(engine)
+    engine.add(Request(id="first", prompt=tuple(range(5, 25)), params=tiny.params(max_tokens=60, ignore_eos=True)))
+    engine.step()
+    for number in range(3):
+        prompt = (6 + number, *range(5, 95), *range(5, 14))
+        engine.add(Request(id=f"with-{number}", prompt=prompt, params=tiny.params(max_tokens=60, ignore_eos=True)))
+    engine.step()
+    assert seen == [[20], [1, 100, 100, 100]]
+    for _ in range(4):
+        engine.step()
+    del seen[:]
+    engine.add(Request(id="late", prompt=tuple(range(5, 95)) * 2, params=tiny.params(max_tokens=3, ignore_eos=True)))
+    tiny.drain(engine)
+    assert seen[0] == [1, 1, 1, 1, most(4) - 4]
+    assert all(sum(counts) <= most(counts.count(1)) for counts in seen)
 
 
 @settings(max_examples=20, deadline=None)

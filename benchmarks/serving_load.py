@@ -1,0 +1,211 @@
+"""What serving costs: streams through the API against the same requests through the loop alone.
+
+    python -m benchmarks.serving_load ENGINE [--streams 16] [--rounds 6] [--burst 12] [--json FILE]
+
+Two sides take turns, in the other order every round, each with the engine on one core: the loop in a process of its
+own, and ``modelmill serve`` whose worker is pinned to that core, with the API and the client on the other. A round is
+the same requests on both; its ratio is served output per second over the loop's. The CPU seconds of the loop over those
+of the worker tell the same without what other programs do to the clock. ``--burst`` adds long prompts while answers
+run, and tells the gaps between tokens before and during it. On a GPU (--device cuda) the cores are for Python alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving_side import Alone, Served
+from modelmill.eval.remote import Remote
+
+LEAST, MOST = 5, 30000
+SETTLE = 0.3
+"""Seconds of silence before each side, so that no side computes while the other is measured."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """streams at once, each a prompt of so many ids and an answer of so many tokens; long prompts join in a burst."""
+
+    streams: int
+    prompt: int
+    tokens: int
+    burst: int
+    long: int
+    seed: int
+    vocab: int
+
+    def prompts(self, round: int, count: int, length: int) -> list[list[int]]:
+        """Ids that no round shares with another: nothing is found in the prefix cache."""
+        rng = random.Random(f"{self.seed} {round} {length}")
+        return [[rng.randrange(LEAST, min(MOST, self.vocab)) for _ in range(length)] for _ in range(count)]
+
+
+async def stream(remote: Remote, prompt: list[int], tokens: int) -> list[float]:
+    """When each token of one answer came; several in one event came at once."""
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    times: list[float] = []
+    async for when, event in remote.stream("/v1/completions", {**body, "model": "load"}):
+        for choice in event.get("choices", ()):
+            times += [when] * len(choice.get("token_ids", ()))
+    if len(times) != tokens:
+        raise RuntimeError(f"{len(times)} tokens where {tokens} were asked for")
+    return times
+
+
+async def together(remote: Remote, prompts: Sequence[list[int]], tokens: int) -> float:
+    """Seconds from the first request to the last token."""
+    began = time.perf_counter()
+    await asyncio.gather(*(stream(remote, prompt, tokens) for prompt in prompts))
+    return time.perf_counter() - began
+
+
+async def burst(remote: Remote, plan: Plan, round: int) -> dict[str, list[float]]:
+    """Gaps in ms of running answers before long prompts come and while they are computed."""
+    running = plan.prompts(1000 + round, plan.streams, plan.prompt)
+    long = plan.prompts(2000 + round, plan.burst, plan.long)
+    answers = [asyncio.create_task(stream(remote, prompt, 4 * plan.tokens)) for prompt in running]
+    await asyncio.sleep(0)
+    # a third of the answers' time is quiet
+    await asyncio.sleep(await together_time(remote, plan))
+    begin = time.perf_counter()
+    firsts = await asyncio.gather(*(stream(remote, prompt, 1) for prompt in long))
+    end = max(times[0] for times in firsts)
+    told = await asyncio.gather(*answers)
+    quiet: list[float] = []
+    during: list[float] = []
+    for times in told:
+        for a, b in pairwise(times):
+            if b < begin:
+                quiet.append(1000 * (b - a))
+            elif a < end:
+                during.append(1000 * (b - a))
+    return {"quiet": quiet, "during": during, "first": [1000 * (times[0] - begin) for times in firsts]}
+
+
+async def together_time(remote: Remote, plan: Plan) -> float:
+    """Seconds to let the running answers be quiet: as long as a few tokens of an answer of another take."""
+    times = await stream(remote, plan.prompts(3000, 1, plan.prompt)[0], 16)
+    return max(0.2, 2 * (times[-1] - times[0]))
+
+
+def one_round(plan: Plan, round: int, alone: Alone, served: Served) -> dict[str, float]:
+    """Both sides once; which is first changes with each round."""
+    prompts = plan.prompts(round, plan.streams, plan.prompt)
+    found: dict[str, float] = {}
+
+    def loop() -> None:
+        time.sleep(SETTLE)
+        found["alone_s"], found["alone_cpu_s"] = alone.generate(prompts, plan.tokens)
+
+    def serve() -> None:
+        time.sleep(SETTLE)
+        before = served.cpu()
+        found["served_s"] = asyncio.run(together(served.remote, prompts, plan.tokens))
+        for name, seconds in served.cpu().items():
+            found[f"{name}_cpu_s"] = seconds - before[name]
+
+    for side in (loop, serve) if round % 2 else (serve, loop):
+        side()
+    return found
+
+
+def figure(values: Sequence[float]) -> dict[str, float]:
+    """Median, least, most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def at(values: Sequence[float], share: float) -> float:
+    """A quantile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def summary(plan: Plan, rounds: Sequence[dict[str, float]], bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+    """The figures of all rounds."""
+    tokens = plan.streams * plan.tokens
+    told: dict[str, Any] = {
+        "alone_tokens_per_s": figure([tokens / each["alone_s"] for each in rounds]),
+        "served_tokens_per_s": figure([tokens / each["served_s"] for each in rounds]),
+        "ratio": figure([each["alone_s"] / each["served_s"] for each in rounds]),
+        "cpu_ratio": figure([each["alone_cpu_s"] / each["worker_cpu_s"] for each in rounds]),
+        "api_us_per_token": figure([1e6 * each["api_cpu_s"] / tokens for each in rounds]),
+        "client_us_per_token": figure([1e6 * each["client_cpu_s"] / tokens for each in rounds]),
+    }
+    if bursts:
+        quiet = [gap for each in bursts for gap in each["quiet"]]
+        during = [gap for each in bursts for gap in each["during"]]
+        told["burst"] = {
+            "quiet_median_ms": at(quiet, 0.5),
+            "quiet_p99_ms": at(quiet, 0.99),
+            "during_median_ms": at(during, 0.5),
+            "during_p99_ms": at(during, 0.99),
+            "p99_over_quiet_median": at(during, 0.99) / at(quiet, 0.5),
+            "rounds": [at(each["during"], 0.99) / at(each["quiet"], 0.5) for each in bursts],
+            "first_token_ms": at([t for each in bursts for t in each["first"]], 0.5),
+        }
+    return told
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=64, help="ids of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--burst", type=int, default=0, help="long prompts that join; 0: none")
+    parser.add_argument("--long", type=int, default=1024, help="ids of a long prompt")
+    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="of the engine; of the API and the client")
+    parser.add_argument("--threads", type=int, default=1, help="the engine's, all on its core")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure and tell."""
+    args = arguments()
+    engine_core, other = args.cores
+    os.sched_setaffinity(0, {other})
+    flags = ["--device", args.device, "--threads", str(args.threads), "--max-num-seqs", str(max(args.streams, 8) * 2)]
+    alone = Alone(args.engine, args.device, args.threads, 2 * max(args.streams, 8), engine_core)
+    served = Served(args.engine, flags, engine_core, other)
+    try:
+        vocab = alone.ready()
+        plan = Plan(args.streams, args.prompt, args.tokens, args.burst, args.long, args.seed, vocab)
+        served.ready()
+        rounds: list[dict[str, float]] = []
+        bursts: list[dict[str, list[float]]] = []
+        one_round(plan, -1, alone, served)  # both warm
+        for round in range(args.rounds):
+            rounds.append(one_round(plan, round, alone, served))
+            last = rounds[-1]
+            print(f"round {round + 1}: {last['alone_s'] / last['served_s']:.4f} of the loop's output", file=sys.stderr)
+            if plan.burst:
+                bursts.append(asyncio.run(burst(served.remote, plan, round)))
+        told = {"engine": args.engine.name, "device": args.device, "streams": args.streams, "prompt": args.prompt}
+        told |= {"tokens": args.tokens, "rounds": args.rounds, **summary(plan, rounds, bursts)}
+    finally:
+        served.close()
+        alone.close()
+    print(json.dumps(told, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps({**told, "each": rounds}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The two sides of ``benchmarks.serving_load``: the loop alone in a process of its own, and a served engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from modelmill.core.errors import ModelmillError
+from modelmill.eval.remote import Remote
+
+KV = 1 << 30
+"""Bytes of KV cache on either side."""
+
+
+class Alone:
+    """The driver's end of a loop that waits on a pipe, pinned to a core."""
+
+    def __init__(self, engine: Path, device: str, threads: int, seqs: int, core: int) -> None:
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.serving_side",
+            str(engine),
+            device,
+            str(threads),
+            str(seqs),
+            str(core),
+        ]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ready(self) -> int:
+        """Wait until it is open; the size of its vocabulary."""
+        return int(self._read()["vocab"])
+
+    def generate(self, prompts: Sequence[list[int]], tokens: int) -> tuple[float, float]:
+        """Seconds, and CPU seconds, of all answers."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+        self._process.stdin.flush()
+        told = self._read()
+        return float(told["seconds"]), float(told["cpu"])
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the loop's process ended")
+        return json.loads(line)
+
+
+class Served:
+    """``modelmill serve`` on one core, its worker on another."""
+
+    def __init__(self, engine: Path, flags: Sequence[str], worker_core: int, core: int) -> None:
+        self._cores = worker_core, core
+        words = [sys.executable, "-m", "modelmill", "serve", str(engine), "--port", "0", "--served-model-name", "load"]
+        words += ["--kv-cache-bytes", str(KV)]
+        self._process = subprocess.Popen([*words, *flags], stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        said = self._process.stderr.readline()
+        found = re.search(r"listening on (http://[^;]+);", said)
+        if found is None:
+            raise RuntimeError(said + self._process.stderr.read())
+        self.remote = Remote.at(found[1])
+
+    def ready(self, seconds: float = 600) -> None:
+        """Wait for it, and pin both processes."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                asyncio.run(self.remote.get("/health"))
+                break
+            except ModelmillError:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise
+                time.sleep(0.2)
+        self.api = psutil.Process(self._process.pid)
+        (self.worker,) = [each for each in self.api.children() if "modelmill.serve.worker" in each.cmdline()]
+        for process, core in ((self.worker, self._cores[0]), (self.api, self._cores[1])):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds until now of the worker, the API and this process."""
+        found = {"worker": self.worker, "api": self.api, "client": psutil.Process()}
+        times = {name: process.cpu_times() for name, process in found.items()}
+        return {name: each.user + each.system for name, each in times.items()}
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.terminate()
+        self._process.communicate(timeout=60)
+
+
+def serve(engine: Path, device: str, threads: int, seqs: int, core: int) -> None:
+    """The loop's process: one line of requests in, one line of seconds out."""
+    os.sched_setaffinity(0, {core})
+    from modelmill.core.config import RunConfig
+    from modelmill.core.types import Request, SamplingParams
+    from modelmill.runtime.loop import Loop
+
+    loop = Loop.open(engine, RunConfig(device=device, threads=threads, max_num_seqs=seqs, kv_cache_bytes=KV))
+    loop.warm_up()
+    print(json.dumps({"vocab": loop.vocab}), flush=True)
+    for count, line in enumerate(sys.stdin):
+        asked = json.loads(line)
+        params = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)
+        requests = [
+            Request(id=f"{count} {i}", prompt=tuple(ids), params=params) for i, ids in enumerate(asked["prompts"])
+        ]
+        began, cpu = time.perf_counter(), time.process_time()
+        told = 0
+        for request in requests:
+            loop.add(request)
+        while loop.has_work:
+            told += len(loop.step())
+        print(
+            json.dumps({"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "told": told}),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))
