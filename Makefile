@@ -25,8 +25,8 @@ test: $(VENV)/.test lint
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check modelmill tests benchmarks tools
-	$(BIN)/ruff format --check modelmill tests benchmarks tools
+	$(BIN)/ruff check modelmill tests benchmarks tools examples
+	$(BIN)/ruff format --check modelmill tests benchmarks tools examples
 	$(BIN)/mypy
 
 # every test that needs a CUDA device; on the device's own Python and torch

@@ -1,0 +1,81 @@
+"""Each example is run as a user would run it, against a served engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from modelmill.core.types import SamplingParams
+from modelmill.llm import LLM
+from tests.serve.process import Serving
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# the engine reads 512 tokens, and nearly every letter is one: tools in few words
+BRIEF = (
+    "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}<tool_call>{% endif %}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def url(stories: Path) -> Iterator[str]:
+    with Serving(stories, template=BRIEF) as serving:
+        yield serving.url + "/v1"
+
+
+@pytest.fixture(scope="module")
+def brief(stories: Path) -> LLM:
+    return LLM(stories, device="cpu", threads=1, chat_template=BRIEF, kv_cache_bytes=8 << 20)
+
+
+def said(llm: LLM, text: str, tokens: int) -> str:
+    talk = [{"role": "user", "content": text}]
+    return llm.chat(talk, SamplingParams(temperature=0, max_tokens=tokens), progress=False)[0].outputs[0].text
+
+
+def run(name: str, url: str) -> str:
+    done = subprocess.run([sys.executable, EXAMPLES / name, url], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_sync(url: str, brief: LLM) -> None:
+    printed = run("openai_sync.py", url)
+    assert printed.startswith(said(brief, "Name three fruits.", 40) + "\n[")
+    assert printed.endswith(" tokens]\n")
+
+
+def test_async(url: str, brief: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    lines = []
+    for country in ("France", "Italy", "Spain", "Japan"):
+        text = brief.generate(f"The capital of {country} is", params, progress=False)[0].outputs[0].text
+        lines.append(f"{country}:{text.rstrip()}")
+    assert run("openai_async.py", url).splitlines() == lines
+
+
+def test_stream(url: str, brief: LLM) -> None:
+    assert run("openai_stream.py", url).startswith(said(brief, "What is a watermill? One sentence.", 60) + "\n[")
+
+
+def test_functions(url: str) -> None:
+    printed = run("openai_functions.py", url)
+    call = re.match(r"weather\((\{.*?\})\)\n", printed)
+    assert call, printed
+    assert list(json.loads(call[1])) == ["city"]
+    assert len(printed) > call.end()
+
+
+def test_plain_sse(url: str, brief: LLM) -> None:
+    assert run("plain_sse.py", url) == said(brief, "Say hello.", 30) + "\n"
+
+
+def test_none_is_forgotten() -> None:
+    tested = {"openai_sync.py", "openai_async.py", "openai_stream.py", "openai_functions.py", "plain_sse.py"}
+    assert tested <= {path.name for path in EXAMPLES.glob("*.py")}

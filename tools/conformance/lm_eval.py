@@ -1,0 +1,152 @@
+"""lm-eval: the same scores through the server as with transformers, of the same weights in float32.
+
+Two tasks over local jsonl, made at run time from a text beside the checkout: 100 times the right one of four endings
+of a sentence (log-likelihoods), and 100 times how a sentence goes on (greedy answers).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.conformance.suite import Case, Result
+
+TITLE = "lm-eval's local-completions: the scores of transformers on 100 items"
+PACKAGE = "lm_eval"
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = ROOT.parent / "shared" / "data" / "text" / "wikitext2_test_a.txt"
+ITEMS = 100
+CLOSE = 2e-3
+"""Most that a log-likelihood may differ by: sums of some 20 float32 terms in another order."""
+CHOICE = """task: modelmill_endings
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: context
+doc_to_choice: choices
+doc_to_target: label
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+WRITE = """task: modelmill_goes_on
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: context
+doc_to_target: "{{{{choices[label]}}}}"
+generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 12, do_sample: false}}
+metric_list:
+  - metric: exact_match
+"""
+TASKS = ("modelmill_endings", "modelmill_goes_on")
+
+
+def items(text: str, count: int = ITEMS, seed: int = 1) -> list[dict[str, Any]]:
+    """{"context", "choices", "label"}: a sentence's first half and four second halves, one of them its own."""
+    drawn = random.Random(seed)
+    sentences = [found.strip() for found in re.split(r" \. |\n", text)]
+    halves = [each.split() for each in sentences if 16 <= len(each.split()) <= 32]
+    pairs = [(" ".join(words[: len(words) // 2]), " " + " ".join(words[len(words) // 2 :])) for words in halves]
+    drawn.shuffle(pairs)
+    found = []
+    for place in range(count):
+        context, right = pairs[place]
+        others = [pairs[count + 3 * place + k][1] for k in range(3)]
+        label = drawn.randrange(4)
+        found.append({"context": context, "choices": [*others[:label], right, *others[label:]], "label": label})
+    return found
+
+
+def run(base_url: str, model: str, out: Path) -> Result:
+    """Both ways, item by item."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    if not TEXT.is_file():
+        return Result(0, excluded=[Case("100 items", f"needs {TEXT.name} in the shared data folder")])
+    reference, tokenizer = _reference(out)
+    manager = _tasks(out)
+    how: dict[str, Any] = {"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0, "log_samples": True}
+    here = HFLM(pretrained=reference, tokenizer=tokenizer, batch_size=1, max_length=2048)
+    expected = simple_evaluate(here, **how)
+    there = LocalCompletionsAPI(
+        base_url=f"{base_url}/completions", model=model, tokenizer=str(out / "tokenizer"), max_length=2048,
+        tokenizer_backend="huggingface", num_concurrent=4, batch_size=1,
+    )  # fmt: skip
+    return compared(expected, simple_evaluate(there, **how))
+
+
+def _reference(out: Path) -> tuple[Any, Any]:
+    """transformers' own reading of the GGUF file, in float32; its tokenizer is put into ``out`` too."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from modelmill.checkpoint.pull import pull
+    from tools.conformance.server import MODEL
+
+    path = pull(MODEL, ROOT / "out" / "models")
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.save_pretrained(out / "tokenizer")
+    loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return loaded.eval(), tokenizer
+
+
+def _tasks(out: Path) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    folder = out / "tasks"
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "items.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in items(TEXT.read_text("utf-8"))), "utf-8")
+    for name, text in zip(TASKS, (CHOICE, WRITE), strict=True):
+        (folder / f"{name}.yaml").write_text(text.format(path=data), "utf-8")
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def compared(expected: dict[str, Any], found: dict[str, Any]) -> Result:
+    """Scores, every log-likelihood and every answer."""
+    result = Result(0)
+    for task in TASKS:
+        for metric in sorted(key for key in expected["results"][task] if key.endswith(",none") and "stderr" not in key):
+            ours, theirs = found["results"][task][metric], expected["results"][task][metric]
+            name = f"{task}: {metric.removesuffix(',none')}"
+            result.facts[name] = f"{ours:g} through the server, {theirs:g} with transformers"
+            _take(result, name, None if ours == theirs else f"{ours:g}, not {theirs:g}")
+    worst, greedy = _likelihoods(expected["samples"][TASKS[0]], found["samples"][TASKS[0]])
+    result.facts["largest difference of a log-likelihood"] = f"{worst:.1e} of {4 * ITEMS}"
+    _take(result, "every log-likelihood", None if worst <= CLOSE else f"off by {worst:.1e}, {CLOSE:g} is allowed")
+    _take(result, "what greedy decoding would have said", None if greedy == 0 else f"{greedy} differ")
+    texts = [[sample["resps"][0][0] for sample in _sorted(side["samples"][TASKS[1]])] for side in (expected, found)]
+    unlike = sum(a != b for a, b in zip(*texts, strict=True))
+    result.facts["equal greedy answers of 12 tokens"] = f"{len(texts[0]) - unlike} of {len(texts[0])}"
+    _take(result, "every greedy answer", None if unlike == 0 else f"{unlike} of {len(texts[0])} differ")
+    return result
+
+
+def _likelihoods(expected: Sequence[Any], found: Sequence[Any]) -> tuple[float, int]:
+    """(largest difference, how often one side takes the ending for greedy and the other does not)."""
+    worst, greedy = 0.0, 0
+    for left, right in zip(_sorted(expected), _sorted(found), strict=True):
+        for (a,), (b,) in zip(left["resps"], right["resps"], strict=True):
+            worst = max(worst, abs(float(a[0]) - float(b[0])))
+            greedy += str(a[1]) != str(b[1])
+    return worst, greedy
+
+
+def _sorted(samples: Sequence[Any]) -> list[Any]:
+    return sorted(samples, key=lambda sample: sample["doc_id"])
+
+
+def _take(result: Result, name: str, problem: str | None) -> None:
+    if problem is None:
+        result.passed += 1
+    else:
+        result.failed.append(Case(name, problem))
