@@ -17,7 +17,7 @@ import torch
 
 from modelmill.accept.metrics import Row, compare_tensors
 from modelmill.accept.reference import HeadTrace, LayerTrace, Reference
-from modelmill.accept.tolerances import Bound, module_bound
+from modelmill.accept.tolerances import LAYER_ROUNDED, ROUNDED, Bound, module_bound
 from modelmill.runtime.loop import Loop
 
 
@@ -232,11 +232,11 @@ class Bench:
         expected: torch.Tensor,
         linear: str | None = None,
     ) -> None:
-        held = "dense" if self.own else self.kinds.get(linear or name, "dense")
-        recipe = held if held == "int8" else "none"
+        held = self.kinds.get(linear or name, "dense")
+        recipe = held if held in ROUNDED or (held == "int8" and not self.own) else "none"
         if canonical == "layer":
-            eight = "int8" in self.kinds.values() and not self.own
-            bound = layer_bound(self.dtype, "int8" if eight else "none", len(self.ids))
+            coarse = sorted(set(self.kinds.values()) & (set(ROUNDED) if self.own else {"int8"}))
+            bound = layer_bound(self.dtype, coarse[0] if coarse else "none", len(self.ids))
         else:
             bound = module_bound(canonical, self.dtype, recipe, length=len(self.ids))
         self.findings.append(Finding(name, layer, module, compare_tensors(name, ours, expected), bound))
@@ -248,6 +248,8 @@ def layer_bound(dtype: str, recipe: str, length: int) -> Bound:
     A layer has eight modules in a row; independent errors grow with the root of their number, and the residual
     stream that is added at the end only makes the relative error smaller.
     """
+    if recipe in ROUNDED:
+        return LAYER_ROUNDED[recipe]
     parts = [module_bound(m, dtype, recipe, length=length) for m in ("q", "q_rot", "attn", "act")]
     root = 8**0.5
     return Bound(

@@ -1,7 +1,8 @@
 """Engines of few bits are judged in two halves, each sharper than both together.
 
-Their arithmetic: the reference computes with the weights that the engine really holds, so that every module, the wiring
-and whole sequences are within the bounds of an unquantized engine. Their weights: what is held, with a recipe's folded
+Their arithmetic: the reference computes with the weights that the engine really holds, and rounds activations where the
+engine does, so that every module is within the bounds of an unquantized engine (whole sequences too, where activations
+are not rounded). Their weights: what is held, with a recipe's folded
 scales undone, against the checkpoint's own, matrix by matrix: rounding moves single weights, but it neither turns a
 matrix, nor swaps two, nor scales one.
 """
@@ -9,7 +10,7 @@ matrix, nor swaps two, nor scales one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from modelmill.accept.metrics import Row, compare_tensors
 from modelmill.accept.reference import Affine, HeadTrace, LayerWeights, ModuleIO, Reference
+from modelmill.accept.reference.dense import project
 from modelmill.accept.tolerances import Bound, weight_bound
 
 NORMS = {"input_norm": "attn_norm", "mlp_norm": "mlp_norm"}
@@ -47,8 +49,9 @@ def own_reference(reference: Reference, model: Any, kinds: Mapping[str, str]) ->
 
     def head(x: Tensor) -> HeadTrace:
         normed = made.run_norm(None, "final_norm", x.to(made.dtype))
-        weight = model.head.held.to("cpu").dense().to(made.dtype)
-        return {"final_norm": ModuleIO((x,), normed), "logits": ModuleIO((normed,), normed @ weight.T)}
+        held = model.head.held.to("cpu")
+        logits = project(normed, Affine(held.dense().to(made.dtype), seen=_seen(held)))
+        return {"final_norm": ModuleIO((x,), normed), "logits": ModuleIO((normed,), logits)}
 
     made.layer_weights = layer_weights  # type: ignore[method-assign]
     made.norm_weights = norm_weights  # type: ignore[method-assign]
@@ -66,12 +69,13 @@ def held_weights(model: Any, index: int, weights: LayerWeights) -> Iterator[tupl
         if names[0] not in weights:
             continue
         linear = layer.get_submodule(path)
-        dense = linear.held.to("cpu").dense()
+        on_cpu = linear.held.to("cpu")
+        dense, seen = on_cpu.dense(), _seen(on_cpu)
         bias = None if linear.bias is None else linear.bias.float().cpu()
         first = 0
         for name in names:
             rows = slice(first, first + len(weights[name].weight))
-            yield name, Affine(dense[rows], None if bias is None else bias[rows])
+            yield name, Affine(dense[rows], None if bias is None else bias[rows], seen)
             first = rows.stop
 
 
@@ -113,7 +117,7 @@ def central_gain(ours: Tensor, expected: Tensor) -> float:
 
 def unfolded(name: str, site: str, held: Affine, scales: Scales, kv: Any) -> Affine:
     """A weight without the scales that a recipe folded into it: rows that make a site's input, columns that read it."""
-    weight, bias = held
+    weight, bias, _ = held
     made = {"input_norm": "qkv", "mlp_norm": "up", "v": "o", "up": "down"}.get(name)
     if made is not None and made in scales:
         factor = scales[made]
@@ -135,7 +139,12 @@ def _same(held: Affine, like: Affine) -> Affine:
     if held.weight.shape != like.weight.shape:
         return like
     dtype = like.weight.dtype
-    return Affine(held.weight.to(dtype), None if held.bias is None else held.bias.to(dtype))
+    return Affine(held.weight.to(dtype), None if held.bias is None else held.bias.to(dtype), held.seen)
+
+
+def _seen(held: Any) -> Callable[[Tensor], Tensor] | None:
+    """What a weight's product makes of its input, where that is rounded."""
+    return getattr(held, "seen", None)
 
 
 def is_low_bit(kinds: Mapping[str, str]) -> bool:

@@ -18,7 +18,7 @@ from modelmill.accept.engine import Bench, Finding
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
 from modelmill.accept.own import is_low_bit, own_reference, true_streams, weight_rows
 from modelmill.accept.reference import Reference, open_reference
-from modelmill.accept.tolerances import logits_bound
+from modelmill.accept.tolerances import ROUNDED, logits_bound
 from modelmill.artifact.quantization import read_quantization
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
@@ -84,16 +84,24 @@ def compare_engine(
         if progress is not None:
             progress(f"acceptance: {stage}", stages.index(stage), len(stages))
 
+    if checkpoint.language is not None:
+        from modelmill.accept.pictures import joined, judge_eyes
+
+        if progress is not None:
+            progress("acceptance: eyes", 0, len(stages))
+        return joined(judge_eyes(loop, checkpoint), compare_engine(loop, checkpoint.language, ids, progress=progress))
     reference = true = open_reference(checkpoint)
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     kinds, model = loop.artifact.manifest.weights, loop.runner.model
-    own = is_low_bit(kinds)
+    # what a checkpoint brings in few bits is expanded by the reference itself: nothing was rounded here
+    kept = loop.artifact.manifest.build["quantization"] == "keep"
+    own = is_low_bit(kinds) and not kept
     if own:
         reference = own_reference(true, model, kinds)
     sequences = [list(s) for s in ids]
     # the first is the probe, all prompt; of the others the last quarter is decoded token by token
     starts = [len(sequences[0]), *(max(1, len(s) * 3 // 4) for s in sequences[1:])]
-    bench = Bench(loop, reference, sequences[0], list(zip(sequences[1:], starts[1:], strict=True)), own=own)
+    bench = Bench(loop, reference, sequences[0], list(zip(sequences[1:], starts[1:], strict=True)), own=own or kept)
     told("modules")
     last = bench.modules()
     told("wiring")
@@ -129,7 +137,9 @@ def _sequences(
     )
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     manifest = loop.artifact.manifest
-    recipe = "int8" if "int8" in manifest.weights.values() and true is None else "none"
+    rounded = manifest.build["quantization"] != "keep" and "int8" in manifest.weights.values()
+    recipe = "int8" if rounded and true is None else "none"
+    recipe = next(iter(sorted(set(manifest.weights.values()) & set(ROUNDED))), recipe)
     bound = logits_bound(manifest.build["dtype"], recipe, layers=reference.num_layers)
     row = compare_logits("logits", mine, right)
     agreed = top1_agreement(mine, right, bound.margin)

@@ -14,6 +14,7 @@ import torch
 from modelmill.accept.reference import decoder, gpt2, qwen
 from modelmill.accept.reference.dense import Affine, HeadTrace, LayerTrace, LayerWeights, ModuleIO, Reference
 from modelmill.accept.reference.gguf_names import GgufSource, gguf_config, gguf_rope
+from modelmill.accept.reference.packed import Expanded
 from modelmill.accept.reference.source import Container, Opened, Source
 from modelmill.core.errors import UnknownArchitecture
 
@@ -41,6 +42,8 @@ def open_reference(checkpoint: Opened, dtype: torch.dtype = torch.float32) -> Re
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
         return _open_gguf(container, dtype)
     config = dict(checkpoint.config)
+    if config.get("quantization_config"):
+        container = Expanded(container, config)
     family = _family(config)
     source = Source(container, dtype, family.STRIP)
     if family is gpt2:

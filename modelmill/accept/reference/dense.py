@@ -35,10 +35,14 @@ class ModuleIO(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """The weights of one module: a projection's weight is [out, in], a norm's is [width]."""
+    """The weights of one module: a projection's weight is [out, in], a norm's is [width].
+
+    seen: what a projection multiplies with in the place of its input (engines whose activations are rounded).
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    seen: Callable[[Tensor], Tensor] | None = None
 
 
 LayerTrace: TypeAlias = dict[str, ModuleIO]
@@ -184,6 +188,7 @@ def layer_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
 
 def project(x: Tensor, weights: Affine) -> Tensor:
     """x [T, in] → [T, out]."""
+    x = x if weights.seen is None else weights.seen(x)
     y = x @ weights.weight.T
     return y if weights.bias is None else y + weights.bias
 

@@ -1,0 +1,132 @@
+"""The eyes under the measuring rod: honest engines pass in every dtype, planted faults are named where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.accept.pictures import judge_eyes
+from modelmill.accept.run import compare_engine, sample_ids
+from modelmill.checkpoint.open import Checkpoint, open_checkpoint
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.errors import AcceptanceError
+from modelmill.llm import build_engine
+from modelmill.runtime.loop import Loop
+from tests.models.minigpt4_seeded import published
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
+    pytest.importorskip("transformers")
+    tokenizer = shared / "data" / "tokenizers" / "llama" / "tokenizer.model"
+    return published(tmp_path_factory.mktemp("eyes") / "files", tokenizer)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def opened(request: pytest.FixtureRequest, folder: Path) -> tuple[Loop, Checkpoint]:
+    """Built with acceptance, so an honest engine has passed it."""
+    engine = folder.parent / f"{request.param}.engine"
+    report = build_engine(folder, engine, BuildConfig(dtype=request.param))
+    assert report["accepted"], report["reason"]
+    assert report["pictures"]["rel_l2"] <= report["pictures"]["bound"]
+    assert sum(layer["name"].startswith("reader.") for layer in report["layers"]) > 40
+    return Loop.open(engine, RunConfig(kv_cache_bytes=1 << 22, max_model_len=128)), open_checkpoint(folder)
+
+
+def reader(loop: Loop) -> Any:
+    return loop.model.reader
+
+
+def eps(path: str, value: float) -> Callable[[Loop], None]:
+    return lambda loop: setattr(reader(loop).get_submodule(path), "eps", value)
+
+
+def scaled(path: str) -> Callable[[Loop], None]:
+    def plant(loop: Loop) -> None:
+        held = reader(loop).get_submodule(path).held
+        held.weight.data = held.weight.data * 1.05
+
+    return plant
+
+
+def other_bias(loop: Loop) -> None:
+    """Queries and values have changed their biases."""
+    layer = reader(loop).visual_encoder.blocks[1].attn.qkv
+    q, k, v = layer.bias.chunk(3)
+    layer.bias = torch.cat((v, k, q))
+
+
+def no_positions(loop: Loop) -> None:
+    tower = reader(loop).visual_encoder
+    tower.pos_embed = torch.zeros_like(tower.pos_embed)
+
+
+def words_branch(loop: Loop) -> None:
+    """A layer's feed-forward is another's."""
+    layers = reader(loop).qformer.layer
+    layers[1].intermediate_query.dense.held = layers[2].intermediate_query.dense.held
+
+
+FAULTS: dict[str, tuple[Callable[[Loop], None], int | None, str]] = {
+    "tower eps": (eps("visual_encoder.blocks.1.norm2", 1e-5), 1, "tower.norm2"),
+    "ln_vision eps": (eps("ln_vision", 1e-6), None, "ln_vision"),
+    "qformer eps": (eps("qformer.layer.2.output_query.LayerNorm", 1e-5), 2, "qformer.feed_forward.norm"),
+    "tower weight": (scaled("visual_encoder.blocks.0.mlp.fc1"), 0, "tower.fc1"),
+    "qformer weight": (scaled("qformer.layer.2.crossattention.self.value"), 2, "qformer.crossattention.value"),
+    "projection": (scaled("proj"), None, "proj"),
+    "biases": (other_bias, 1, "tower.qkv"),
+    "words": (words_branch, 1, "qformer.up"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_named(opened: tuple[Loop, Checkpoint], name: str) -> None:
+    loop, checkpoint = opened
+    plant, layer, module = FAULTS[name]
+    engine = loop.artifact
+    assert engine is not None
+    broken = Loop.open(engine, loop.config)
+    # weights are views of the file: a planted fault must not write there
+    plant(broken)
+    told = judge_eyes(broken, checkpoint)
+    assert not told["ok"]
+    assert told["layer"] == layer, told["reason"]
+    assert told["module"].removesuffix(".eps") == module, told["reason"]
+    assert judge_eyes(loop, checkpoint)["ok"]
+
+
+def test_what_no_module_shows(opened: tuple[Loop, Checkpoint]) -> None:
+    loop, checkpoint = opened
+    assert loop.artifact is not None
+    broken = Loop.open(loop.artifact, loop.config)
+    no_positions(broken)
+    told = judge_eyes(broken, checkpoint)
+    assert "between the modules of the eyes" in told["verdict"]
+
+
+@pytest.mark.parametrize("opened", ["float32"], indirect=True)
+def test_the_language_model_is_judged_as_well(opened: tuple[Loop, Checkpoint]) -> None:
+    loop, checkpoint = opened
+    assert loop.artifact is not None
+    broken = Loop.open(loop.artifact, loop.config)
+    held = broken.model.layers[1].mlp.down_proj.held  # type: ignore[index, union-attr]
+    held.weight.data = held.weight.data * 1.05  # type: ignore[union-attr, operator]
+    report = compare_engine(broken, checkpoint, sample_ids(loop.artifact))
+    assert not report["accepted"]
+    assert (report["layer"], report["module"]) == (1, "mlp.down_proj")
+
+
+def test_a_refused_engine_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from modelmill.models import _reader
+
+    honest = _reader.Reader.forward
+    monkeypatch.setattr(_reader.Reader, "forward", lambda self, x, still: honest(self, x, still) * 1.1)
+    with pytest.raises(AcceptanceError, match="of the eyes"):
+        build_engine(folder, folder.parent / "refused.engine", BuildConfig(dtype="float32"))
+    assert not (folder.parent / "refused.engine").exists()
