@@ -101,6 +101,11 @@ def _write_weights(plan: Plan, staging: Staging, progress: Progress | None) -> N
 
 def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
     """Read, check, pack and write one tensor."""
+    if piece.kept is not None:
+        for suffix, part in piece.kept.read(plan.checkpoint, plan.dtype).tensors().items():
+            scan(", ".join(piece.resolved.sources), part)
+            writer.add(f"{piece.module}.{suffix}", part)
+        return
     tensor = apply(piece.resolved, plan.checkpoint.get, plan.checkpoint.info)
     scan(", ".join(piece.resolved.sources), tensor)
     if piece.held is None:
@@ -118,7 +123,7 @@ def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
 
 
 def _check_range(tensor: torch.Tensor, piece: Piece, plan: Plan) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if tensor.is_floating_point() and tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
         raise CorruptCheckpoint(
             f"{', '.join(piece.resolved.sources)} overflows in {plan.config.dtype}; "
             "build with --dtype bfloat16 or float32"

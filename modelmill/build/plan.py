@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from modelmill.build.calibration import Source, find_source
+from modelmill.build.keep import KEEP, Kept, find_kept, resolve_keep, source_shape
 from modelmill.build.kinds import LANGUAGE, check_options, described, dtype_of, kind_of, still_memory
 from modelmill.checkpoint.container import listed
 from modelmill.checkpoint.open import Checkpoint
@@ -39,7 +40,8 @@ KEPT = ("head",)
 class Piece:
     """One tensor of the model: where it comes from and how it is stored.
 
-    held: the kind of a linear's weight, None for everything else. stored: shape and dtype by full name.
+    held: the kind of a linear's weight, None for everything else. stored: shape and dtype by full name. kept: where the
+    checkpoint's own whole numbers are stored.
     """
 
     module: str
@@ -47,6 +49,7 @@ class Piece:
     held: str | None
     shape: tuple[int, ...]
     stored: PackedInfo
+    kept: Kept | None = None
 
     @property
     def nbytes(self) -> int:
@@ -224,6 +227,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
     if kind_of(family) != LANGUAGE:
         return _still_plan(checkpoint, config, family, sizes)
     _check_generation(checkpoint)
+    config, kept = resolve_keep(checkpoint, config)
     recipe = make_recipe(config)
     limit = getattr(sizes, "limit", None) or sizes.max_len
     length = config.max_model_len or sizes.max_len
@@ -231,6 +235,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
         raise UsageError(f"--max-model-len {length} is more than this model computes ({limit})")
     source = find_source(config, length) if recipe is not None and recipe.calibrated else None
     config, reasons = _resolve(checkpoint, config, recipe, source)
+    reasons |= kept
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
     renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
     with torch.device("meta"):
@@ -241,8 +246,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
         # the embedding stays as it is; the head gets its own quantized copy of the same rows
         embed = next(p for p in pieces if p.module == "embed" and p.resolved.target == "embed.weight")
         copy = Resolved("head.weight", embed.resolved.sources, embed.resolved.how)
-        assert recipe is not None, "something quantizes the head"
-        pieces = (*pieces, _piece(checkpoint, config, copy, "head", recipe))
+        pieces = (*pieces, _piece(checkpoint, config, copy, "head", _how(recipe, config)))
         aliases = {}
     return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, source)
 
@@ -317,12 +321,6 @@ def _resolve(
             dtype, reasons["dtype"] = stored, f"{stored}: as stored"
         else:
             dtype, reasons["dtype"] = "bfloat16", "bfloat16: half the traffic of float32, no overflow"
-    foreign = checkpoint.config.get("quantization_config")
-    if foreign:
-        method = foreign.get("quant_method", "unknown") if isinstance(foreign, dict) else "unknown"
-        raise CheckpointError(
-            f"{checkpoint.path} is already quantized ({method}); this is not supported yet: take the original"
-        )
     method = getattr(recipe, "method", "nearest")
     if config.method == "auto" and method != "nearest":
         reasons["method"] = f"{method}: the best measured"
@@ -362,7 +360,7 @@ def _pieces(
         module, _, suffix = resolved.target.rpartition(".")
         held: Recipe | str | None = None
         if module in linears and suffix == "weight":
-            held = recipe if recipe is not None and module in quantized else "dense"
+            held = _how(recipe, config) if module in quantized else "dense"
         dtype = getattr(torch, config.dtype)
         if family is not None:
             dtype = dtype_of(family, resolved.target, dtype)
@@ -376,11 +374,19 @@ def _pieces(
     return out
 
 
+def _how(recipe: Recipe | None, config: BuildConfig) -> Recipe | str:
+    """What to do with a weight that is quantized: the recipe, or "keep"."""
+    return KEEP if recipe is None and config.quantization == KEEP else recipe or "dense"
+
+
 def _piece(
     checkpoint: Checkpoint, config: BuildConfig, resolved: Resolved, module: str, held: Recipe | str | None,
     dtype: torch.dtype | None = None,
 ) -> Piece:  # fmt: skip
-    """held: "dense" or a recipe for a linear's weight, None for everything else. dtype: default, the activations'."""
+    """held: "dense", "keep" or a recipe for a linear's weight, None for everything else.
+
+    dtype: None means the activations'. What cannot be kept becomes dense.
+    """
     info = result_info(resolved, checkpoint.info)
     dtype = dtype or getattr(torch, config.dtype)
     if not info.torch_dtype.is_floating_point:
@@ -390,6 +396,13 @@ def _piece(
     if held is None:
         return Piece(module, resolved, None, info.shape, {resolved.target: (info.shape, dtype)})
     shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
+    if held == KEEP:
+        kept = find_kept(resolved, checkpoint)
+        if kept is not None:
+            parts = tuple(source_shape(checkpoint.info(s), f) for s, f in zip(kept.sources, kept.forms, strict=True))
+            stored = {f"{module}.{suffix}": entry for suffix, entry in kept.stored(parts, dtype).items()}
+            return Piece(module, resolved, kept.kind, info.shape, stored, kept)
+        held = "dense"
     kind, layout = (held, {}) if isinstance(held, str) else (held.kind, held.layout)
     stored = {f"{module}.{suffix}": entry for suffix, entry in packed_info(kind, shape, dtype, **layout).items()}
     return Piece(module, resolved, kind, info.shape, stored)

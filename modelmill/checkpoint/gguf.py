@@ -95,6 +95,16 @@ class GgufFile:
                 return plain
             return self._expanded(stream, placed)
 
+    def blocks(self, name: str) -> torch.Tensor:
+        """A matrix of a block format as it lies in the file: uint8 [rows, blocks, bytes of a block]."""
+        placed = self._placed(name)
+        assert placed.kind.dtype is None, f"{name} is not stored in blocks"
+        stored = torch.empty(placed.shape[0], placed.shape[1] // placed.kind.block, placed.kind.size, dtype=torch.uint8)
+        with self.path.open("rb") as stream:
+            stream.seek(placed.offset)
+            self._fill(stream, stored.view(-1))
+        return stored
+
     def files(self) -> list[Path]:
         return [self.path]
 

@@ -18,6 +18,8 @@ import torch
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_config import read_config
+from modelmill.checkpoint.gguf_packed import form_of, packed_of
+from modelmill.checkpoint.packed import Form, Packed
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 LLAMA_NAMES = {
@@ -89,6 +91,7 @@ class _Entry:
     source: str
     shape: tuple[int, ...]
     undo: Callable[[torch.Tensor], torch.Tensor] | None
+    transposed: bool = False
 
 
 class GgufAsHf:
@@ -131,6 +134,19 @@ class GgufAsHf:
         tensor = self._raw.get(entry.source)
         return tensor if entry.undo is None else entry.undo(tensor)
 
+    def form(self, name: str) -> Form | None:
+        """How a matrix is stored; None for one that cannot be kept in its own form."""
+        entry = self._entry(name)
+        return form_of(self._raw.info(entry.source), transposed=entry.transposed)
+
+    def packed(self, name: str) -> Packed:
+        """Its blocks taken apart, rows in Hugging Face's order (of the transpose where the form says so)."""
+        entry = self._entry(name)
+        blocks = self._raw.blocks(entry.source)
+        if entry.undo is not None and not entry.transposed:
+            blocks = entry.undo(blocks)
+        return packed_of(self._raw.info(entry.source).dtype, blocks)
+
     def files(self) -> list[Path]:
         return self._raw.files()
 
@@ -148,6 +164,7 @@ class GgufAsHf:
         shape = self._raw.info(name).shape
         target, base = _renamed(name, layout)
         undo: Callable[[torch.Tensor], torch.Tensor] | None = None
+        transposed = False
         if layout.permuted and base in ("blk.attn_q", "blk.attn_k"):
             heads = self.config["num_attention_heads" if base == "blk.attn_q" else "num_key_value_heads"]
             if not shape or shape[0] % (2 * heads):
@@ -156,10 +173,10 @@ class GgufAsHf:
                 )
             undo = _unpermute(heads)
         elif layout.transposed and base.startswith("blk.") and len(shape) == 2:
-            shape, undo = (shape[1], shape[0]), lambda tensor: tensor.t().contiguous()
+            shape, undo, transposed = (shape[1], shape[0]), lambda tensor: tensor.t().contiguous(), True
         if target in self._entries:
             raise CorruptCheckpoint(f"{self._raw.path}: two tensors mean {target}")
-        self._entries[target] = _Entry(name, shape, undo)
+        self._entries[target] = _Entry(name, shape, undo, transposed)
 
 
 def _renamed(name: str, layout: Layout) -> tuple[str, str]:

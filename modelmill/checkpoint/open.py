@@ -17,6 +17,8 @@ from modelmill.checkpoint.folder import read_json, tokenizer_files
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
 from modelmill.checkpoint.joined import CHAT, GENERATION, Joined, chat_file, checked, config_of, is_joined, parts_of
+from modelmill.checkpoint.packed import Form, Packed
+from modelmill.checkpoint.prequantized import SIDE_FILES, Prequantized, scheme_of
 from modelmill.checkpoint.pth import INDEX as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.safetensors import INDEX as SAFETENSORS_INDEX
@@ -64,6 +66,16 @@ class Checkpoint:
         It may share a mapped file's memory: copy before writing in place.
         """
         return self.view.get(name)
+
+    def form(self, name: str) -> Form | None:
+        """How a matrix is stored in few bits; None where it is not, or not in a form that can be kept."""
+        found: Form | None = self.view.form(name) if hasattr(self.view, "form") else None
+        return found
+
+    def packed(self, name: str) -> Packed:
+        """The whole numbers of a matrix that has a form."""
+        found: Packed = self.view.packed(name)  # type: ignore[attr-defined]
+        return found
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name: as they lie in a folder, or gguf_vocab.json made from a GGUF."""
@@ -212,13 +224,19 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
     if not alone and not isinstance(config.get("model_type"), str):
         raise UnknownArchitecture(f"{folder / 'config.json'}: names no model_type; add the family's name")
     generation_file = folder / "generation_config.json"
+    for name, method in SIDE_FILES.items():
+        if not alone and "quantization_config" not in config and (folder / name).is_file():
+            config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
+    scheme = scheme_of(config, path)
+    transposed = config.get("model_type") == "gpt2"
+    view = weights if scheme is None else Prequantized(weights, scheme, transposed=transposed)
     return Checkpoint(
         path=path,
         container=container,
         config=config,
         generation_config=read_json(generation_file) if generation_file.is_file() else {},
         raw=weights,
-        view=weights,
+        view=view,
         side_files=tokenizer_files(folder),
     )
 

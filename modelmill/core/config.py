@@ -34,7 +34,7 @@ class BuildConfig:
     """Everything that decides what an engine contains. "auto" is resolved by ``build.plan`` into a new object."""
 
     dtype: str = option("auto", "activation and weight type", choices=("auto", *DTYPES))
-    quantization: str = option("none", "weight recipe", choices=("none", "int8", "int4"), flags=("-q",))
+    quantization: str = option("none", "weight recipe", choices=("none", "int8", "int4", "keep"), flags=("-q",))
     quantize_head: bool = option(False, "quantize the output head too")
     method: str = option("auto", "how the recipe rounds; auto: the best measured", choices=("auto", *METHODS))
     group_size: int = option(128, "columns that share a scale (int4); -1: a whole row, for comparison", choices=GROUPS)

@@ -42,6 +42,7 @@ OPS = (
     "linear",
     "int8_linear",
     "int4_linear",
+    "int8_group_linear",
     "w8a8_linear",
     "fp8_linear",
     "argmax",
@@ -51,6 +52,7 @@ OPS = (
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed. What decode does not do:
 _ALONE = (
+    "int8_group_linear",
     *("rms_norm_quant", "add_rms_norm_quant", "quantize", "int4_linear", "w8a8_linear", "fp8_linear"),
     *("argmax", "sample", "image_attention"),
 )
@@ -79,6 +81,7 @@ class Ops:
     linear: Callable[..., torch.Tensor]
     int8_linear: Callable[..., torch.Tensor]
     int4_linear: Callable[..., torch.Tensor]
+    int8_group_linear: Callable[..., torch.Tensor]
     w8a8_linear: Callable[..., torch.Tensor]
     fp8_linear: Callable[..., torch.Tensor]
     argmax: Callable[..., torch.Tensor]

@@ -21,6 +21,7 @@ from modelmill.quant.block import Block
 from modelmill.weights.held import HeldWeight
 
 NONE = "none"
+KEEP = "keep"  # no recipe either: what the checkpoint has quantized stays so
 Scales = dict[str, torch.Tensor]
 
 
@@ -70,8 +71,11 @@ class Recipe(Protocol):
 
 
 def make_recipe(config: BuildConfig) -> Recipe | None:
-    """The recipe of a build; None for "none". Raises UsageError for one that is not known, or options it has not."""
-    if config.quantization == NONE:
+    """The recipe of a build; None for "none" and "keep".
+
+    Raises UsageError for one that is not known, or options it has not.
+    """
+    if config.quantization in (NONE, KEEP):
         return None
     made = _class_of(config.quantization)
     if made is None:
@@ -82,7 +86,7 @@ def make_recipe(config: BuildConfig) -> Recipe | None:
 
 def recipes() -> list[str]:
     """Names of all recipes."""
-    return [NONE, *(name for name in names("modelmill.quant") if _class_of(name) is not None)]
+    return [NONE, KEEP, *(name for name in names("modelmill.quant") if _class_of(name) is not None)]
 
 
 def _class_of(name: str) -> Any:

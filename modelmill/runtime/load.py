@@ -119,7 +119,7 @@ class _Store:
 def _fill_linear(name: str, module: Linear, store: _Store, kind: str) -> None:
     part = module.part
     tensors = {s: store.get(f"{name}.{s}", lazy=part is not None) for s in store.suffixes(name)}
-    if "weight" not in tensors:
+    if "weight" not in tensors and kind != "stacked":
         raise CorruptArtifact(f"the engine lacks the tensor {name}.weight; rebuild it")
     try:
         module.held = weight = held.from_tensors(kind, tensors)

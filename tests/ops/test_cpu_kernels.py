@@ -23,6 +23,7 @@ from modelmill.core.errors import MissingDependency
 from modelmill.ops import shelf
 from modelmill.ops.case import Case, randn
 from modelmill.ops.cpu import build
+from modelmill.ops import int8_group_linear
 from modelmill.ops.int4_linear import drawn
 from modelmill.ops.int8_linear import quantize
 
@@ -136,6 +137,8 @@ def test_products_of_any_size(rows: int, k: int, n: int, dtype: torch.dtype, bia
     for group in (32, 96):
         four = drawn(n, k, group, device="cpu", symmetric=bias) | {"group": group}
         _check("int4_linear", args | four, dtype)
+        eight = int8_group_linear.drawn(n, k, group, device="cpu", symmetric=bias) | {"group": group}
+        _check("int8_group_linear", args | eight, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -147,8 +150,11 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, isa:
     alone = KERNELS["linear"].run(x[:1], weight), KERNELS["int8_linear"].run(x[:1], held, scale)
     four = drawn(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
     fourth = KERNELS["int4_linear"].run(x[:1], **four)
+    eight = int8_group_linear.drawn(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
+    eighth = KERNELS["int8_group_linear"].run(x[:1], **eight)
     for rows in batches:
         assert torch.equal(KERNELS["int4_linear"].run(x[:rows], **four)[:1], fourth)
+        assert torch.equal(KERNELS["int8_group_linear"].run(x[:rows], **eight)[:1], eighth)
         assert torch.equal(KERNELS["linear"].run(x[:rows], weight)[:1], alone[0])
         assert torch.equal(KERNELS["int8_linear"].run(x[:rows], held, scale)[:1], alone[1])
 

@@ -1,95 +1,10 @@
-"""Products with 4-bit weights in C++ (int4_linear.cpp). Activations stay as they are.
-
-The codes become floats in registers, so that only half a byte a weight comes from memory. Many rows of bfloat16: a
-slice of the weights is rounded to bfloat16, then torch's blocked product.
-"""
+"""Products with 4-bit weights in C++ (int4_linear.cpp)."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from modelmill.ops.cpu import build
-from modelmill.ops.cpu.linear import most_rows
-from modelmill.ops.int4_linear import RUN, int4_linear
+from modelmill.ops.cpu.groups import Grouped
+from modelmill.ops.int4_linear import int4_linear
 
 available = build.available
-_DTYPES = build.DTYPES
-# Weights widened at a time: the copies stay in the cache until the product has read them.
-SLICE = 2 << 20
-
-
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the reference, but that many rows of bfloat16 meet weights rounded to bfloat16."""
-    dtype = x.dtype
-    if dtype not in _DTYPES or x.dim() != 2 or group % RUN or not _held(weight, scale, offset):
-        return int4_linear(x, weight, scale, offset, group, bias)
-    if bias is not None and not (bias.is_contiguous() and bias.dtype is dtype):
-        return int4_linear(x, weight, scale, offset, group, bias)
-    x = x.contiguous()
-    rows, k = x.shape
-    if rows > most_rows(dtype):
-        return _widened(x, weight, scale, offset, group, bias)
-    n = weight.shape[0]
-    out = torch.empty(rows, n, dtype=dtype)
-    added = None if bias is None else bias.data_ptr()
-    kernel = _kernel() if rows <= build.FEW_ROWS else _long_kernel()
-    low = None if offset is None else offset.data_ptr()
-    pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), low, added)
-    kernel(*pointers, rows, k, n, group, _DTYPES[dtype], scale.dtype is torch.float16)
-    return out
-
-
-def _held(weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> bool:
-    grids = (scale,) if offset is None else (scale, offset)
-    return (
-        weight.is_contiguous()
-        and scale.dtype in (torch.float16, torch.float32)
-        and all(t.dtype is scale.dtype and t.is_contiguous() for t in grids)
-    )
-
-
-def _widened(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """x [T, K] times slices of the widened weight."""
-    n, k = weight.shape[0], x.shape[1]
-    step = min(n, max(256, SLICE // max(k, 1)))
-    wide = torch.empty(step, k, dtype=x.dtype)
-    out = torch.empty(x.shape[0], n, dtype=x.dtype)
-    for first in range(0, n, step):
-        count = min(step, n - first)
-        parts = [None if t is None else t[first : first + count].data_ptr() for t in (weight, scale, offset)]
-        _widen()(wide.data_ptr(), *parts, k, count, group, _DTYPES[x.dtype], scale.dtype is torch.float16)
-        torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
-    return out if bias is None else out.add_(bias)
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("int4_linear", "ppppppqqqqii")
-
-
-@functools.cache
-def _long_kernel() -> Callable[..., Any]:
-    return build.function("int4_linear", "ppppppqqqqii", long=True)
-
-
-@functools.cache
-def _widen() -> Callable[..., Any]:
-    return build.function("int4_widen", "ppppqqqii")
+run = Grouped("int4_linear", "int4_widen", int4_linear).run

@@ -1,0 +1,12 @@
+// Products with 8-bit weights in groups (ops/int8_group_linear.py).
+#include "groups.h"
+
+extern "C" void int8_group_linear(void* out, const void* x, const uint8_t* codes, const void* scale, const void* offset,
+                            const void* bias, int64_t rows, int64_t k, int64_t n, int64_t group, int dtype, int half) {
+    mill::group_linear<mill::EightBits>(out, x, codes, scale, offset, bias, rows, k, n, group, dtype, half);
+}
+
+extern "C" void int8_group_widen(void* out, const uint8_t* codes, const void* scale, const void* offset, int64_t k,
+                           int64_t n, int64_t group, int dtype, int half) {
+    mill::group_widen<mill::EightBits>(out, codes, scale, offset, k, n, group, dtype, half);
+}

@@ -1,0 +1,75 @@
+"""Matrix product with 8-bit weights in groups along K; activations stay floating point.
+
+As int4_linear, with a byte a weight: scale[n, g] · code + offset[n, g], code −128…127, g = column // group; without
+offsets 0 is meant (symmetric). A row is filled up with zeros to a multiple of 32 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+RUN = 32
+
+
+def int8_group_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x: [T, K] float; weight: [N, ⌈K/32⌉·32] int8; scale, offset: [N, ⌈K/group⌉] float16 or float32; bias: [N].
+
+    group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64 where x is).
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = F.linear(x.to(wide), unpacked(weight, scale, offset, group, x.shape[-1], wide))
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype)
+
+
+def unpacked(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    columns: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The weights [N, columns]."""
+    values = weight[:, :columns].to(dtype) * scale.to(dtype).repeat_interleave(group, 1)[:, :columns]
+    return values if offset is None else values + offset.to(dtype).repeat_interleave(group, 1)[:, :columns]
+
+
+def filled(codes: torch.Tensor) -> torch.Tensor:
+    """[N, K] int8 → [N, ⌈K/32⌉·32], zeros behind K."""
+    return F.pad(codes, (0, -codes.shape[1] % RUN)).contiguous()
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Decode and prefill, K that is no multiple of the group, of 32, or odd."""
+    shapes = [(1, 576, 1536, 32), (5, 100, 33, 32), (33, 576, 96, 64), (1, 1536, 576, 128), (2, 65, 7, 96)]
+    for rows, k, n, group in shapes:
+        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
+        args = {"x": x, **drawn(n, k, group, device=device, symmetric=rows == 5), "group": group}
+        args["bias"] = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
+        moved = nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor))) + rows * n * x.element_size()
+        yield Case(f"{rows}x{k}->{n} g{group}", args, moved, 2 * rows * k * n)
+
+
+def drawn(n: int, k: int, group: int, *, device: str, symmetric: bool) -> dict[str, torch.Tensor | None]:
+    """A seeded weight whose outputs have about unit scale."""
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
+    scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (k**-0.5 / 74)
+    offset = scale * (20 * torch.randn(scale.shape, generator=generator))
+    held = {"weight": filled(codes), "scale": scale.half(), "offset": None if symmetric else offset.half()}
+    return {name: None if t is None else t.to(device) for name, t in held.items()}
