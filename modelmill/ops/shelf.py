@@ -43,6 +43,8 @@ OPS = (
     "int8_linear",
     "int4_linear",
     "int8_group_linear",
+    "cluster_quant",
+    "clustered_linear",
     "w8a8_linear",
     "fp8_linear",
     "argmax",
@@ -54,7 +56,7 @@ OPS = (
 _ALONE = (
     "int8_group_linear",
     *("rms_norm_quant", "add_rms_norm_quant", "quantize", "int4_linear", "w8a8_linear", "fp8_linear"),
-    *("argmax", "sample", "image_attention"),
+    *("cluster_quant", "clustered_linear", "argmax", "sample", "image_attention"),
 )
 SPANS = {"decode": tuple(op for op in OPS if op not in _ALONE), "gated_linear": ("linear", "silu_mul")}
 SHELVES = ("cuda", "triton", "cpu")
@@ -82,6 +84,8 @@ class Ops:
     int8_linear: Callable[..., torch.Tensor]
     int4_linear: Callable[..., torch.Tensor]
     int8_group_linear: Callable[..., torch.Tensor]
+    cluster_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    clustered_linear: Callable[..., torch.Tensor]
     w8a8_linear: Callable[..., torch.Tensor]
     fp8_linear: Callable[..., torch.Tensor]
     argmax: Callable[..., torch.Tensor]

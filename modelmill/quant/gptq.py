@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from modelmill.quant.grid import ZERO, Grid, settle, to_codes
+from modelmill.quant.grid import LEVELS, ZERO, Grid, settle, to_codes
 
 BLOCK = 128
 DAMPING = 0.01
@@ -39,7 +39,9 @@ def inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
             damping = max(10 * damping, 1e-3)
 
 
-def gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, *, act_order: bool = True) -> torch.Tensor:
+def gptq(
+    weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, *, act_order: bool = True, levels: int = LEVELS
+) -> torch.Tensor:
     """Codes [N, K] (float32) on a grid found beforehand. weight: [N, K] float32; hessian: [K, K], damped.
 
     act_order: round the columns of the largest inputs first, while others can still carry their errors. The grid stays
@@ -58,7 +60,7 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, *, act_order: 
         inner = factor[first:last, first:last]
         for j in range(first, last):
             column, s, o = work[:, j], scale[:, j], offset[:, j]
-            codes[:, j] = to_codes(column, s, o)
+            codes[:, j] = to_codes(column, s, o, levels)
             error = (column - (codes[:, j] * s + o)) / inner[j - first, j - first]
             work[:, j:last] -= error[:, None] * inner[j - first, j - first :]
             errors[:, j - first] = error

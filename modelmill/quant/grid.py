@@ -45,10 +45,10 @@ class Grid:
         return codes * scale + offset
 
 
-def to_codes(weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """The nearest of 16 levels; halves go to the even code."""
+def to_codes(weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, levels: int = LEVELS) -> torch.Tensor:
+    """The nearest of 16 levels (or of ``levels``); halves go to the even code."""
     # torch.round calls its threads even for a few numbers, which costs twenty times the rounding where cores are busy
-    return ((weight - offset) / scale).clamp_(0, LEVELS - 1).add_(_WHOLE).sub_(_WHOLE)
+    return ((weight - offset) / scale).clamp_(0, levels - 1).add_(_WHOLE).sub_(_WHOLE)
 
 
 def find_grid(

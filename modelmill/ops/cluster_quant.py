@@ -1,0 +1,70 @@
+"""Activations to 8 (or 4) bits in clustered order: what a product of clustered integers reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.eight_bit import LEAST
+from modelmill.ops.rms_norm_quant import limits, quantized
+
+# In steps of the integers: a value at the border between two may fall to either.
+TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+
+
+def cluster_quant(
+    x: torch.Tensor,
+    order: torch.Tensor,
+    factor: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(q [T, P] int8, step [T, P / group] float32 or None).
+
+    x: [T, K] float; gated: [T, 2·K], of which silu(first half) · second half, rounded to x's dtype, is taken. order:
+    [P] int32: column i of q is x's column order[i], or 0 where that is −1. factor, zero: [P] float32 and int32 as in
+    rms_norm_quant (static); None: each token and group has its own step = max(amax, 1e-6) / most, with most =
+    2^(bits − 1) − 1, and q = x · (most / amax), rounded half to even.
+    """
+    if gated:
+        gate, up = x.chunk(2, -1)
+        x = F.silu(gate) * up
+    if factor is not None:
+        return quantized(x, torch.int8, factor, zero, order, bits)[0], None
+    most = limits(torch.int8, bits, shifted=False)[1]
+    wide = torch.where(order >= 0, x.float()[:, order.clamp(min=0).long()], 0.0).view(x.shape[0], -1, group)
+    amax = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST)
+    q = (wide * (most / amax)).round().clamp(-most, most)
+    return q.to(torch.int8).view(x.shape[0], -1), (amax / most)[..., 0]
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Static and dynamic, 8 and 4 bit, after a gate and without, clusters of 1 channel and of every size."""
+    sizes = [(1, 96, 32), (7, 100, 32), (3, 300, 128)] + ([] if device == "cpu" else [(1, 11008, 128), (64, 4096, 128)])
+    for number, (rows, width, group) in enumerate(sizes):
+        generator = torch.Generator().manual_seed(width)
+        channels = torch.randperm(width, generator=generator)
+        parts: list[torch.Tensor] = []
+        at = 0
+        while at < width:
+            size = 1 if len(parts) == 1 else int(torch.randint(1, group + 1, (1,), generator=generator))
+            size = min(width - at, size)
+            parts.append(F.pad(channels[at : at + size], (0, group - size), value=-1))
+            at += size
+        order = torch.cat(parts).int()
+        factor = torch.rand(len(order), generator=generator) * 40 + 10
+        zero = torch.randint(-90, 90, order.shape, generator=generator).int()
+        for bits in (8, 4):
+            gated = (number + bits) % 3 == 0
+            x = randn(rows, 2 * width if gated else width, device=device, dtype=dtype, seed=width, scale=2.0)
+            shared = {"x": x, "order": order.to(device), "bits": bits, "group": group, "gated": gated}
+            shrink = 1 if bits == 8 else 16
+            static = {"factor": (factor / shrink).to(device), "zero": (zero // shrink).to(device)}
+            name = f"{rows}x{width} a{bits}{' gated' if gated else ''}"
+            yield Case(f"{name} static", shared | static, nbytes(x) + rows * len(order))
+            yield Case(f"{name} dynamic", shared | {"factor": None, "zero": None}, nbytes(x) + rows * len(order))

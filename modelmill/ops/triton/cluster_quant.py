@@ -1,0 +1,91 @@
+"""Activations to clustered integers: one program for some columns of a token, gate and permutation on the way."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.device import power_of_two, rows_of
+from modelmill.ops.triton.early import enter, launch
+
+_LEAST = tl.constexpr(1e-6)
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2²³: a float32 of this size is a whole number
+
+
+def supports(
+    x: torch.Tensor,
+    order: torch.Tensor,
+    factor: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> bool:
+    """Everything packed; a factor for each column."""
+    packed = all(t is None or (t.is_contiguous() and t.numel() == order.numel()) for t in (order, factor, zero))
+    return x.dim() == 2 and x.numel() > 0 and packed and (factor is not None or group <= 8192)
+
+
+def run(
+    x: torch.Tensor,
+    order: torch.Tensor,
+    factor: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As the reference."""
+    flat = rows_of(x)
+    rows, columns = flat.shape[0], order.numel()
+    q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
+    own = factor is None
+    step = torch.empty((rows, columns // group), dtype=torch.float32, device=x.device) if own else None
+    # A program's columns: those of a group where it finds its step, else as many as are worth a program.
+    each = group if own else 512
+    block = power_of_two(each)
+    _kernel[(rows, triton.cdiv(columns, each))](
+        flat, order, order if factor is None else factor, order if zero is None else zero, q,
+        flat if step is None else step, columns, flat.stride(0), flat.shape[1] // 2, each,
+        GATED=gated, OWN=own, SHIFT=zero is not None, MOST=float(2 ** (bits - 1) - 1), BLOCK=block,
+        num_warps=max(1, min(4, block // 128)), **launch(x.device, rows),
+    )  # fmt: skip
+    return q, step
+
+
+@triton.jit
+def _kernel(
+    x_ptr, order_ptr, factor_ptr, zero_ptr, q_ptr, step_ptr, columns, stride, half, each,
+    GATED: tl.constexpr, OWN: tl.constexpr, SHIFT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    column = part * each + lane
+    inside = (lane < each) & (column < columns)
+    order = tl.load(order_ptr + column, mask=inside, other=-1)
+    real = order >= 0
+    enter(EARLY)
+    x = tl.load(x_ptr + row * stride + order, mask=real, other=0.0)
+    y = x.to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * stride + half + order, mask=real, other=0.0).to(tl.float32)
+        # Rounded where the reference rounds.
+        y = (y / (1.0 + tl.exp(-y))).to(x.dtype).to(tl.float32)
+        y = (y * up).to(x.dtype).to(tl.float32)
+    if OWN:
+        amax = tl.maximum(tl.max(tl.abs(y), axis=0), _LEAST)
+        most = amax * 0.0 + MOST
+        y *= tl.div_rn(most, amax)
+        tl.store(step_ptr + row * (columns // each) + part, tl.div_rn(amax, most))
+    else:
+        y *= tl.load(factor_ptr + column, mask=real, other=0.0)
+    # Beyond 2²² the trick rounds nothing; such values are at the ends anyway, zero-points being at most 1e4.
+    y = tl.minimum(tl.maximum(y, -65536.0), 65536.0)
+    y = (y + _WHOLE) - _WHOLE
+    if SHIFT:
+        y += tl.load(zero_ptr + column, mask=real, other=0).to(tl.float32)
+    y = tl.minimum(tl.maximum(y, -MOST - SHIFT), MOST)
+    tl.store(q_ptr + row * columns + column, tl.where(real, y, 0.0).to(tl.int8), mask=inside)
