@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam test test-gpu test-triton verify performance lint clean
+.PHONY: demo demo-sam test test-gpu test-triton test-ray verify performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -41,6 +41,15 @@ test-triton: .venv-triton/.ready
 	$(PYTHON) tools/setup_venv.py create .venv-triton
 	.venv-triton/bin/python tools/setup_venv.py install .venv-triton test
 	.venv-triton/bin/python -m pip install -q --no-deps -r tests/export/requirements.txt
+	@touch $@
+
+# two replicas behind Ray Serve on this machine, under load, while one is killed; in a .venv of its own
+test-ray: .venv-ray/.ready
+	.venv-ray/bin/python -m pytest -m ray tests/serve
+
+.venv-ray/.ready: pyproject.toml constraints.txt
+	$(PYTHON) tools/setup_venv.py create .venv-ray
+	.venv-ray/bin/python tools/setup_venv.py install .venv-ray test,serve,ray
 	@touch $@
 
 # everything the engine promises that needs no GPU, on the real model; resumable; writes docs/verification.md

@@ -65,6 +65,8 @@ FOREIGN_HOME = {
     "starlette": ("serve",),
     "uvicorn": ("serve",),
     "prometheus_client": ("serve",),
+    "ray": ("serve/replicas",),
+    "opentelemetry": ("serve/traces.py",),
     "llguidance": ("text/grammar.py",),
     "typer": ("cli",),
     "rich": ("cli", "eval", "llm.py"),

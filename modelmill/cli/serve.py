@@ -16,6 +16,7 @@ from modelmill.core.errors import MissingDependency, UsageError
 
 if TYPE_CHECKING:
     from modelmill.serve.engine import Engine
+    from modelmill.serve.message import Open
     from modelmill.serve.server import Place
 
 HELP = "Serve engines over HTTP, for clients of the OpenAI API."
@@ -57,6 +58,13 @@ class Args(Common):
     allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which a server without a key answers")
     log_level: str = option("warning", "what is logged on stderr, as JSON lines (info: every request)", choices=LEVELS)
     warm_up: bool = option(True, "record decode graphs before the first request (GPU)")
+    ray: bool = option(
+        False, "serve through Ray Serve: replicas behind this server (docs/cluster.md)", flags=("--ray",)
+    )
+    replicas: int = option(1, "with --ray: servers of the same engines; with GPUs each takes --tp of them")
+    ray_address: str | None = option(
+        None, "with --ray: a running Ray cluster (auto, HOST:PORT); default: one of our own"
+    )
     build: CacheBuild = config(CacheBuild, "A checkpoint in an engine's place")
     run: RunConfig = config(RunConfig, "Engine")
 
@@ -71,6 +79,10 @@ def run(args: Args) -> int:
             f"serve needs {missing.name}; install it with: pip install 'modelmill[serve]'"
         ) from None
     place, names = _place(args), _names(args)
+    if args.ray or args.replicas != 1 or args.ray_address is not None:
+        from modelmill.cli.serve_ray import serve_replicas
+
+        return serve_replicas(args, place, names, _orders(args))
 
     async def serve() -> None:
         engines = _engines(args, names)
@@ -133,15 +145,21 @@ def _names(args: Args) -> list[str]:
 
 
 def _engines(args: Args, names: Sequence[str]) -> list[Engine]:
-    from modelmill.serve.budget import for_viewer, parted
     from modelmill.serve.engine import Engine
+
+    return [Engine(name, order, queue=args.max_waiting) for name, order in zip(names, _orders(args), strict=True)]
+
+
+def _orders(args: Args) -> list[Open]:
+    """How each engine is opened, with its part of the memory."""
+    from modelmill.serve.budget import for_viewer, parted
     from modelmill.serve.message import Open
 
     weights = [_bytes(path) for path in args.engines]
     views = [_segments(path) for path in args.engines]
     run = changed(parted(args.run, views.count(False)))
-    engines = []
-    for place, (name, path) in enumerate(zip(names, args.engines, strict=True)):
+    orders = []
+    for place, path in enumerate(args.engines):
         later = tuple(size for size, view in zip(weights[place + 1 :], views[place + 1 :]) if not view)
         # one that has loaded holds its weights already; what it works with it may have given back
         aside = sum(
@@ -153,8 +171,8 @@ def _engines(args: Args, names: Sequence[str]) -> list[Engine]:
             str(path), _build(args, path), run, args.warm_up, args.chat_template, later, aside,
             args.image_cache_bytes, args.max_image_pixels,
         )  # fmt: skip
-        engines.append(Engine(name, order, queue=args.max_waiting))
-    return engines
+        orders.append(order)
+    return orders
 
 
 def _segments(path: Path) -> bool:

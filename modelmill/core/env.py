@@ -38,6 +38,12 @@ def compiler() -> str | None:
     return os.environ.get("CXX")
 
 
+def default(**values: str) -> None:
+    """Set variables that a library reads when it is imported, where the user has not set them."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def child() -> dict[str, str]:
     """A copy of the environment for child processes."""
     return dict(os.environ)

@@ -1,0 +1,52 @@
+"""``modelmill serve --ray``: replicas of a server through Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modelmill.cli.output import note
+from modelmill.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from modelmill.cli.serve import Args
+    from modelmill.serve.message import Open
+    from modelmill.serve.server import Place
+
+
+def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Sequence[Open]) -> int:
+    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end. Raises UsageError for flags that do not go together."""
+    from modelmill.serve.logs import to_stderr
+    from modelmill.serve.replicas.cluster import Cluster, Shape
+    from modelmill.serve.replicas.plan import Plan
+    from modelmill.serve.replicas.server import ReplicaServer
+
+    if not args.ray:
+        flag = "--replicas" if args.replicas != 1 else "--ray-address"
+        raise UsageError(f"{flag} needs --ray: modelmill serve ENGINE --ray --replicas 2")
+    if not 1 <= args.replicas <= 1024:
+        raise UsageError(f"--replicas must be in 1…1024, not {args.replicas}")
+    if ":" in args.run.device:
+        raise UsageError(f"--device {args.run.device}: Ray gives each replica its GPUs; give --device cuda")
+    plan = Plan(tuple(names), tuple(map(_anywhere, orders)), args.max_waiting, args.max_body_bytes, args.log_level)
+    shape = Shape(args.replicas, args.run.tp, args.run.device, args.ray_address, args.shutdown_timeout)
+
+    async def serve() -> None:
+        server = ReplicaServer(Cluster(plan, shape), place)
+        told = f"{args.replicas} replicas of {', '.join(names)}"
+        await server.run(lambda url: note(f"listening on {url}; starting {told}"))
+
+    with to_stderr(args.log_level):
+        asyncio.run(serve())
+    return 0
+
+
+def _anywhere(order: Open) -> Open:
+    """``order`` with paths that mean the same in another folder."""
+    template = order.template
+    if template is not None and len(template) < 1024 and "{" not in template and Path(template).is_file():
+        template = str(Path(template).resolve())
+    return replace(order, model=str(Path(order.model).resolve()), template=template)

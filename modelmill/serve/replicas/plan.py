@@ -1,0 +1,43 @@
+"""What replicas serve, and where: plain data, without Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from modelmill.serve.message import Open
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every replica serves. names and orders belong together; queue: as --max-waiting; body: as
+    --max-body-bytes; level: as --log-level. generation: another number makes Ray Serve replace the replicas.
+    """
+
+    names: tuple[str, ...]
+    orders: tuple[Open, ...]
+    queue: int
+    body: int
+    level: str
+    generation: int = 0
+
+    def beside(self, count: int) -> Plan:
+        """For one of ``count`` replicas that load at once on one machine: each takes its part of the memory."""
+        orders = (replace(order, others=(*order.others, *(0,) * (count - 1))) for order in self.orders)
+        return replace(self, orders=tuple(orders))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """count: replicas. tp, device: as in RunConfig. address: of a Ray cluster; None: one of our own, on this machine
+    alone. patience: seconds for running answers when a replica is replaced.
+    """
+
+    count: int
+    tp: int = 1
+    device: str = "auto"
+    address: str | None = None
+    patience: float = 30.0
+
+    def gpus(self, there: float) -> int:
+        """GPUs for each replica, all on one node, in a cluster that has so many."""
+        return self.tp if self.device == "cuda" or (self.device == "auto" and there > 0) else 0

@@ -1,0 +1,311 @@
+"""Replicas without Ray: where requests go, what the front does when a replica is lost, and the flags."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.cli.main import execute
+from modelmill.serve.message import Open
+from modelmill.serve.replicas.affinity import CUTS, Affinity, beginnings
+from modelmill.serve.replicas.call import parts
+from modelmill.serve.replicas.front import Front, guarded, merged
+from modelmill.serve.replicas.plan import Plan, Shape
+from modelmill.serve.service import Limits, Service
+from tests.serve.asgi import Client, Response
+from tests.serve.running import Running
+
+LONG = "You are a miller. " * 40
+
+
+def chat(*texts: str, **more: Any) -> bytes:
+    messages = [{"role": "user" if place % 2 else "system", "content": text} for place, text in enumerate(texts)]
+    return json.dumps({"model": "m", "messages": messages, **more}).encode()
+
+
+# -- where a request goes
+
+
+def test_beginnings_are_shared_as_far_as_prompts_are() -> None:
+    one, two = beginnings(chat(LONG, "Why?")), beginnings(chat(LONG, "How?"))
+    assert one
+    shared = [a for a, b in zip(one, two) if a == b]
+    assert shared == one[: len(shared)]
+    assert len(shared) == sum(cut <= len(LONG) + 7 for cut in CUTS)
+    assert beginnings(chat(LONG)) != beginnings(chat(LONG, model="other"))
+    assert not set(beginnings(chat(LONG))) & set(beginnings(chat(LONG, cache_salt="mine")))
+    assert not set(beginnings(chat(LONG))) & set(beginnings(chat(LONG, tools=[{"type": "function"}])))
+    assert beginnings(b'{"prompt": ["%s", "b"]}' % LONG.encode()) == beginnings(b'{"prompt": "%s"}' % LONG.encode())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[", b"[]", b"3", b"{}", b'{"prompt": ""}', b'{"messages": 3}', b'{"messages": [3, null]}', b"[" * 10**5,
+     b'{"prompt": [[1, 2]]}', b'{"input": [{"content": [{"text": 1}]}]}', b"\xff\xfe", b'{"prompt": "\\ud800"}'],
+)  # fmt: skip
+def test_beginnings_of_anything(body: bytes) -> None:
+    assert len(beginnings(body)) <= len(CUTS)
+
+
+def test_a_conversation_stays_where_it_began() -> None:
+    affinity, loads = Affinity(), {"a": 0, "b": 0, "c": 0}
+    homes = {}
+    for talk in range(9):
+        prefix = beginnings(chat(f"{talk} {LONG}"))
+        homes[talk] = affinity.order(prefix, loads)[0]
+        affinity.routed(prefix, homes[talk])
+    assert sorted(homes.values()) == sorted("abc" * 3)
+    for talk in range(9):
+        assert affinity.order(beginnings(chat(f"{talk} {LONG}", "and on")), loads)[0] == homes[talk]
+
+
+def test_a_replica_that_is_gone_is_forgotten() -> None:
+    affinity, prefix = Affinity(), beginnings(chat(LONG))
+    affinity.routed(prefix, "a")
+    affinity.forget(["b"])
+    assert affinity.order(prefix, {"b": 0, "a": 3})[0] == "b"
+    assert affinity.order(prefix, {}) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=200), st.integers(0, 5), st.integers(1, 5))
+def test_imbalance_is_bounded(visits: list[tuple[int, bool]], slack: int, count: int) -> None:
+    """However requests come and go, none is sent to a replica with more than slack answers beyond the least busy."""
+    affinity, loads = Affinity(slack), {str(name): 0 for name in range(count)}
+    held: list[str] = []
+    for talk, ends in visits:
+        prefix = beginnings(chat(f"{talk} {LONG}"))
+        order = affinity.order(prefix, loads)
+        assert sorted(order) == sorted(loads)
+        assert loads[order[0]] <= min(loads.values()) + slack
+        affinity.routed(prefix, order[0])
+        loads[order[0]] += 1
+        held.append(order[0])
+        if ends:
+            loads[held.pop(0)] -= 1
+
+
+def test_memory_of_beginnings_is_bounded() -> None:
+    affinity = Affinity(kept=100)
+    for talk in range(200):
+        affinity.routed(beginnings(chat(f"{talk} {LONG}")), "a")
+    assert len(affinity._home) == 100
+
+
+def test_plans() -> None:
+    plan = Plan(("m",), (Open("/m", {}, {}, others=(7,)),), 8, 1024, "info")
+    assert plan.beside(3).orders[0].others == (7, 0, 0)
+    assert [Shape(2, 4, device).gpus(there) for device in ("auto", "cuda", "cpu") for there in (0, 8)] == [
+        0, 4, 4, 4, 0, 0,
+    ]  # fmt: skip
+
+
+# -- the front
+
+
+class Fake:
+    """Replicas that do as they are told: a list of parts, an Exception among them is raised."""
+
+    def __init__(self, *answers: Sequence[Any]) -> None:
+        self.answers, self.asked, self.closed = list(answers), list[Any](), 0
+        self.status = "ok"
+
+    async def ask(
+        self, head: dict[str, Any], body: bytes, prefix: Sequence[str], avoid: Sequence[str]
+    ) -> AsyncGenerator[Any]:
+        place = len(self.asked)
+        self.asked.append((head, body, tuple(prefix), tuple(avoid)))
+        try:
+            yield f"r{place}"
+            for part in self.answers[place]:
+                if isinstance(part, Exception):
+                    raise part
+                if part == "wait":
+                    await asyncio.Event().wait()
+                yield part
+        finally:
+            self.closed += 1
+
+    async def pages(self) -> list[tuple[str, bytes]]:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        return {"status": self.status, "replicas": {"running": 2, "wanted": 2}}
+
+
+JSON = [(b"content-type", b"application/json"), (b"x-request-id", b"inner")]
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+def ask(fake: Fake, limits: Limits | None = None, **options: Any) -> Response:
+    service = Service({}, limits or Limits())
+    client = Client(guarded(Front(fake, service), service))
+    response = asyncio.run(client.post("/v1/completions", {"prompt": LONG, "model": "m"}, **options))
+    service.close()
+    return response
+
+
+def test_an_answer_goes_through() -> None:
+    fake = Fake([(200, JSON), b"{}"])
+    response = ask(fake, headers={"x-request-id": "mine", "authorization": "Bearer secret"})
+    assert (response.status, response.body) == (200, b"{}")
+    assert response.headers["x-request-id"] == "mine"
+    ((head, body, prefix, avoid),) = fake.asked
+    assert json.loads(body)["model"] == "m"
+    assert (b"x-request-id", b"mine") in head["headers"]
+    assert not [name for name, _ in head["headers"] if name in (b"authorization", b"host")]
+    assert prefix == tuple(beginnings(body))
+    assert avoid == ()
+    assert fake.closed == 1
+
+
+def test_a_replica_that_is_lost_before_it_answers_is_followed_by_another() -> None:
+    fake = Fake([RuntimeError("actor died")], [(503, JSON), b"{}"], [(200, JSON), b"{}"])
+    assert ask(fake).status == 200
+    assert [avoid for *_, avoid in fake.asked] == [(), ("r0",), ("r0", "r1")]
+    assert fake.closed == 3
+
+
+def test_when_none_is_left_the_client_is_told() -> None:
+    lost = ask(Fake(*[[RuntimeError("actor died at 10.0.0.1")]] * 3))
+    assert (lost.status, lost.json["error"]["code"]) == (503, "replica_lost")
+    assert "10.0.0.1" not in lost.body.decode()
+    assert "retry-after" in lost.headers
+    # the last replica's own refusal is the answer
+    refused = ask(Fake([ValueError()], [(503, JSON), b"1"], [(503, JSON), b'{"error": 1}']))
+    assert (refused.status, refused.body) == (503, b'{"error": 1}')
+
+
+def test_a_stream_that_breaks_ends_with_an_error_and_without_done() -> None:
+    response = ask(Fake([(200, EVENTS), b"data: {}\n\n", RuntimeError("actor died")]))
+    assert response.status == 200
+    assert response.events[0] == {}
+    assert response.events[-1]["error"]["code"] == "replica_lost"
+    assert "[DONE]" not in response.events
+
+
+def test_an_answer_that_breaks_is_cut_off() -> None:
+    with pytest.raises(ConnectionResetError):
+        ask(Fake([(200, JSON), b'{"half', RuntimeError()]))
+
+
+def test_refusals_of_the_engine_are_not_tried_elsewhere() -> None:
+    for status in (400, 404, 429):
+        fake = Fake([(status, JSON), b"{}"])
+        assert ask(fake).status == status
+        assert len(fake.asked) == 1
+
+
+def test_the_door_is_the_front_s() -> None:
+    limits = Limits(keys=("secret",), body=2000)
+    assert ask(Fake(), limits).status == 401
+    assert ask(Fake([(200, JSON)]), limits, headers={"authorization": "Bearer secret"}).status == 200
+    assert ask(Fake(), Limits(body=100)).status == 413
+    assert ask(Fake(), headers={"host": "evil.example"}).status == 403
+
+
+def test_while_none_is_ready() -> None:
+    fake = Fake()
+    fake.status = "loading"
+    response = ask(fake)
+    assert (response.status, response.json["error"]["code"]) == (503, "not_ready")
+    service = Service({}, Limits())
+    client = Client(guarded(Front(fake, service), service))
+    assert asyncio.run(client.get("/health")).status == 503
+    fake.status = "ok"
+    assert asyncio.run(client.get("/health")).json == {"status": "ok", "replicas": {"running": 2, "wanted": 2}}
+    service.draining = True
+    assert asyncio.run(client.get("/health")).json["status"] == "draining"
+
+
+def test_who_leaves_takes_his_request_along() -> None:
+    async def main() -> None:
+        fake = Fake([(200, EVENTS), b"data: {}\n\n", "wait"])
+        service = Service({}, Limits())
+        client = Client(guarded(Front(fake, service), service))
+        async with aclosing(client.parts("POST", "/v1/completions", {"prompt": "a"})) as told:
+            async for kind, _ in told:
+                if kind == "body":
+                    break
+        assert fake.closed == 1
+        assert service.active == 0
+
+    asyncio.run(main())
+
+
+def test_metrics_of_all_say_whose_they_are(running: Running) -> None:
+    running.post("/v1/completions", {"model": "stories", "prompt": "a", "max_tokens": 2})
+    page = running.get("/metrics").body
+    both = merged([("r0", page), ("r1", page)]).decode()
+    lines = [line for line in page.decode().splitlines() if line and not line.startswith("#")]
+    found = [line for line in both.splitlines() if line and not line.startswith("#")]
+    assert len(found) == 2 * len(lines)
+    assert all('replica="r' in line for line in found)
+    assert both.count("# TYPE modelmill:num_requests_running gauge") == 1
+    assert 'modelmill:generation_tokens_total{model_name="stories",replica="r1"}' in both
+
+
+# -- a replica's side
+
+
+def test_the_application_called_without_a_socket(running: Running) -> None:
+    head = {"method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "query": b"",
+            "headers": [(b"content-type", b"application/json")]}  # fmt: skip
+    how = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
+
+    async def told(body: dict[str, Any], most: int | None = None) -> list[Any]:
+        found = []
+        async with aclosing(parts(running.client.app, head, json.dumps(body).encode())) as pieces:
+            async for piece in pieces:
+                found.append(piece)
+                if len(found) == most:
+                    break
+        return found
+
+    (status, _), whole = running.do(told(how))
+    assert status == 200
+    text = json.loads(whole)["choices"][0]["text"]
+    start, *pieces = running.do(told({**how, "stream": True}))
+    assert start[0] == 200
+    events = [json.loads(line[6:]) for line in b"".join(pieces).splitlines() if line.startswith(b"data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == text
+    assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+    # leaving ends the request in the engine
+    long = {**how, "stream": True, "max_tokens": 450, "ignore_eos": True}
+    running.do(told(long, most=2))
+
+    async def idle() -> None:
+        for _ in range(500):
+            stats = await running.engine.stats()
+            if stats is not None and stats.running == stats.waiting == 0 and stats.free_pages == stats.pages:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(stats)
+
+    running.do(idle())
+
+
+# -- the flags
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--replicas", "2"), "--replicas needs --ray"),
+        (("--ray-address", "auto"), "--ray-address needs --ray"),
+        (("--ray", "--replicas", "0"), "--replicas must be in 1…1024"),
+        (("--ray", "--device", "cuda:1"), "give --device cuda"),
+    ],
+)
+def test_flags_that_do_not_go_together(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    assert execute(["serve", "/nowhere/x.engine", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
