@@ -26,7 +26,10 @@ class Completion:
 
 @dataclass
 class Answer:
-    """A prompt and its completions. Times are seconds since the request was added, by the host's clock."""
+    """A prompt and its completions. Times are seconds since the request was added, by the host's clock.
+
+    embedding: of the prompt, where that was asked for; H numbers of float32, little endian.
+    """
 
     id: str
     prompt: str | None
@@ -34,6 +37,7 @@ class Answer:
     outputs: list[Completion]
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     cached_tokens: int = 0
+    embedding: bytes | None = None
     first_token_seconds: float | None = None
     seconds: float | None = None
 

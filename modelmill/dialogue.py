@@ -33,6 +33,8 @@ class Dialogue:
         output = answer.outputs[token.index]
         if token.prompt_logprobs is not None:
             answer.prompt_logprobs = token.prompt_logprobs
+        if token.embedding is not None:
+            answer.embedding = token.embedding
         answer.cached_tokens = max(answer.cached_tokens, token.cached_tokens)
         if output.finish_reason is not None:
             return Delta(token.index, "", (), output.finish_reason, answer), False

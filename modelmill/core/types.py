@@ -17,6 +17,8 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 MAX_BIAS = 1024
 MAX_BEAMS = 32
+MEAN, LAST = "mean", "last"
+"""How the final hidden states of a prompt become one vector."""
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint's generation_config may give."""
 
@@ -166,7 +168,10 @@ class Guide(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless ignored."""
+    """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless ignored.
+
+    pooling: MEAN or LAST: the prompt's embedding is wanted, and no answer (max_tokens 0).
+    """
 
     id: str
     prompt: tuple[int, ...]
@@ -175,6 +180,7 @@ class Request:
     inserts: tuple[Insert, ...] = ()
     cache_salt: str = ""
     grammar: Grammar | None = None
+    pooling: str | None = None
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,7 @@ class Token:
     index: which of the n sequences. id is None where only the finish is told (abort) or prompt logprobs.
     logprobs: the sampled token's and the top ones, by id. finish: set on the last event.
     stop: the token id that ended it, where it was one (that id is not part of the answer).
+    embedding: of the prompt, H numbers of float32, little endian.
     """
 
     request: str
@@ -204,6 +211,7 @@ class Token:
     cached_tokens: int = 0
     replay: tuple[int, ...] | None = None
     score: float | None = None
+    embedding: bytes | None = None
 
 
 _WHOLE: dict[str, tuple[int, int]] = {

@@ -159,6 +159,10 @@ class Model(nn.Module):
 
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [R, V] float32 of the rows that the step asks for."""
+        return self.head(self.states(step), step)
+
+    def states(self, step: Step) -> torch.Tensor:
+        """What the head reads: the normed final states [R, H] of the rows that the step asks for."""
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
         rope = Rope()
@@ -170,4 +174,4 @@ class Model(nn.Module):
         if last is None and step.logit_rows is not None:
             x, residual = x[step.logit_rows], residual[step.logit_rows]
         x, _ = self.norm(x, residual, step)
-        return self.head(x, step)
+        return x

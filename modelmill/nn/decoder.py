@@ -119,6 +119,14 @@ class Decoder(nn.Module):
             stack = self._gathered.stack()
             if stack is not None:
                 return decode(step.ops.decode, stack, x, rope, step)
+        return self.head(self._through(x, rope, step), step)
+
+    def states(self, step: Step) -> torch.Tensor:
+        """What the head reads: the normed final states [R, H] of the rows that the step asks for."""
+        return self._through(self.embed(step.ids, step), self.rope(step), step)
+
+    def _through(self, x: torch.Tensor, rope: Rope, step: Step) -> torch.Tensor:
+        """Embeddings [T, H] through all layers and the last norm, [R, H]."""
         residual: torch.Tensor | None = None
         *layers, end = self.layers
         for layer in layers:
@@ -128,7 +136,7 @@ class Decoder(nn.Module):
         if last is None and step.logit_rows is not None:
             x, residual = x[step.logit_rows], residual[step.logit_rows]
         x, _ = self.norm(x, residual, step)
-        return self.head(x, step)
+        return x
 
     def rope(self, step: Step) -> Rope:
         """The step's rotation, and Qwen v1's logn factors in the activations' rounding."""

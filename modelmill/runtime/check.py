@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import Request
+from modelmill.core.quote import quoted
+from modelmill.core.types import LAST, MEAN, Request
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ def check(request: Request, bounds: Bounds) -> None:
         )
     if len(prompt) > bounds.kv:
         raise RequestError(f"the prompt has {len(prompt)} tokens, the KV cache holds {bounds.kv}; shorten it")
+    if request.pooling is not None:
+        if request.pooling not in (MEAN, LAST):
+            raise RequestError(f"pooling must be {MEAN} or {LAST}, not {quoted(request.pooling, 60)}")
+        if params.max_tokens != 0 or params.n != 1 or params.num_beams != 1:
+            raise RequestError("an embedding is asked for without an answer: max_tokens=0, n=1, num_beams=1")
     if params.num_beams > bounds.seqs:
         raise RequestError(
             f"num_beams={params.num_beams} exceeds the {bounds.seqs} sequences of a step (max_num_seqs, "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelmill.core.types import Finish, Logprob, Token
+from modelmill.core.types import MEAN, Finish, Logprob, Token
 from modelmill.runtime import logprobs
 from modelmill.runtime.beams import BeamSearch
 from modelmill.runtime.runner import Flight
@@ -52,10 +52,13 @@ class Ledger:
                 events.append(self._append(seq, ids[i], told.get(i)))
         for search, logits in flight.beams:
             events += self._search(search, logits)  # type: ignore[arg-type]
-        for seq, _ in flight.schedule.work:
+        for part in flight.pooled:
+            part.seq.pooled = part.total if part.first else part.seq.pooled + part.total  # type: ignore[operator]
+        for (seq, _), reached in zip(flight.schedule.work, flight.reached):
             if seq.finish is None:
                 self.scheduler.publish(seq)
-                if seq.limit <= seq.prompt_len <= seq.computed:
+                # the next step may be under way: what it computes has not been read yet
+                if seq.limit <= seq.prompt_len <= reached:
                     events += self._no_answer(seq)
         for seq in flight.schedule.ended:
             if seq.finish is None:
@@ -102,6 +105,7 @@ class Ledger:
         self.prompt_tokens += seq.prompt_len
         self.cached_tokens += seq.cached
         events = []
+        embedding = _embedding(seq)
         for member in [*self.live.get(seq.request.id, ())]:
             prompt: Any = member.prompt_logprobs
             self.drop(member, Finish.LENGTH)
@@ -114,6 +118,7 @@ class Ledger:
                     Finish.LENGTH,
                     prompt_logprobs=prompt,
                     cached_tokens=seq.cached,
+                    embedding=embedding,
                 )
             )
         return events
@@ -194,3 +199,11 @@ class Ledger:
             del self.live[seq.request.id]
             if seq.beam is not None:
                 self.searches -= 1
+
+
+def _embedding(seq: Sequence) -> bytes | None:
+    """The pooled state of a prompt, where it was asked for: [H] float32, little endian."""
+    if not isinstance(seq.pooled, torch.Tensor):
+        return None
+    count = seq.prompt_len if seq.request.pooling == MEAN else 1
+    return (seq.pooled / count).to(torch.float32).numpy().astype("<f4").tobytes()

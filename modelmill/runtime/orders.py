@@ -14,7 +14,7 @@ from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS
 
 FORWARD, COPY, END = "forward", "copy", "end"
 KINDS = (FORWARD, GREEDY, DRAWN, LOGITS, COPY, END)
-_HEADER = struct.Struct("<12q")
+_HEADER = struct.Struct("<13q")
 HEADER = _HEADER.size
 _NOTHING = Layout(0, 0, 0, 0)
 
@@ -24,7 +24,8 @@ class Order:
     """kind: FORWARD runs the model, GREEDY, DRAWN and LOGITS replay such a graph, COPY copies pages, END ends the rank.
 
     words: of 64 bits that follow. keep: so many ids are broadcast after the step, to be kept for the next one. inserts:
-    width of foreign embeddings that are broadcast before it; 0: none.
+    width of foreign embeddings that are broadcast before it; 0: none. states: of how many rows, the last ones that are
+    wanted, the hidden state is read and not the logits.
     """
 
     kind: str
@@ -36,13 +37,14 @@ class Order:
     fed: bool = False
     keep: int = 0
     inserts: int = 0
+    states: int = 0
 
     @staticmethod
-    def of(batch: Batch, kind: str, keep: int = 0) -> Order:
+    def of(batch: Batch, kind: str, keep: int = 0, states: int = 0) -> Order:
         """The order that runs this batch."""
         inserts = 0 if batch.embeds is None else batch.embeds.shape[1]
         views = batch.views
-        more = (batch.every_row, batch.max_query, batch.max_context, batch.fed, keep, inserts)
+        more = (batch.every_row, batch.max_query, batch.max_context, batch.fed, keep, inserts, states)
         return Order(kind, views.words, views.layout, *more)
 
     def batch(self, views: Views) -> Batch:
@@ -55,10 +57,11 @@ class Order:
         return _HEADER.pack(
             KINDS.index(self.kind), self.words, layout.tokens, layout.seqs, layout.samples, layout.pages,
             self.every_row, self.max_query, self.max_context, self.fed, self.keep, self.inserts,
+            self.states,
         )  # fmt: skip
 
     @staticmethod
     def unpack(header: bytes) -> Order:
         """The inverse of ``pack``."""
-        kind, words, t, b, r, p, every, query, context, fed, keep, inserts = _HEADER.unpack(header)
-        return Order(KINDS[kind], words, Layout(t, b, r, p), bool(every), query, context, bool(fed), keep, inserts)
+        kind, words, t, b, r, p, every, query, context, fed, *counts = _HEADER.unpack(header)
+        return Order(KINDS[kind], words, Layout(t, b, r, p), bool(every), query, context, bool(fed), *counts)

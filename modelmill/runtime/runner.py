@@ -16,6 +16,7 @@ from torch import nn
 
 from modelmill.core import log
 from modelmill.core.errors import UsageError
+from modelmill.core.types import MEAN
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
@@ -44,8 +45,20 @@ class Prompted:
 
 
 @dataclass
+class Pooled:
+    """Hidden states of a stretch of a prompt, as their sum [H] in float64. first: nothing of it came before."""
+
+    seq: Sequence
+    total: torch.Tensor
+    first: bool
+
+
+@dataclass
 class Flight:
-    """A launched step. seqs: one per sampled id. told: their log-probabilities. beams: logits by search."""
+    """A launched step. seqs: one per sampled id. told: their log-probabilities. beams: logits by search.
+
+    reached: how far each sequence of the schedule's work is computed after it.
+    """
 
     schedule: Schedule
     seqs: list[Sequence] = field(default_factory=list)
@@ -54,6 +67,8 @@ class Flight:
     told: torch.Tensor | None = None
     prompted: list[Prompted] = field(default_factory=list)
     beams: list[tuple[object, torch.Tensor]] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
     event: torch.cuda.Event | None = None
 
     def read(self) -> list[int]:
@@ -65,12 +80,18 @@ class Flight:
 
 @dataclass
 class _Rows:
-    """Which rows of a step's logits serve what, in the order of ``Wanted.rows``: samples, beams, prompts."""
+    """Which rows of a step serve what, in the order of ``Wanted.rows``: samples, beams, prompts; then hidden states."""
 
     seqs: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     beams: dict[int, list[tuple[Sequence, int]]] = field(default_factory=dict)
     prompts: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
+    pooled: list[tuple[Sequence, int, int]] = field(default_factory=list)
+
+    @property
+    def states(self) -> int:
+        """Rows whose hidden state is wanted."""
+        return sum(count for _, _, count in self.pooled)
 
 
 class Crew(Protocol):
@@ -117,11 +138,23 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits of a packed batch, its ids completed from the device where they are pending."""
+        return self.model(self._step(batch))
+
+    @torch.inference_mode()
+    def states(self, batch: Batch, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits of the wanted rows but the last ``count``, hidden states [count, H] of those)."""
+        step = self._step(batch)
+        x = self.model.states(step)  # type: ignore[operator]
+        rest = len(x) - count
+        logits = self.model.head(x[:rest], step) if rest else x[:0]  # type: ignore[operator]
+        return logits, x[rest:]
+
+    def _step(self, batch: Batch) -> Step:
         views = batch.views
         ids = views.ids
         if batch.fed:
             ids = torch.where(views.feed >= 0, self.last[views.feed], ids)
-        return self.model(batch.step(self.kv, self.ops, ids, whole=not self.tapped, mesh=self.mesh))
+        return batch.step(self.kv, self.ops, ids, whole=not self.tapped, mesh=self.mesh)
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
         """Within it, what goes wrong because another rank has ended is a RankError."""
@@ -137,7 +170,9 @@ class Runner:
         """Run what rank 0 runs after it has told ``order``."""
         if order.inserts:
             batch = self._inserts(batch, order.inserts)
-        if order.kind == FORWARD:
+        if order.kind == FORWARD and order.states:
+            self.states(batch, order.states)
+        elif order.kind == FORWARD:
             self.forward(batch)
         elif self.graphs is not None:
             try:
@@ -149,11 +184,11 @@ class Runner:
         if order.keep:
             self._keep(batch, torch.empty(order.keep, dtype=torch.int64, device=self.device))
 
-    def _order(self, batch: Batch, kind: str, keep: int = 0) -> None:
+    def _order(self, batch: Batch, kind: str, keep: int = 0, states: int = 0) -> None:
         """Have the other ranks, where there are any, run this batch, which was packed last."""
         if self.crew is None:
             return
-        order = Order.of(batch, kind, keep)
+        order = Order.of(batch, kind, keep, states)
         self.crew.tell(order, self.packer.packed(batch))
         if order.inserts:
             self._inserts(batch, order.inserts)
@@ -183,6 +218,7 @@ class Runner:
         if not schedule.work:
             return flight
         work = schedule.work
+        flight.reached = [seq.computed + count for seq, count in work]
         found = self._rows(schedule)
         flight.seqs = found.seqs
         plan = flight.plan = self.sampler.plan(found.seqs)
@@ -190,6 +226,7 @@ class Runner:
             rows = [*found.rows]
             rows += [row for members in found.beams.values() for _, row in members]
             rows += [r for _, start, count, _ in found.prompts for r in range(start, start + count)]
+            rows += [r for _, start, count in found.pooled for r in range(start, start + count)]
             outs = [s.row for s in found.seqs]
             for leader, siblings in schedule.forks.items():
                 at = found.seqs.index(leader)
@@ -201,6 +238,8 @@ class Runner:
         if self.packer.cuda:
             flight.ids = None if flight.ids is None else flight.ids.to("cpu", non_blocking=True)
             flight.told = None if flight.told is None else flight.told.to("cpu", non_blocking=True)
+            for note in flight.pooled:
+                note.total = note.total.to("cpu", non_blocking=True)
             flight.event = torch.cuda.Event()
             flight.event.record()
         return flight
@@ -284,6 +323,10 @@ class Runner:
                 upto = min(done, seq.prompt_len - 1)
                 if known < upto:
                     found.prompts.append((seq, start + known - seq.computed, upto - known, known))
+            if seq.request.pooling == MEAN:
+                found.pooled.append((seq, start, count))
+            elif seq.request.pooling is not None and done == seq.length:
+                found.pooled.append((seq, start + count - 1, 1))
             start += count
         return found
 
@@ -321,8 +364,12 @@ class Runner:
 
     def _finish(self, flight: Flight, found: _Rows, plan: Plan, batch: Batch) -> None:
         n = len(found.seqs)
-        self._order(batch, FORWARD, n if self.keep else 0)
-        logits = self.forward(batch)
+        self._order(batch, FORWARD, n if self.keep else 0, found.states)
+        if found.states:
+            logits, states = self.states(batch, found.states)
+            flight.pooled = _pooled(found, states)
+        else:
+            logits = self.forward(batch)
         if n:
             flight.ids = self.sampler.sample(logits[:n], plan, batch.views.how(n))
             flight.told = self.sampler.told(logits[:n], plan, flight.ids)
@@ -339,6 +386,16 @@ class Runner:
             top = min(seq.request.params.prompt_logprobs or 0, logits.shape[1])
             flight.prompted.append(Prompted(seq, logprobs.table(logits[start : start + count], chosen, top)))
             start += count
+
+
+def _pooled(found: _Rows, states: torch.Tensor) -> list[Pooled]:
+    """The sums of each prompt's rows."""
+    out, start = [], 0
+    for seq, _, count in found.pooled:
+        total = torch.sum(states[start : start + count], 0, dtype=torch.float64)
+        out.append(Pooled(seq, total, first=seq.computed == 0 or seq.request.pooling != MEAN))
+        start += count
+    return out
 
 
 def _before(name: str, call: Before) -> Callable[..., Any]:

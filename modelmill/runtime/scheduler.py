@@ -12,6 +12,7 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from modelmill.core.types import MEAN
 from modelmill.runtime.pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
 
@@ -333,7 +334,7 @@ class Scheduler:
 
     def _match(self, seq: Sequence) -> list[int]:
         """Cached pages with the sequence's beginning, held for it; at least one token is left to compute."""
-        if not self.limits.prefix or seq.prompt_logprobs is not None:
+        if not self.limits.prefix or seq.prompt_logprobs is not None or seq.request.pooling == MEAN:
             return []
         size = self.limits.page_size
         pages: list[int] = []

@@ -44,6 +44,7 @@ class Sequence:
         "limit",
         "pages",
         "pending",
+        "pooled",
         "prompt_key",
         "prompt_len",
         "prompt_logprobs",
@@ -90,6 +91,8 @@ class Sequence:
         self.stops = frozenset((*eos, *request.params.stop_token_ids))
         self.beam: object | None = None
         self.guide: Guide | None = None
+        # what the rows of the prompt that are computed add up to, [H] float64
+        self.pooled: object | None = None
         wants_prompt = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[object] | None = [None] if wants_prompt else None
         # logits of every prompt row are large: such prompts go in small chunks

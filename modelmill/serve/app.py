@@ -18,14 +18,15 @@ from modelmill import __version__
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError
 from modelmill.serve import errors
+from modelmill.serve.embeddings import EMBEDDING_FIELDS
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.gate import Gate
 from modelmill.serve.responses import RESPONSES_FIELDS
-from modelmill.serve.routes import chat, completions, health, responses, segment, tokenize
+from modelmill.serve.routes import chat, completions, embeddings, health, responses, segment, tokenize
 from modelmill.serve.schema import CHAT_FIELDS, COMPLETION_FIELDS, Refusal
 from modelmill.serve.service import Service
 
-KNOWN = CHAT_FIELDS | COMPLETION_FIELDS | RESPONSES_FIELDS
+KNOWN = CHAT_FIELDS | COMPLETION_FIELDS | EMBEDDING_FIELDS | RESPONSES_FIELDS
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": Refusal, "description": "The request is at fault; the message says how"},
     401: {"model": Refusal, "description": "The key is missing or wrong"},
@@ -44,7 +45,7 @@ def make_app(service: Service) -> ASGIApp:
     """The application of a service; the gate stands before it."""
     app = FastAPI(title="modelmill", version=__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.state.service = service
-    for module in (health, completions, chat, responses, tokenize, segment):
+    for module in (health, completions, chat, responses, embeddings, tokenize, segment):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(ModelmillError, _refused)

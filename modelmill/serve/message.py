@@ -7,6 +7,7 @@ to one program, so a frame that makes no sense is a bug.
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 from collections.abc import Mapping
@@ -181,6 +182,7 @@ def _request(request: Request) -> dict[str, Any]:
         "eos": request.eos_ids,
         "salt": request.cache_salt,
         "grammar": None if request.grammar is None else [request.grammar.kind, request.grammar.text],
+        "pooling": request.pooling,
     }
 
 
@@ -195,6 +197,7 @@ def _request_of(raw: Mapping[str, Any]) -> Request:
         eos_ids=tuple(raw["eos"]),
         cache_salt=raw["salt"],
         grammar=None if raw["grammar"] is None else Grammar(*raw["grammar"]),
+        pooling=raw["pooling"],
     )
 
 
@@ -212,6 +215,8 @@ def _token(token: Token) -> list[Any]:
         rest["score"] = token.score
     if token.logprobs is not None:
         rest["logprobs"] = _table(token.logprobs)
+    if token.embedding is not None:
+        rest["embedding"] = base64.b64encode(token.embedding).decode()
     if token.prompt_logprobs is not None:
         rest["prompt"] = [None if each is None else _table(each) for each in token.prompt_logprobs]
     return [*short, rest] if rest else short
@@ -234,6 +239,7 @@ def _token_of(raw: list[Any]) -> Token:
         cached_tokens=cached,
         replay=tuple(rest["replay"]) if "replay" in rest else None,
         score=rest.get("score"),
+        embedding=base64.b64decode(rest["embedding"]) if "embedding" in rest else None,
     )
 
 

@@ -11,7 +11,7 @@ from modelmill.runtime.orders import HEADER, KINDS, Order
 count = st.integers(0, 1 << 40)
 layouts = st.builds(Layout, count, count, count, count)
 orders = st.builds(
-    Order, st.sampled_from(KINDS), count, layouts, st.booleans(), count, count, st.booleans(), count, count
+    Order, st.sampled_from(KINDS), count, layouts, st.booleans(), count, count, st.booleans(), count, count, count
 )
 
 

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import MissingDependency, RankError, UsageError
-from modelmill.core.types import Request
+from modelmill.core.types import LAST, MEAN, Request
 from modelmill.llm import build_engine
 from modelmill.runtime.device import devices
 from modelmill.runtime.loop import Loop
@@ -104,6 +105,30 @@ def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: 
             loop.trace([[5, 6]])
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3)])
+def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp: int) -> None:
+    """Other ranks read the head for the same rows as rank 0, or not at all."""
+    found: list[dict[str, np.ndarray]] = []
+    for ranks in (1, tp):
+        loop = opened(engines(name), ranks)
+        try:
+            todo = [
+                Request(id=f"{how}{i}", prompt=prompt, params=tiny.params(max_tokens=0), pooling=how)
+                for how in (MEAN, LAST)
+                for i, prompt in enumerate(tiny.prompts(4, 1, 60, vocab=loop.vocab))
+            ]
+            for request in (*todo[:4], *work(loop.vocab)[:2], *todo[4:]):
+                loop.add(request)
+            events = tiny.drain(loop)
+            found.append({e.request: np.frombuffer(e.embedding, "<f4") for e in events if e.embedding is not None})
+        finally:
+            loop.close()
+    assert len(found[0]) == 8
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> None:

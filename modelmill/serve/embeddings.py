@@ -1,0 +1,67 @@
+"""What /v1/embeddings is asked, and how a pooled state becomes the vector that is sent."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import MEAN
+from modelmill.serve.schema import WHOLE, Ids, Shape
+
+MOST = 2048
+"""Texts of one request."""
+
+
+class EmbeddingRequest(Shape):
+    """POST /v1/embeddings."""
+
+    model: str = Field(max_length=1024)
+    input: str | list[str] | Ids | list[Ids] = Field(
+        description="a text, a list of texts, token ids, or lists of them; up to 2048"
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=WHOLE)
+    user: str | None = Field(None, max_length=4096)
+    # ours
+    pooling: Literal["mean", "last"] | None = Field(None, description="of the final hidden states; default: mean")
+    cache_salt: str | None = Field(None, max_length=1024)
+
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs, one or many. Raises RequestError for empty ones."""
+        raw = self.input
+        listed: list[Any] = [raw] if isinstance(raw, str) or (raw and isinstance(raw[0], int)) else list(raw)
+        if not listed or any(len(each) == 0 for each in listed):
+            raise RequestError("input is empty; give at least one token")
+        if len(listed) > MOST:
+            raise RequestError(f"input holds {len(listed)} texts; up to {MOST} are taken")
+        return listed
+
+    @property
+    def how(self) -> str:
+        """How states are pooled."""
+        return self.pooling or MEAN
+
+
+def vector(state: bytes, dimensions: int | None, packed: bool) -> list[float] | str:
+    """A pooled state (float32) cut to its first ``dimensions`` and brought to length 1; packed: as base64 of float32.
+
+    Raises RequestError where it has fewer dimensions, or no direction.
+    """
+    x = np.frombuffer(state, dtype="<f4").astype(np.float64)
+    if dimensions is not None:
+        if dimensions > len(x):
+            raise RequestError(f"dimensions={dimensions} exceeds the {len(x)} of this engine's states")
+        x = x[:dimensions]
+    length = math.sqrt(float(x @ x))
+    if not length > 0 or not math.isfinite(length):
+        raise RequestError("input has a state without a direction (all zeros); give another, or more dimensions")
+    unit = (x / length).astype("<f4")
+    return base64.b64encode(unit.tobytes()).decode() if packed else unit.tolist()
+
+
+EMBEDDING_FIELDS = frozenset(EmbeddingRequest.model_fields)

@@ -1,0 +1,135 @@
+"""/v1/embeddings: transformers' last_hidden_state, pooled; its shapes, and each refusal."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from modelmill.checkpoint.open import open_checkpoint
+from modelmill.core.errors import RequestError
+from modelmill.eval.hf import load_reference
+from modelmill.llm import LLM
+from modelmill.serve.embeddings import vector
+from tests.serve.running import Running
+
+TEXTS = [
+    "Once upon a time there was a little dog",
+    "Lily",
+    "One day, Tom saw a big red ball in the park and ran to it.",
+]
+
+
+@pytest.fixture(scope="module")
+def states(shared: Path, llm: LLM) -> list[torch.Tensor]:
+    """transformers' last_hidden_state [T, H] of each text, float32."""
+    model = load_reference(open_checkpoint(shared / "data/models/stories260K"), "float32").model
+    with torch.inference_mode():
+        ids = [torch.tensor([llm.language.ids(text)]) for text in TEXTS]
+        return [model.model(each, use_cache=False).last_hidden_state[0] for each in ids]
+
+
+def embed(running: Running, given: Any, status: int = 200, **more: Any) -> Any:
+    response = running.post("/v1/embeddings", {"model": "stories", "input": given, **more})
+    assert response.status == status, response.body
+    return response.json
+
+
+def unit(x: torch.Tensor) -> np.ndarray:
+    return (x / x.norm()).numpy()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", None])
+def test_equal_to_transformers_in_float32(running: Running, states: list[torch.Tensor], pooling: str | None) -> None:
+    more = {} if pooling is None else {"pooling": pooling}
+    told = embed(running, TEXTS, **more)
+    assert [each["index"] for each in told["data"]] == [0, 1, 2]
+    for each, state in zip(told["data"], states, strict=True):
+        expected = unit(state[-1] if pooling == "last" else state.mean(0))
+        np.testing.assert_allclose(np.array(each["embedding"], dtype=np.float32), expected, rtol=0, atol=2e-6)
+    # one after another, in the other form, from the ids
+    for text, each in zip(TEXTS, told["data"]):
+        (alone,) = embed(running, text, encoding_format="base64", **more)["data"]
+        found = np.frombuffer(base64.b64decode(alone["embedding"]), dtype="<f4")
+        np.testing.assert_allclose(found, each["embedding"], rtol=0, atol=2e-6)
+
+
+def test_ids_are_texts(running: Running, llm: LLM) -> None:
+    ids = [llm.language.ids(text) for text in TEXTS]
+    texts = [each["embedding"] for each in embed(running, TEXTS)["data"]]
+    np.testing.assert_allclose([each["embedding"] for each in embed(running, ids)["data"]], texts, atol=1e-6)
+    np.testing.assert_allclose(embed(running, ids[0])["data"][0]["embedding"], texts[0], atol=1e-6)
+
+
+def test_shape(running: Running, llm: LLM) -> None:
+    told = embed(running, TEXTS[0])
+    assert told.keys() == {"object", "data", "model", "usage"}
+    assert (told["object"], told["model"]) == ("list", "stories")
+    (data,) = told["data"]
+    assert data.keys() == {"object", "index", "embedding"}
+    assert data["object"] == "embedding"
+    count = len(llm.language.ids(TEXTS[0]))
+    assert told["usage"] == {"prompt_tokens": count, "total_tokens": count}
+
+
+def test_fewer_dimensions(running: Running) -> None:
+    full = np.array(embed(running, TEXTS[0])["data"][0]["embedding"])
+    short = np.array(embed(running, TEXTS[0], dimensions=8)["data"][0]["embedding"])
+    np.testing.assert_allclose(short, full[:8] / np.linalg.norm(full[:8]), atol=1e-6)
+    error = embed(running, TEXTS[0], 400, dimensions=len(full) + 1)["error"]
+    assert (error["param"], error["type"]) == ("dimensions", "invalid_request_error")
+
+
+def test_many_and_long_ones(running: Running, llm: LLM) -> None:
+    longest = llm.loop.max_model_len
+    told = embed(running, [[5] * longest, *[[i + 3, 7] for i in range(200)]])
+    assert len(told["data"]) == 201
+    running.post("/v1/completions", {"model": "stories", "prompt": "x", "max_tokens": 1})
+    stats = running.do(running.engine.stats())
+    assert stats is not None
+    assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
+
+
+WRONG: list[tuple[Any, str]] = [
+    ({"input": ""}, "input is empty"),
+    ({"input": []}, "input is empty"),
+    ({"input": [""]}, "input is empty"),
+    ({"input": [[]]}, "input is empty"),
+    ({"input": ["a", 1]}, "input"),
+    ({"input": [-1]}, "input"),
+    ({"input": [1 << 20]}, "token ids outside"),
+    ({"input": [True]}, "input"),
+    ({"input": None}, "input"),
+    ({"input": [3] * 513}, "tokens, this engine takes"),
+    ({"input": "a " * 5000}, "this engine takes 512 tokens"),
+    ({"input": [[3]] * 2049}, "up to 2048"),
+    ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    ({"input": "a", "dimensions": 0}, "dimensions"),
+    ({"input": "a", "dimensions": 1.5}, "dimensions"),
+    ({"input": "a", "pooling": "max"}, "pooling"),
+    ({"input": "a", "odd": 1}, "unknown field"),
+    ({}, "field required"),
+]
+
+
+@pytest.mark.parametrize(("body", "said"), WRONG, ids=lambda value: str(value)[:50])
+def test_refusals(running: Running, body: Any, said: str) -> None:
+    response = running.post("/v1/embeddings", {"model": "stories", **body})
+    assert response.status == 400, response.body
+    error = response.json["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert said in error["message"]
+
+
+def test_other_models(running: Running) -> None:
+    assert embed(running, "a", 404, model="nobody")["error"]["code"] == "model_not_found"
+
+
+def test_a_state_without_a_direction_is_refused() -> None:
+    with pytest.raises(RequestError, match="without a direction"):
+        vector(np.zeros(4, dtype="<f4").tobytes(), None, False)
+    assert vector(np.array([3, 4], dtype="<f4").tobytes(), 1, False) == [1.0]
