@@ -171,13 +171,15 @@ def build_engine(
     config: BuildConfig | None = None,
     *,
     delta: Path | None = None,
+    vision: Sequence[Path] = (),
     progress: Callable[[str, int, int], None] | None = None,
     check: bool = True,
     tune: bool = True,
 ) -> dict[str, Any]:
     """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where it is refused.
 
-    tune: time launch sizes on the GPU that it is built for, where there is one, and keep the best in the engine.
+    delta, vision: as open_checkpoint takes them. tune: time launch sizes on the GPU that it is built for, where there
+    is one, and keep the best in the engine.
     """
     from modelmill.accept.run import accept
     from modelmill.build.builder import build
@@ -185,7 +187,7 @@ def build_engine(
     from modelmill.build.rehearsal import tune as rehearse
     from modelmill.checkpoint.open import open_checkpoint
 
-    plan = make_plan(open_checkpoint(Path(checkpoint), delta=delta), config or BuildConfig())
+    plan = make_plan(open_checkpoint(Path(checkpoint), delta=delta, vision=vision), config or BuildConfig())
 
     def judge(staged: Path, judged: Any) -> dict[str, Any]:
         return accept(staged, judged.checkpoint, progress=progress)

@@ -45,6 +45,9 @@ class Args(Common):
     )
     dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
     delta: Path | None = option(None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA")
+    vision: tuple[Path, ...] = option(
+        (), "file with MiniGPT-4's eyes for this LLaMA: EVA's, BLIP-2's, its projection (repeatable)"
+    )
     check: bool = option(True, "judge the engine against the float32 reference before it appears")
     tune: bool = option(True, "time launch sizes of the kernels on this GPU and keep the best in the engine")
     build: BuildConfig = config(BuildConfig, "Build")
@@ -60,7 +63,7 @@ def run(args: Args) -> int:
         raise UsageError("-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan alone)")
     if is_engine(args.checkpoint):
         raise UsageError(f"{args.checkpoint} is an engine already; give the checkpoint that it was built from")
-    checkpoint = open_checkpoint(args.checkpoint, delta=args.delta)
+    checkpoint = open_checkpoint(args.checkpoint, delta=args.delta, vision=args.vision)
     made = make_plan(checkpoint, args.build)
     plan = made.describe()
     if args.output is None or args.dry_run:
@@ -73,7 +76,13 @@ def run(args: Args) -> int:
     began = time.perf_counter()
     try:
         with progress("building") as told:
-            how: dict[str, Any] = {"delta": args.delta, "progress": told, "check": args.check, "tune": args.tune}
+            how: dict[str, Any] = {
+                "delta": args.delta,
+                "vision": args.vision,
+                "progress": told,
+                "check": args.check,
+                "tune": args.tune,
+            }
             report = build_engine(args.checkpoint, args.output, args.build, **how)
     except KeyboardInterrupt:
         note("stopped; the same command goes on from here")

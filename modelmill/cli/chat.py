@@ -33,6 +33,7 @@ Examples:
   modelmill chat --url http://127.0.0.1:8000"""
 
 COMMANDS = """/system TEXT   set the system message (alone: show it)
+/image FILE    show a picture with the next message (engines that read pictures)
 /reset         forget the conversation
 /save FILE     write the conversation as JSON
 /help          this list
@@ -48,6 +49,7 @@ class Args(Common):
     model: str | None = option(None, "with --url: model to ask (default: the first that the server lists)")
     api_key: str | None = option(None, "with --url: key of the server")
     system: str | None = option(None, "system message at the beginning")
+    image: tuple[Path, ...] = option((), "picture of the first message, for engines that read pictures (repeatable)")
     stream: bool = option(True, "show the answer while it is made")
     chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
     build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
@@ -61,6 +63,8 @@ def run(args: Args) -> int:
         raise UsageError("give one of ENGINE and --url URL")
     llm, params = _far(args) if args.engine is None else _near(args, args.engine)
     talk = Talk(llm, params, args.system, stream=args.stream, silent=args.json)
+    for image in args.image:
+        talk.show(image)
     if sys.stdin.isatty() and not args.json:
         note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
     while talk.turn(read_line()):
@@ -111,7 +115,8 @@ class Talk:
     ) -> None:
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
+        self._shown: list[str] = []
         if system is not None:
             self._set_system(system)
 
@@ -139,11 +144,29 @@ class Talk:
             self._say("(system message set)")
         elif name == "system":
             self._say(next((each["content"] for each in self.messages if each["role"] == "system"), "(none)"))
+        elif name == "image":
+            self._show(rest)
         elif name == "save":
             self._save(rest)
         else:
             self._say(f"there is no command /{name}; /help tells them")
         return True
+
+    def show(self, image: Path) -> None:
+        """A picture for the next message. Raises RequestError for none, UsageError where the engine reads none."""
+        from modelmill.vision.square import as_url
+
+        language = getattr(self.llm, "language", None)
+        if language is not None and not language.sees:
+            raise UsageError(f"{language.path} reads no pictures")
+        self._shown.append(as_url(image))
+
+    def _show(self, name: str) -> None:
+        try:
+            self.show(Path(name).expanduser())
+            self._say(f"({name} goes with the next message)")
+        except UsageError as error:
+            note(str(error))
 
     def _set_system(self, text: str) -> None:
         rest = [each for each in self.messages if each["role"] != "system"]
@@ -161,7 +184,10 @@ class Talk:
 
     def _ask(self, line: str) -> None:
         """Answer one line. A refused one is told in one line, and the talk goes on as if it had not been said."""
-        trial = [*self.messages, {"role": "user", "content": line}]
+        shown: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self._shown]
+        self._shown = []
+        content = [*shown, {"type": "text", "text": line}] if shown else line
+        trial = [*self.messages, {"role": "user", "content": content}]
         forgotten = 0
         while True:
             try:
@@ -180,7 +206,7 @@ class Talk:
             note(f"the conversation is longer than the engine reads; oldest turns forgotten: {forgotten}")
         self.messages = [*trial, {"role": "assistant", "content": text}]
 
-    def _answer(self, messages: list[dict[str, str]]) -> str:
+    def _answer(self, messages: list[dict[str, Any]]) -> str:
         began = time.perf_counter()
         parts: list[str] = []
         answer: Answer | None = None
@@ -213,7 +239,7 @@ class Talk:
             print(text)
 
 
-def _forget_oldest(messages: list[dict[str, str]]) -> bool:
+def _forget_oldest(messages: list[dict[str, Any]]) -> bool:
     """Drop the oldest question and its answer; False where the newest question stands alone."""
     turns = [place for place, each in enumerate(messages) if each["role"] != "system"]
     if len(turns) < 3:

@@ -24,7 +24,7 @@ class Far:
         self._loop = asyncio.new_event_loop()
         self.model = model or str(self._loop.run_until_complete(remote.get("/v1/models"))["data"][0]["id"])
 
-    def stream(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Iterator[Delta]:
+    def stream(self, messages: Sequence[dict[str, Any]], params: SamplingParams) -> Iterator[Delta]:
         """Deltas of one answer. Closing it leaves the server, which ends the request. Raises ModelmillError."""
         body = {"model": self.model, "messages": list(messages), **asked(params)}
         events = self._remote.stream("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})

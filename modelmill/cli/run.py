@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,10 @@ Examples:
 
   echo "Once upon a time" | modelmill run model.engine --prompt - --raw --temperature 0
 
-  modelmill run model.engine --file prompts.jsonl --json"""
+  modelmill run model.engine --file prompts.jsonl --json
+
+  modelmill run minigpt4.engine --image photo.jpg --prompt "Describe it."
+"""
 
 MAX_TOKENS = 512
 """The longest answer where neither --max-tokens nor the engine's generation_config says otherwise."""
@@ -45,6 +49,7 @@ class Args(Common):
         "jsonl of prompt, messages, text or prompt_token_ids, answered in one batch",
         metavar="FILE.jsonl",
     )
+    image: tuple[Path, ...] = option((), "picture before the prompt, for engines that read pictures (repeatable)")
     raw: bool = option(False, "continue the prompt as it stands, without the chat template", flags=("--raw",))
     system: str | None = option(None, "system message before the prompt (chat engines)")
     chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
@@ -63,6 +68,9 @@ def run(args: Args) -> int:
         raise UsageError("give one of --prompt TEXT (or - for stdin) and --file FILE.jsonl")
     jobs = _jobs_of_file(args.file) if args.file is not None else [{"prompt": _prompt(args.prompt or "")}]
     llm = open_llm(args.engine, args.build, args.run, chat_template=args.chat_template)
+    if args.image and (args.raw or not llm.language.sees):
+        why = "--raw continues a text" if args.raw else f"{args.engine} reads no pictures"
+        raise UsageError(f"--image: {why}; pictures are for engines with eyes (minigpt4), in conversations")
     params = with_limit(args.sampling, llm)
     asks = [_ask(job, args, llm) for job in jobs]
     if args.dump is not None:
@@ -115,7 +123,14 @@ def _ask(job: dict[str, Any], args: Args, llm: LLM) -> Any:
             raise UsageError("--system needs an engine with a chat template, and no --raw; put it into the prompt")
         return {"prompt": text}
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": text}]
+    return [*system, {"role": "user", "content": with_pictures(text, args.image)}]
+
+
+def with_pictures(text: str, images: Sequence[Path]) -> Any:
+    """A user's message: the text, with pictures before it where there are any."""
+    if not images:
+        return text
+    return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
 
 
 def _stream(llm: LLM, ask: Any, params: SamplingParams) -> int:

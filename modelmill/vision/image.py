@@ -33,7 +33,7 @@ def open_image(source: Path | str | bytes, name: str = "the image", most: int | 
 
     Raises RequestError for what is none.
     """
-    data = source if isinstance(source, bytes) else _read(Path(source))
+    data = source if isinstance(source, bytes) else read_bytes(Path(source))
     most = MOST_PIXELS if most is None else most
     if not isinstance(source, bytes):
         name = str(source)
@@ -109,7 +109,8 @@ def pixels(picture: Image, size: tuple[int, int], how: str = "bilinear") -> torc
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
-def _read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """A file's bytes, up to MOST_BYTES. Raises RequestError."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise RequestError(f"{path}: {path.stat().st_size} bytes are more than the {MOST_BYTES} allowed")

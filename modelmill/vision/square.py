@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import mimetypes
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
 
 from modelmill.core.errors import RequestError
-from modelmill.vision.image import MOST_BYTES, as_image, open_image
+from modelmill.vision.image import MOST_BYTES, as_image, open_image, read_bytes
 
 _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 
@@ -27,6 +29,15 @@ def square(given: Any, size: int, where: str = "the image") -> tuple[np.ndarray,
         picture = picture.resize((size, size), PIL.Image.Resampling.BICUBIC)
     pixels = np.array(picture)
     return pixels, digest_of(pixels)
+
+
+def as_url(path: Path) -> str:
+    """A picture's file as a data URL, so that a conversation holds the picture and no path. Raises RequestError."""
+    data = read_bytes(path)
+    open_image(data, str(path))  # what is no picture is named now
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    kind = kind if kind.startswith("image/") else "image/png"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def digest_of(pixels: np.ndarray) -> str:
