@@ -48,6 +48,7 @@ def accept(staged: Path, checkpoint: Checkpoint, *, progress: Progress | None = 
         max_model_len=min(artifact.manifest.max_model_len, LENGTH),
         max_num_batched_tokens=LENGTH,
         kv_cache_bytes=_kv_bytes(artifact),
+        kv_cache_dtype="activations",
         enable_prefix_caching=False,
         cuda_graphs=False,
         kernels=artifact.manifest.build["kernels"],

@@ -55,6 +55,8 @@ def check_options(config: BuildConfig, path: object) -> None:
     """Raise UsageError for options that mean nothing to a model that segments images."""
     if config.quantization != "none":
         raise UsageError(f"-q {config.quantization}: {path} segments images, and recipes are for language models")
+    if config.kv_cache_dtype != "auto":
+        raise UsageError(f"--kv-cache-dtype: {path} segments images and has no KV cache; leave it out")
     if config.max_model_len is not None:
         raise UsageError(f"--max-model-len: {path} segments images and reads no tokens; leave it out")
 

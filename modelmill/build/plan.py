@@ -26,7 +26,7 @@ from modelmill.core.errors import CheckpointError, RequestError, TensorMismatch,
 from modelmill.core.find import find, names, nearest
 from modelmill.core.types import DEFAULTED, SamplingParams
 from modelmill.nn.kv import DTYPES as KV_DTYPES
-from modelmill.nn.kv import KVShape
+from modelmill.nn.kv import KVShape, held_dtype
 from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.recipe import Recipe, make_recipe
@@ -140,8 +140,8 @@ class Plan:
 
     @property
     def token_bytes(self) -> int:
-        """KV cache per token of context."""
-        return self._kv.page_bytes(1, self.dtype)
+        """KV cache per token of context, as the engine keeps it by default."""
+        return self._kv.page_bytes(1, held_dtype(self.config.kv_cache_dtype, self.dtype))
 
     @property
     def _kv(self) -> KVShape:

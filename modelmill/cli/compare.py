@@ -58,6 +58,8 @@ def run(args: Args) -> int:
     settings = replace(args.run, enable_prefix_caching=False, cuda_graphs=False)
     if settings.kv_cache_dtype == "auto":  # rounded keys are no fault of the engine's
         settings = replace(settings, kv_cache_dtype="activations")
+    if settings.kv_cache_dtype == "auto":  # rounded keys are no fault of the engine's
+        settings = replace(settings, kv_cache_dtype="activations")
     llm = LLM(args.engine, **changed(settings))
     with progress("comparing") as told:
         ids = sample_ids(artifact)

@@ -15,6 +15,7 @@ from modelmill.core.errors import UsageError
 
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
+KV_CHOICES = ("auto", "activations", "int8", "fp8")
 TARGETS = ("cpu", "cuda")
 METHODS = ("nearest", "gptq", "awq", "awq+gptq")
 GROUPS = (128, 64, 32, -1)
@@ -46,6 +47,9 @@ class BuildConfig:
     calibration_samples: int = option(96, "sequences of calibration tokens")
     calibration_length: int = option(512, "tokens of each")
     max_model_len: int | None = option(None, "longest prompt + answer in tokens; default: what the model allows")
+    kv_cache_dtype: str = option(
+        "auto", "what run and serve keep keys and values in unless told; auto: as the activations", choices=KV_DTYPES
+    )
     target: str = option("auto", "device the engine is laid out for", choices=("auto", *TARGETS))
     kernels: Mapping[str, str] = option(factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",))
     seed: int = option(0, "seed of everything random in a build")
@@ -54,6 +58,7 @@ class BuildConfig:
         _choice(self, "dtype", ("auto", *DTYPES))
         _choice(self, "target", ("auto", *TARGETS))
         _choice(self, "method", ("auto", *METHODS))
+        _choice(self, "kv_cache_dtype", KV_DTYPES)
         _choice(self, "group_size", GROUPS)
         for name in ("max_model_len", "calibration_samples", "calibration_length"):
             value = getattr(self, name)
@@ -75,7 +80,9 @@ class RunConfig:
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that weights and KV cache may take")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from the memory that is free")
-    kv_cache_dtype: str = option("auto", "keys and values in 8 bits, or as the activations (auto)", choices=KV_DTYPES)
+    kv_cache_dtype: str = option(
+        "auto", "keys and values in 8 bits, or as the activations; auto: as the engine was built", choices=KV_CHOICES
+    )
     page_size: int = option(16, "tokens in a page of the KV cache", choices=(8, 16, 32, 64))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings")
     cuda_graphs: bool = option(True, "replay decode steps as CUDA graphs")
@@ -101,7 +108,7 @@ class RunConfig:
                 raise UsageError(f"--{name.replace('_', '-')} must be a whole number, not {value!r}")
             if value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        _choice(self, "kv_cache_dtype", KV_DTYPES)
+        _choice(self, "kv_cache_dtype", KV_CHOICES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if self.page_size not in (8, 16, 32, 64):

@@ -128,14 +128,16 @@ class Loop:
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> Loop:
         """Load an engine; a path's files are checked against their sha256 first (``artifact.verify``).
 
-        Kernels switched at build stay switched unless ``config`` switches them again. Raises ArtifactError,
-        CapacityError, MissingDependency, UsageError, RankError.
+        Kernels switched at build stay switched, and its default for the KV cache stays, unless ``config`` says
+        otherwise. Raises ArtifactError, CapacityError, MissingDependency, UsageError, RankError.
         """
         config = config or RunConfig()
         artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
         check_kind(artifact.path, artifact.manifest.kind, "language")
         check = verify if not isinstance(engine, Artifact) else lambda _: None
         config = replace(config, kernels={**artifact.manifest.build["kernels"], **config.kernels})
+        if config.kv_cache_dtype == "auto":
+            config = replace(config, kv_cache_dtype=artifact.manifest.build.get("kv_cache_dtype", "auto"))
         device = pick_device(config.device)
         if config.tp == 1:
             check(artifact)

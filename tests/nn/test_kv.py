@@ -80,5 +80,5 @@ def test_logits_stay_near_those_of_full_pages() -> None:
 
 
 def test_an_unknown_type_is_refused() -> None:
-    with pytest.raises(UsageError, match="--kv-cache-dtype 'int4' is not one of auto, int8, fp8"):
+    with pytest.raises(UsageError, match="--kv-cache-dtype 'int4' is not one of auto, activations, int8, fp8"):
         RunConfig(kv_cache_dtype="int4")
