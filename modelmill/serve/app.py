@@ -22,7 +22,7 @@ from modelmill.serve.embeddings import EMBEDDING_FIELDS
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.gate import Gate
 from modelmill.serve.responses import RESPONSES_FIELDS
-from modelmill.serve.routes import chat, completions, embeddings, health, responses, segment, tokenize
+from modelmill.serve.routes import chat, completions, embeddings, health, page, responses, segment, tokenize
 from modelmill.serve.schema import CHAT_FIELDS, COMPLETION_FIELDS, Refusal
 from modelmill.serve.service import Service
 
@@ -45,7 +45,7 @@ def make_app(service: Service) -> ASGIApp:
     """The application of a service; the gate stands before it."""
     app = FastAPI(title="modelmill", version=__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.state.service = service
-    for module in (health, completions, chat, responses, embeddings, tokenize, segment):
+    for module in (health, completions, chat, responses, embeddings, tokenize, segment, page):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(ModelmillError, _refused)

@@ -1,7 +1,7 @@
 """What every request passes first: its id, the key, the size of its body, the log. Plain ASGI, outermost.
 
-Everything but /health needs a key where there are keys, whatever the path looks like: the check is made here, on the
-path as it came, before any routing.
+Everything but /health and the page's files needs a key where there are keys, whatever the path looks like: the check
+is made here, on the path as it came, before any routing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill.core import log
 from modelmill.serve.errors import ApiError
+from modelmill.serve.routes.page import PATHS
 from modelmill.serve.service import Service
 from modelmill.serve.ticket import Ticket
 
-OPEN = (b"/health",)
+OPEN = (b"/health", *PATHS)
 WHILE_DRAINING = (b"/health", b"/metrics", b"/version")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _log = log.get("serve.access")

@@ -10,6 +10,7 @@ import pytest
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.llm import LLM, build_engine
+from tests.models.sam_seeded import small_file
 from tests.serve.running import Running
 
 
@@ -19,6 +20,14 @@ def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("serve") / "stories.engine"
     build_engine(shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu"))
     return out
+
+
+@pytest.fixture(scope="session")
+def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small SAM with seeded weights."""
+    folder = tmp_path_factory.mktemp("sam")
+    build_engine(small_file(folder), folder / "sam.engine", BuildConfig(dtype="float32", target="cpu"), check=False)
+    return folder / "sam.engine"
 
 
 @pytest.fixture(scope="session")

@@ -13,28 +13,18 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from modelmill.core.config import BuildConfig
-from modelmill.llm import build_engine
 from modelmill.segmenter import Segmenter
 from modelmill.serve.engine import State
 from modelmill.serve.message import Missed, decode, encode
 from modelmill.serve.pictures import Found, Look
 from modelmill.vision.masks import from_coco, mask_of
 from modelmill.vision.prompts import make
-from tests.models.sam_seeded import small_file
 from tests.serve.asgi import Response
 from tests.serve.seeing import Seeing, encoded, photo, url
 
 PICTURE = photo()
 IMAGE = url(encoded(PICTURE))
 EVERYTHING = {"points_per_side": 3, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "box_nms_thresh": 1.0}
-
-
-@pytest.fixture(scope="module")
-def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sam")
-    build_engine(small_file(folder), folder / "sam.engine", BuildConfig(dtype="float32", target="cpu"))
-    return folder / "sam.engine"
 
 
 @pytest.fixture(scope="module")

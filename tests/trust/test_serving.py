@@ -198,7 +198,7 @@ def guarded(running: Running, *keys: str, **limits: Any) -> Client:
     return Client(make_app(service))
 
 
-PATHS = ["/v1/models", "/metrics", "/version", "/openapi.json", "/", "/nothing", "/health/", "//health", "/health/x",
+PATHS = ["/v1/models", "/metrics", "/version", "/openapi.json", "/page/", "/nothing", "/health/", "//health", "/health/x",
          "/v1/../health", "/health;x", "/HEALTH"]  # fmt: skip
 
 

@@ -1,0 +1,28 @@
+// Elements are made one by one, and text is only ever text: nothing of an answer is parsed as HTML.
+export const $ = (id) => document.getElementById(id);
+
+export function h(tag, given = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(given)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child != null));
+  return made;
+}
+
+export const say = (text) => { $("voice").textContent = text; };
+
+export function trouble(text) {
+  $("trouble").hidden = !text;
+  $("trouble-text").textContent = text || "";
+}
+
+$("trouble-close").addEventListener("click", () => trouble(""));
+
+export function save(blob, name) {
+  const link = h("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}

@@ -1,0 +1,51 @@
+"""The page at /, for people without a client: static files of our own, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+router = APIRouter(include_in_schema=False)
+FOLDER = Path(__file__).resolve().parent.parent / "page"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# no script but ours, no style but ours, nothing is asked of other hosts, nobody frames it
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+    "Cache-Control": "no-cache",
+}
+
+
+def _paths() -> dict[str, Path]:
+    """Path of a request → file. Read once: only these files are ever sent."""
+    files = sorted(file for file in FOLDER.iterdir() if file.suffix in KINDS)
+    return {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in files}
+
+
+FILES = _paths()
+PATHS = tuple(path.encode() for path in FILES)
+"""What is open without a key."""
+
+
+async def _file(request: Request) -> Response:
+    file = FILES[request.url.path]
+    content = file.read_bytes()
+    headers = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=KINDS[file.suffix])
+
+
+for _path in FILES:
+    router.add_api_route(_path, _file, methods=["GET", "HEAD"])

@@ -1,0 +1,236 @@
+"""Hostile pictures and prompts to a served engine that segments: a correct answer or 400, and the engine goes on."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import psutil
+import pytest
+
+from modelmill.serve.service import Limits
+from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
+from tests.serve.seeing import Seeing, encoded, photo, url
+from tests.trust.lines import one_line
+
+GOOD = url(encoded(photo()))
+SIZE = (120, 80)
+
+
+@pytest.fixture(scope="module")
+def seeing(stories: Path, sam: Path) -> Iterator[Seeing]:  # noqa: F811
+    service = Seeing(stories, sam, Limits(body=4 << 20), most_pixels=1 << 21, image_cache=1 << 20)
+    yield service
+    service.close()
+
+
+@pytest.fixture(autouse=True)
+def _alive_afterwards(seeing: Seeing) -> Iterator[None]:
+    """Whatever was sent: the worker is the same one, nothing waits, and the next picture is seen."""
+    pid = seeing.eye.pid
+    yield
+    assert seeing.eye.pid == pid
+    assert len(seeing.eye.sight) == 0
+    assert len(told(seeing, image=GOOD, points=[[5, 5]])["masks"]) == 3
+
+
+def told(seeing: Seeing, **body: Any) -> dict[str, Any]:
+    response = seeing.post("/v1/segment", body)
+    assert response.status == 200, response.body[:500]
+    return response.json
+
+
+def refused(seeing: Seeing, body: Any, status: int = 400) -> dict[str, Any]:
+    response = seeing.post("/v1/segment", body)
+    assert response.status == status, response.body[:500]
+    error: dict[str, Any] = response.json["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    one_line(Exception(error["message"]))
+    return error
+
+
+def claiming(width: int, height: int) -> bytes:
+    """A PNG of few bytes that claims so many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 4096)) + chunk(b"IEND", b"")
+    )
+
+
+def rotated() -> bytes:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    return encoded(photo(), "JPEG", exif=exif)
+
+
+def animated(form: str) -> bytes:
+    return encoded(photo(), form, save_all=True, append_images=[photo(i) for i in range(1, 4)])
+
+
+DEEP = PIL.Image.fromarray(np.arange(80 * 120, dtype=np.uint16).reshape(80, 120) * 6)
+RIGHT = {
+    "one pixel": (encoded(PIL.Image.new("RGB", (1, 1))), (1, 1)),
+    "one row": (encoded(PIL.Image.new("RGB", (4000, 1), 9)), (4000, 1)),
+    "one column": (encoded(PIL.Image.new("RGB", (1, 4000), 9)), (1, 4000)),
+    "CMYK": (encoded(photo().convert("CMYK"), "JPEG"), SIZE),
+    "16 bit": (encoded(DEEP), SIZE),
+    "16 bit TIFF": (encoded(DEEP, "TIFF"), SIZE),
+    "float TIFF": (encoded(photo().convert("F"), "TIFF"), SIZE),
+    "1 bit": (encoded(photo().convert("1")), SIZE),
+    "palette": (encoded(photo().quantize(16)), SIZE),
+    "palette with a clear colour": (encoded(photo().quantize(16), transparency=3), SIZE),
+    "transparent": (encoded(photo().convert("RGBA")), SIZE),
+    "grey with alpha": (encoded(photo().convert("LA")), SIZE),
+    "animated GIF": (animated("GIF"), SIZE),
+    "animated PNG": (animated("PNG"), SIZE),
+    "animated WebP": (animated("WEBP"), SIZE),
+    "turned by EXIF": (rotated(), SIZE[::-1]),
+    "BMP": (encoded(photo(), "BMP"), SIZE),
+}
+WRONG = {
+    "bomb": claiming(60000, 60000),
+    "bomb of a row": claiming(2**31 - 1, 1),
+    "more pixels than allowed": encoded(PIL.Image.new("L", (1025, 2048))),
+    "no pixels": claiming(0, 0),
+    "no height": claiming(5, 0),
+    "half a PNG": encoded(photo())[:200],
+    "half a JPEG": encoded(photo(), "JPEG")[:300],
+    "only a signature": b"\x89PNG\r\n\x1a\n",
+    "text": b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
+    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n",
+    "PDF": b"%PDF-1.4\n",
+    "an array": b"\x93NUMPY\x01\x00",
+    "zeros": bytes(1000),
+    "one byte": b"\0",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_odd_pictures_are_seen_as_they_are(seeing: Seeing, name: str) -> None:
+    data, (width, height) = RIGHT[name]
+    found = told(seeing, image=url(data), points=[[0, 0]], format="png")
+    assert (found["image"]["width"], found["image"]["height"]) == (width, height)
+    png = PIL.Image.open(io.BytesIO(base64.b64decode(found["masks"][0]["png"].split(",")[1])))
+    assert png.size == (width, height)
+    # everything of it, too
+    assert isinstance(told(seeing, image=url(data), everything={"points_per_side": 2})["masks"], list)
+
+
+def test_a_turned_picture_is_the_upright_one(seeing: Seeing) -> None:
+    upright = PIL.Image.open(io.BytesIO(rotated())).transpose(PIL.Image.Transpose.ROTATE_270)
+    assert told(seeing, image=url(rotated()))["image"]["id"] == told(seeing, image=url(encoded(upright)))["image"]["id"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_picture_is_refused(seeing: Seeing, name: str) -> None:
+    error = refused(seeing, {"image": url(WRONG[name])})
+    assert error["param"] == "image"
+    assert error["message"].startswith("the image")
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"image": ""}, {"image": None}, {"image": 1}, {"image": []}, {"image": "AAA"}, {"image": "*"}, {"image": "data:,"},
+    {"image": "data:image/png;base64,"}, {"image": "data:image/png,abc"}, {"image": "data:image/png;base64,A"},
+    {"image": "http://localhost/a.png"}, {"image": "HTTPS://169.254.169.254/"}, {"image": "file:///etc/passwd"},
+    {"image": {"url": GOOD}}, {"image": "\0"}, {"image": "é" * 50}, {"image_id": "0" * 64},
+    {"image_id": "x", "image": None},
+    {"points": []}, {"points": None, "labels": [1]}, {"points": [[1, 2]], "labels": [1, 0]}, {"points": [[1]]},
+    {"points": [[1, 2, 3]]}, {"points": [1, 2]}, {"points": [["1", 2]]}, {"points": [[True, 1]]}, {"points": [[-1, 5]]},
+    {"points": [[121, 5]]}, {"points": [[1e30, 1]]}, {"points": [[1, 1]] * 300}, {"points": [[5, 5]], "labels": [2]},
+    {"points": [[5, 5]], "labels": [True]}, {"points": [[5, 5]], "labels": [1.5]}, {"points": [[5, 5]], "labels": [-1]},
+    {"box": [1, 2, 3]}, {"box": [9, 9, 1, 1]}, {"box": [0, 0, 500, 500]}, {"box": "1,2,3,4"}, {"box": [[1, 2, 3, 4]]},
+    {"boxes": []}, {"boxes": [[1, 1, 5, 5]] * 100}, {"boxes": [[9, 9, 1, 1]]},
+    {"boxes": [[1, 1, 5, 5]], "box": [1, 1, 5, 5]},
+    {"prompts": []}, {"prompts": [{}]}, {"prompts": [{"points": [[1, 1]], "colour": 1}]}, {"prompts": [{"points": []}]},
+    {"prompts": [{"box": [1, 1, 2, 2]}] * 65}, {"prompts": [{"points": [[1, 1]]}], "points": [[1, 1]]},
+    {"mask": ""}, {"mask": "AAAA"}, {"mask": 5}, {"mask": "http://x/"}, {"mask": url(b"text")}, {"multimask": 1},
+    {"everything": 1}, {"everything": "yes"}, {"everything": {"points_per_side": 0}}, {"everything": {"colour": 1}},
+    {"everything": {"points_per_side": 10**9}}, {"everything": {"pred_iou_thresh": 2}}, {"everything": []},
+    {"everything": True, "points": [[1, 1]]}, {"everything": {"points_per_batch": 10**9}}, {"format": "tiff"},
+    {"format": 1}, {"cache_salt": "x" * 5000}, {"cache_salt": 1}, {"model": 1}, {"user": 1}, {"no_such_field": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(len(HOSTILE)), ids=lambda place: f"{next(iter(HOSTILE[place]))}-{place}")
+def test_hostile_fields(seeing: Seeing, place: int) -> None:
+    given = HOSTILE[place]
+    status = 404 if given == {"image_id": "0" * 64} else 400
+    if given in ({"points": []},):
+        # as if there were none
+        assert told(seeing, image=GOOD, **given)["masks"] == []
+        return
+    body = given if "image_id" in given else {"image": GOOD, **given}
+    assert refused(seeing, body, status)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e400", "-Infinity", "9" * 5000, "null", "{}", '"1"'])
+def test_numbers_that_are_none(seeing: Seeing, number: str) -> None:
+    body = f'{{"image": "{GOOD}", "points": [[{number}, 1]]}}'.encode()
+    refused(seeing, body)
+
+
+def test_minus_zero_is_zero(seeing: Seeing) -> None:
+    zero = told(seeing, image=GOOD, points=[[0, 0]])
+    assert told(seeing, image=GOOD, points=[[-0.0, -0.0]])["masks"] == zero["masks"]
+
+
+def test_too_much(seeing: Seeing) -> None:
+    """A body beyond the limit is 413; a picture and prompts whose masks would not fit, 400."""
+    noise = np.random.default_rng(0).integers(0, 256, (1000, 1060, 3), dtype=np.uint8)
+    big = base64.b64encode(encoded(PIL.Image.fromarray(noise), "BMP")).decode()
+    assert len(big) > 4 << 20
+    assert refused(seeing, {"image": big}, 413)["code"] == "request_too_large"
+    large = told(seeing, image=url(encoded(PIL.Image.new("L", (1024, 2048), 9))))["image"]["id"]
+    error = refused(seeing, {"image_id": large, "boxes": [[1, 1, 9, 9]] * 64})
+    assert error["message"].startswith("192 masks of 1024 × 2048 pixels are too much for one answer")
+    prompts = [{"points": [[1, 1]] * 200}] * 64
+    assert len(told(seeing, image=GOOD, prompts=prompts, multimask=False)["masks"]) == 64
+
+
+def test_the_cache_is_bounded_in_bytes(seeing: Seeing) -> None:
+    """Sixty pictures do not grow it, the oldest is let go and asked for again."""
+    first = told(seeing, image=url(encoded(photo(1000))))["image"]["id"]
+    for seed in range(1001, 1060):
+        told(seeing, image=url(encoded(photo(seed, (16, 16)))))
+    refused(seeing, {"image_id": first, "points": [[1, 1]]}, 404)
+
+
+def test_pieces_of_pictures_at_random(seeing: Seeing) -> None:
+    """300 broken files: never a 5xx, and the worker's memory stays where it is."""
+    chance = random.Random(7)
+    sources = [encoded(photo(3), form) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+    worker = psutil.Process(seeing.eye.pid)
+    before = 0
+    for round in range(300):
+        data = bytearray(chance.choice(sources))
+        for _ in range(chance.randint(1, 20)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        if chance.random() < 0.3:
+            del data[chance.randrange(len(data)) :]
+        response = seeing.post("/v1/segment", {"image": base64.b64encode(bytes(data) or b"x").decode()})
+        assert response.status in (200, 400), response.body[:300]
+        if round == 100:
+            before = worker.memory_info().rss
+    assert worker.memory_info().rss - before < 64 << 20
+
+
+def test_the_key_is_needed_here_too(stories: Path, sam: Path) -> None:  # noqa: F811
+    service = Seeing(stories, sam, Limits(keys=("secret",)))
+    try:
+        assert service.post("/v1/segment", {"image": GOOD}).status == 401
+        service.client.key = "secret"
+        assert service.post("/v1/segment", {"image": GOOD}).status == 200
+    finally:
+        service.close()
