@@ -17,8 +17,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
 KV_CHOICES = ("auto", "activations", "int8", "fp8")
 TARGETS = ("cpu", "cuda")
+RECIPES = ("none", "int8", "int4", "smoothquant", "fp8", "keep")
 METHODS = ("nearest", "gptq", "awq", "awq+gptq")
 GROUPS = (128, 64, 32, -1)
+ACTIVATION_SCALES = ("token", "tensor", "none")
+WEIGHT_SCALES = ("channel", "tensor")
 T = TypeVar("T")
 
 
@@ -35,11 +38,23 @@ class BuildConfig:
     """Everything that decides what an engine contains. "auto" is resolved by ``build.plan`` into a new object."""
 
     dtype: str = option("auto", "activation and weight type", choices=("auto", *DTYPES))
-    quantization: str = option("none", "weight recipe", choices=("none", "int8", "int4", "keep"), flags=("-q",))
+    quantization: str = option("none", "weight recipe", choices=RECIPES, flags=("-q",))
     quantize_head: bool = option(False, "quantize the output head too")
     method: str = option("auto", "how the recipe rounds; auto: the best measured", choices=("auto", *METHODS))
     group_size: int = option(128, "columns that share a scale (int4); -1: a whole row, for comparison", choices=GROUPS)
     symmetric: bool = option(False, "scales without zero-points (int4)")
+    activation_scales: str = option(
+        "token",
+        "8-bit activations scaled by token, or with one static scale (smoothquant, fp8); none: kept as they are (fp8)",
+        choices=ACTIVATION_SCALES,
+    )
+    weight_scales: str = option(
+        "channel", "a scale for each output channel, or one for a matrix (smoothquant, fp8)", choices=WEIGHT_SCALES
+    )
+    alpha: str = option("auto", "share of the activations' range that moves into the weights, 0 to 1; auto: searched")
+    max_layer_error: float | None = option(
+        None, "error of a layer's output from which some of its activations stay as they are (smoothquant)"
+    )
     calibration: str | None = option(
         None,
         "jsonl (`text`, `article`, `prompt` or `messages`) that a recipe takes statistics on; default: our own",
@@ -60,6 +75,9 @@ class BuildConfig:
         _choice(self, "method", ("auto", *METHODS))
         _choice(self, "kv_cache_dtype", KV_DTYPES)
         _choice(self, "group_size", GROUPS)
+        _choice(self, "activation_scales", ACTIVATION_SCALES)
+        _choice(self, "weight_scales", WEIGHT_SCALES)
+        _check_smoothing(self)
         for name in ("max_model_len", "calibration_samples", "calibration_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -127,6 +145,20 @@ def from_dict(kind: type[T], raw: Mapping[str, Any], where: str) -> T:
 def to_dict(config: Any) -> dict[str, Any]:
     """A JSON-able dict of a config, keys in field order."""
     return asdict(config)
+
+
+def _check_smoothing(config: BuildConfig) -> None:
+    """α, the limit, and what only one recipe has."""
+    try:
+        known = config.alpha == "auto" or 0.0 <= float(config.alpha) <= 1.0
+    except ValueError:
+        known = False
+    if not known:
+        raise UsageError(f"--alpha must be auto or a number from 0 to 1, not {config.alpha!r}")
+    if config.max_layer_error is not None and not config.max_layer_error > 0:
+        raise UsageError(f"--max-layer-error must be above 0, not {config.max_layer_error}")
+    if config.quantization == "smoothquant" and config.activation_scales == "none":
+        raise UsageError("--activation-scales none is for fp8; int8 weights with activations as they are: -q int8")
 
 
 def _choice(config: Any, name: str, allowed: tuple[Any, ...]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import HeadNorm
 from modelmill.nn.step import Step
+from modelmill.ops.eight_bit import Quantized
 from modelmill.parallel.mesh import Mesh
 from modelmill.parallel.shard import Part, spread_heads
 
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         self.mix = Mix(spec, layer)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
 
-    def forward(self, x: torch.Tensor, rope: Rope, step: Step, last: Step | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, rope: Rope, step: Step, last: Step | None = None) -> torch.Tensor:
         """[T, H] → [T, H]; with ``last`` only the rows that it holds, [R, H] (``nn.last``)."""
         q = self.rotate(self.qkv_proj(x, step), rope, step)
         if last is not None:

@@ -74,11 +74,11 @@ class DecoderLayer(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, last: Step | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(branch, residual), both [T, H], or of the rows of ``last``; their sum is the layer's output."""
-        x, residual = self.attn_norm(x, residual, step)
+        x, residual = self.attn_norm(x, residual, step, self.attn.qkv_proj.wanted(step))
         x = self.attn(x, rope, step, last)
         if last is not None:
             residual, step = residual[step.logit_rows], last
-        x, residual = self.mlp_norm(x, residual, step)
+        x, residual = self.mlp_norm(x, residual, step, self.mlp.gate_up_proj.wanted(step))
         return self.mlp(x, step), residual
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
+from modelmill.ops.eight_bit import Quantized
 from modelmill.parallel.mesh import Mesh
 from modelmill.parallel.shard import Part, spread, widths
 
@@ -41,7 +42,7 @@ class Head(Linear):
 
     widths: tuple[int, ...] = ()
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, step: Step) -> torch.Tensor:
         """[R, H] → [R, V] float32."""
         logits = super().forward(x, step)
         return (step.mesh.gather(logits, self.widths) if self.widths else logits).float()

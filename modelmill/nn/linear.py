@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from modelmill.nn.step import Step
+from modelmill.ops.eight_bit import Quantized, Wanted
 from modelmill.parallel.shard import Part
-from modelmill.weights.held import HeldWeight
+from modelmill.weights.held import HeldWeight, wanted
 
 
 class Linear(nn.Module):
@@ -32,10 +33,23 @@ class Linear(nn.Module):
         if self.bias is not None:
             self.bias = torch.empty(part.shape[0], device="meta") if part.bias else None
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, step: Step) -> torch.Tensor:
         """[T, K] → [T, N]."""
         return self.held.matmul(x, self.bias, step.ops)
 
-    def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor | None:
+    def wanted(self, step: Step) -> Wanted | None:
+        """The 8-bit input that a norm in front should make at once; None: floating point, from which it is made here.
+
+        Somebody who watches modules sees floating point.
+        """
+        fused = step.whole and step.mesh.size == 1 and step.ops.norms_quantize
+        return wanted(self.held) if fused else None
+
+    def gated(self, x: torch.Tensor | Quantized, step: Step) -> torch.Tensor | None:
         """silu(first half) · second half of the output in one op, [T, N / 2]; None where there is no such op."""
         return self.held.gated(x, self.bias, step.ops)
+
+    def of_gate(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """Of silu(first half) · second half of [T, 2·K], where one op gates and rounds; None where there is none."""
+        fused = getattr(self.held, "matmul_gated", None)
+        return None if fused is None else fused(gate_up, self.bias, step.ops)

@@ -10,6 +10,7 @@ from torch import nn
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
+from modelmill.ops.eight_bit import Quantized
 from modelmill.parallel.mesh import Mesh
 from modelmill.parallel.shard import Part, Range, spread
 
@@ -41,11 +42,15 @@ class GatedMLP(nn.Module):
         self.act = SiluMul()
         self.down_proj = Linear(inner, hidden, bias)
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
         inner = self.gate_up_proj.gated(x, step) if step.whole else None
         if inner is None:
-            inner = self.act(self.gate_up_proj(x, step), step)
+            gate_up = self.gate_up_proj(x, step)
+            out = self.down_proj.of_gate(gate_up, step) if step.whole else None
+            if out is not None:
+                return out
+            inner = self.act(gate_up, step)
         return self.down_proj(inner, step)
 
     def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:

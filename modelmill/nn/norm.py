@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.step import Step
+from modelmill.ops.eight_bit import Quantized, Wanted
 
 
 class RMSNorm(nn.Module):
@@ -21,12 +22,24 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.register_buffer("weight", torch.empty(width, device="meta"))
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual: [T, H]."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, wanted: Wanted | None = None
+    ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
+        """x, residual: [T, H]. wanted: the 8-bit form in which the normed values are put out; None: as they are."""
+        if wanted is not None:
+            return self._quantized(x, residual, step, wanted)
         if residual is None:
             return step.ops.rms_norm(x, self.weight, self.eps), x
         plain = step.ops.add_rms_norm
         return step.mesh.add_rms_norm(plain, x, residual, self.weight, self.eps, decode=step.max_query == 1)
+
+    def _quantized(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, wanted: Wanted
+    ) -> tuple[Quantized, torch.Tensor]:
+        if residual is None:
+            return Quantized(*step.ops.rms_norm_quant(x, self.weight, self.eps, *wanted), x.dtype), x
+        values, scale, total = step.ops.add_rms_norm_quant(x, residual, self.weight, self.eps, *wanted)
+        return Quantized(values, scale, x.dtype), total
 
 
 class LayerNorm(nn.Module):

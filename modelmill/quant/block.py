@@ -95,6 +95,27 @@ class Flow:
             ]
         )
 
+    def few(self, tokens: int) -> Flow:
+        """Another flow from here, of the first sequences that hold about so many tokens; one at least."""
+        batch = self.batches[0]
+        ends = batch.step.query_start.tolist()[1:]
+        count = max(1, sum(end <= tokens for end in ends))
+        end = ends[count - 1]
+        step, rope = batch.step, batch.rope
+        lengths = step.context_lens[:count]
+        cut = replace(
+            step,
+            **{name: getattr(step, name)[:end] for name in ("ids", "positions", "slots", "rope_keys")},
+            block_tables=step.block_tables[:count],
+            query_start=step.query_start[: count + 1],
+            context_lens=lengths,
+            max_query=int(lengths.max()),
+            max_context=int(lengths.max()),
+        )
+        turned = Rope(*(None if t is None else t[:end] for t in (rope.cos, rope.sin, rope.q_scale)))
+        residual = None if batch.residual is None else batch.residual[:end].clone()
+        return Flow([Batch(cut, turned, batch.x[:end].clone(), residual)])
+
     @property
     def tokens(self) -> int:
         """Tokens under way."""

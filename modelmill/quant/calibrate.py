@@ -14,10 +14,11 @@ import torch
 from modelmill.core.errors import UsageError
 from modelmill.quant.block import SITES, Block, Flow
 from modelmill.quant.recipe import Prepared, Recipe, Scales, Statistics
-from modelmill.weights.held import HeldWeight, pack
+from modelmill.weights.held import HeldWeight, pack, seen
 
 ROWS = 512  # inputs kept as they are, for searches on outputs
 PROBE_BATCHES = 4  # batches that what is prepared before rounding is decided on
+TRIAL_TOKENS = 1024  # that a layer is tried out on, again and again
 OUTLIERS = 4  # channels told in the report
 LEAST_TOKENS = 128
 
@@ -41,18 +42,22 @@ def quantize_layer(
     flow: the calibration tokens before the layer, afterwards behind it; None for recipes without calibration. dtype: of
     norms and biases as stored. where: the layer's name, for errors.
     """
-    prepared = Prepared()
+    prepared, moments = Prepared(), getattr(recipe, "moments", True)
     if flow is not None and recipe.prepares:
-        prepared = recipe.prepare(block, _survey(block, flow.fork(PROBE_BATCHES), where), dtype)
+        survey = _survey(block, flow.fork(PROBE_BATCHES), where, moments=moments)
+        if getattr(recipe, "searches", False):
+            prepared = recipe.search(block, survey, flow.few(TRIAL_TOKENS), dtype)  # type: ignore[attr-defined]
+        else:
+            prepared = recipe.prepare(block, survey, dtype)
     facts: dict[str, Any] = {}
     for site in SITES:
         statistics = None
         if flow is not None:
             flow.reach(block, site)
-            statistics = collect(flow.given(), f"{where}.{block.names[site]}")
+            statistics = collect(flow.given(), f"{where}.{block.names[site]}", moments=moments)
         linear = block.linear(site)
         weight = linear.held.dense()
-        held = recipe.hold(weight, statistics)
+        held = prepared.hold.get(site, recipe.hold)(weight, statistics)
         facts[block.names[site]] = judge(weight, held, recipe, statistics) | prepared.facts.get(site, {})
         linear.held = held
     if flow is not None:
@@ -60,22 +65,26 @@ def quantize_layer(
     return facts, prepared.scales
 
 
-def _survey(block: Block, flow: Flow, where: str) -> dict[str, Statistics]:
+def _survey(block: Block, flow: Flow, where: str, *, moments: bool) -> dict[str, Statistics]:
     """Statistics of all sites of a layer as it is."""
     found = {}
     for site in SITES:
         flow.reach(block, site)
-        found[site] = collect(flow.given(), f"{where}.{block.names[site]}")
+        found[site] = collect(flow.given(), f"{where}.{block.names[site]}", moments=moments)
     return found
 
 
-def collect(inputs: Iterable[torch.Tensor], where: str) -> Statistics:
-    """Statistics of batches of inputs [T, K]. Raises UsageError where they hold NaN or infinity."""
+def collect(inputs: Iterable[torch.Tensor], where: str, *, moments: bool = True) -> Statistics:
+    """Statistics of batches of inputs [T, K]; without ``moments`` the Hessian is left out ([0, 0]): it takes longest.
+
+    Raises UsageError where inputs hold NaN or infinity.
+    """
     found: Statistics | None = None
     kept = []
     for x in inputs:
         size = x.abs()
-        now = Statistics(len(x), x.T @ x, size.sum(0), size.amax(0), x.amin(0), x.amax(0), x[:0])
+        products = x.T @ x if moments else x.new_zeros(0, 0)
+        now = Statistics(len(x), products, size.sum(0), size.amax(0), x.amin(0), x.amax(0), x[:0])
         found = now if found is None else _joined(found, now)
         kept.append(x)
     assert found is not None, "a flow has batches"
@@ -83,7 +92,7 @@ def collect(inputs: Iterable[torch.Tensor], where: str) -> Statistics:
     found.mean_abs /= found.tokens
     every = max(1, found.tokens // ROWS)
     found.rows = torch.cat([x[::every] for x in kept])[:ROWS]
-    if not bool(torch.isfinite(found.hessian).all()):
+    if not bool(torch.isfinite(found.mean_abs).all() & torch.isfinite(found.hessian).all()):
         raise UsageError(
             f"the calibration data makes NaN or infinite inputs at {where}: the checkpoint or the data is damaged"
         )
@@ -106,10 +115,11 @@ def judge(weight: torch.Tensor, held: HeldWeight, recipe: Recipe, statistics: St
     plain = pack(recipe.kind, weight, torch.float32, **recipe.layout)
     stored = sum(t.numel() * t.element_size() for t in held.tensors().values())
     facts: dict[str, Any] = {
-        "before": _error(weight, plain.dense(), statistics),
-        "after": _error(weight, held.dense(), statistics),
+        "before": output_error(weight, plain, statistics),
+        "after": output_error(weight, held, statistics),
         "bits": round(8 * stored / weight.numel(), 3),
     }
+    facts |= getattr(held, "told", dict)()
     if statistics is not None:
         peak = statistics.max_abs
         channels = peak.argsort(descending=True)[:OUTLIERS].tolist()
@@ -118,8 +128,13 @@ def judge(weight: torch.Tensor, held: HeldWeight, recipe: Recipe, statistics: St
     return facts
 
 
-def _error(weight: torch.Tensor, other: torch.Tensor, statistics: Statistics | None) -> float:
-    off = weight - other
+def output_error(weight: torch.Tensor, other: HeldWeight, statistics: Statistics | None) -> float:
+    """What rounding does to a weight's outputs (to the weight, without statistics), as a share of them."""
+    off = weight - other.dense()
+    if statistics is not None and hasattr(other, "seen"):
+        right = statistics.rows @ weight.T
+        found = seen(other, statistics.rows) @ other.dense().T
+        return _short(float((found - right).norm() / right.norm().clamp(min=1e-30)))
     if statistics is None:
         return _short(float(off.norm() / weight.norm().clamp(min=1e-30)))
     lost, whole = (float(((w @ statistics.hessian) * w).sum()) for w in (off, weight))

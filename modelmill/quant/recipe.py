@@ -8,7 +8,7 @@ are those of inputs which the quantized part before has computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,16 +43,22 @@ class Statistics:
 
 @dataclass
 class Prepared:
-    """What ``prepare`` did. scales: site → [K], what the inputs at that site were divided by. facts: for the report."""
+    """What ``prepare`` did. scales: site → [K], what the inputs at that site were divided by. facts: for the report.
+
+    hold: site → what holds its weight in place of the recipe's own ``hold``.
+    """
 
     scales: Scales = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    hold: dict[str, Callable[[torch.Tensor, Statistics | None], HeldWeight]] = field(default_factory=dict)
 
 
 class Recipe(Protocol):
     """kind: how weights are held. layout: the kind's options (``weights.held.pack``), which decide sizes.
 
-    calibrated: whether ``hold`` needs statistics. prepares: whether ``prepare`` does, of the layer as it was.
+    calibrated: whether ``hold`` needs statistics. prepares: whether ``prepare`` does, of the layer as it was. A recipe
+    that tries a layer out has ``searches`` (True) and ``search(block, statistics, flow, dtype)``, called in place of
+    ``prepare`` with some calibration tokens before the layer; one that asks for no Hessian says ``moments`` (False).
     """
 
     kind: str

@@ -13,6 +13,7 @@ import torch
 
 from modelmill.core.errors import IncompatibleArtifact
 from modelmill.core.find import find, names
+from modelmill.ops.eight_bit import Wanted
 from modelmill.ops.shelf import Ops
 
 # shape and dtype of each stored tensor, by suffix
@@ -26,6 +27,9 @@ class HeldWeight(Protocol):
     inverse. matmul: [T, K] → [T, N]. gated: the same and SwiGLU's gate, where one op does both. dense: the matrix that
     is really multiplied with, float32. slice: some stretches of its rows and one of its columns, for several ranks;
     grain: the multiples at which columns may be cut.
+
+    A kind that multiplies with activations in 8 bits also has ``wants``, what a norm in front may put out at once
+    (``matmul`` then takes that, too), and ``seen(x)``, the x that is really multiplied with, in x's dtype.
     """
 
     @property
@@ -37,9 +41,9 @@ class HeldWeight(Protocol):
     @property
     def grain(self) -> int: ...
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor: ...
+    def matmul(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor: ...
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None: ...
+    def gated(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None: ...
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
@@ -48,6 +52,17 @@ class HeldWeight(Protocol):
     def to(self, device: str) -> HeldWeight: ...
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> HeldWeight: ...
+
+
+def wanted(weight: HeldWeight) -> Wanted | None:
+    """The 8-bit input that a norm may make for a weight; None: it takes floating point."""
+    return getattr(weight, "wants", None)
+
+
+def seen(weight: HeldWeight, x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] as a weight's product takes it: itself, or what rounding to 8 bits leaves of it."""
+    rounds = getattr(weight, "seen", None)
+    return x if rounds is None else rounds(x)
 
 
 def pack(kind: str, weight: torch.Tensor, dtype: torch.dtype, **layout: Any) -> HeldWeight:
