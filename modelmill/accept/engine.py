@@ -250,8 +250,6 @@ def layer_bound(dtype: str, recipe: str, length: int) -> Bound:
     """
     if recipe in ROUNDED:
         return LAYER_ROUNDED[recipe]
-    if recipe in ROUNDED:
-        return LAYER_ROUNDED[recipe]
     parts = [module_bound(m, dtype, recipe, length=length) for m in ("q", "q_rot", "attn", "act")]
     root = 8**0.5
     return Bound(

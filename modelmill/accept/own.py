@@ -20,7 +20,6 @@ from torch import Tensor
 from modelmill.accept.metrics import Row, compare_tensors
 from modelmill.accept.reference import Affine, HeadTrace, LayerWeights, ModuleIO, Reference
 from modelmill.accept.reference.dense import project
-from modelmill.accept.reference.dense import project
 from modelmill.accept.tolerances import Bound, weight_bound
 
 NORMS = {"input_norm": "attn_norm", "mlp_norm": "mlp_norm"}

@@ -141,7 +141,6 @@ def _sequences(
     rounded = manifest.build["quantization"] != "keep" and "int8" in manifest.weights.values()
     recipe = "int8" if rounded and true is None else "none"
     recipe = next(iter(sorted(set(manifest.weights.values()) & set(ROUNDED))), recipe)
-    recipe = next(iter(sorted(set(manifest.weights.values()) & set(ROUNDED))), recipe)
     bound = logits_bound(manifest.build["dtype"], recipe, layers=reference.num_layers)
     row = compare_logits("logits", mine, right)
     agreed = top1_agreement(mine, right, bound.margin)

@@ -97,21 +97,21 @@ TABLE: dict[str, dict[str, tuple[float, float]]] = {
 TABLE["embedding"] = TABLE["residual"]
 LINEAR_INT8 = (1e-1, 3e-1)
 # Held kind → bounds on a matrix's values. Kinds that stand here are judged in two halves (accept/own.py).
-WEIGHTS = {"int4": Bound(0.6, 1.0, 3e-2), "w8a8": Bound(0.1, 0.3, 1e-2), "fp8": Bound(0.1, 0.3, 1e-2)}
+WEIGHTS = {
+    "int4": Bound(0.6, 1.0, 3e-2),
+    "int8": Bound(0.1, 0.3, 1.6e-2),
+    "w8a8": Bound(0.1, 0.3, 1e-2),
+    "fp8": Bound(0.1, 0.3, 1e-2),
+}
+WEIGHTS["clustered"] = WEIGHTS["int4"]
 # Held kind → dtype → (rel_l2, max_rel) of a product whose activations are rounded, the reference's as well.
 ROUNDED: dict[str, dict[str, tuple[float, float]]] = {
     "w8a8": {"float32": (1e-5, 3e-5), "float16": (1e-2, 2e-2), "bfloat16": (3e-2, 6e-2)},
     "fp8": {"float32": (1e-5, 3e-5), "float16": (1e-2, 2e-2), "bfloat16": (3e-2, 6e-2)},
 }
-LOGITS_ROUNDED = {"w8a8": 0.02, "fp8": 0.06}
-LAYER_ROUNDED = {"w8a8": Bound(0.1, 0.3, 2e-2), "fp8": Bound(0.1, 0.3, 2e-2)}
-# Held kind → dtype → (rel_l2, max_rel) of a product whose activations are rounded, the reference's as well.
-ROUNDED: dict[str, dict[str, tuple[float, float]]] = {
-    "w8a8": {"float32": (1e-5, 3e-5), "float16": (1e-2, 2e-2), "bfloat16": (3e-2, 6e-2)},
-    "fp8": {"float32": (1e-5, 3e-5), "float16": (1e-2, 2e-2), "bfloat16": (3e-2, 6e-2)},
-}
-LOGITS_ROUNDED = {"w8a8": 0.02, "fp8": 0.06}
-LAYER_ROUNDED = {"w8a8": Bound(0.1, 0.3, 2e-2), "fp8": Bound(0.1, 0.3, 2e-2)}
+ROUNDED["clustered"] = {"float32": (1e-5, 3e-5), "float16": (2e-2, 5e-2), "bfloat16": (6e-2, 2e-1)}
+LOGITS_ROUNDED = {"w8a8": 0.02, "fp8": 0.06, "clustered": 0.05}
+LAYER_ROUNDED = {"w8a8": Bound(0.1, 0.3, 2e-2), "fp8": Bound(0.1, 0.3, 2e-2), "clustered": Bound(0.2, 0.5, 3e-2)}
 # float32 rotary: added per token of length.
 PER_POSITION = (1e-7, 4e-7)
 LOGITS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
@@ -143,8 +143,6 @@ def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int =
         rel_l2, max_rel, gain = LINEAR_INT8[0], LINEAR_INT8[1], GAIN_INT8
     if recipe in ROUNDED and kind == "linear":
         rel_l2, max_rel = ROUNDED[recipe][dtype]
-    if recipe in ROUNDED and kind == "linear":
-        rel_l2, max_rel = ROUNDED[recipe][dtype]
     return Bound(rel_l2, max_rel, gain)
 
 
@@ -163,8 +161,6 @@ def logits_bound(dtype: str, recipe: str = "none", *, layers: int) -> LogitsBoun
     rel_l2 = LOGITS[dtype] * depth
     if recipe == "int8":
         rel_l2 = min(max(rel_l2, LOGITS_INT8 * depth), LOGITS_INT8_MOST)
-    if recipe in ROUNDED:
-        rel_l2 = min(max(rel_l2, LOGITS_ROUNDED[recipe] * depth), LOGITS_INT8_MOST)
     if recipe in ROUNDED:
         rel_l2 = min(max(rel_l2, LOGITS_ROUNDED[recipe] * depth), LOGITS_INT8_MOST)
     return LogitsBound(rel_l2, MARGIN * rel_l2)

@@ -189,7 +189,6 @@ def layer_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
 def project(x: Tensor, weights: Affine) -> Tensor:
     """x [T, in] → [T, out]."""
     x = x if weights.seen is None else weights.seen(x)
-    x = x if weights.seen is None else weights.seen(x)
     y = x @ weights.weight.T
     return y if weights.bias is None else y + weights.bias
 
