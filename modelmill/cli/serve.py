@@ -57,6 +57,7 @@ class Args(Common):
     allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call the API (CORS); * for all")
     allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which a server without a key answers")
     log_level: str = option("warning", "what is logged on stderr, as JSON lines (info: every request)", choices=LEVELS)
+    otlp_endpoint: str | None = option(None, "OpenTelemetry traces go there, over HTTP (docs/observability.md)")
     warm_up: bool = option(True, "record decode graphs before the first request (GPU)")
     ray: bool = option(
         False, "serve through Ray Serve: replicas behind this server (docs/cluster.md)", flags=("--ray",)
@@ -96,6 +97,7 @@ def run(args: Args) -> int:
 def _place(args: Args) -> Place:
     from modelmill.serve.server import Place
     from modelmill.serve.service import Limits
+    from modelmill.serve.traces import Traces
 
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port must be in 0…65535, not {args.port}")
@@ -114,7 +116,9 @@ def _place(args: Args) -> Place:
         origins=args.allowed_origins,
         hosts=tuple(map(str.lower, args.allowed_hosts)),
     )
-    return Place(args.host, args.port, args.shutdown_timeout, limits)
+    # with replicas, they tell the traces
+    traces = None if args.otlp_endpoint is None or args.ray else Traces.to(args.otlp_endpoint)
+    return Place(args.host, args.port, args.shutdown_timeout, limits, traces)
 
 
 def _keys(file: Path | None) -> list[str]:

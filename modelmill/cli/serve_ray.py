@@ -31,7 +31,14 @@ def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Seque
         raise UsageError(f"--replicas must be in 1…1024, not {args.replicas}")
     if ":" in args.run.device:
         raise UsageError(f"--device {args.run.device}: Ray gives each replica its GPUs; give --device cuda")
-    plan = Plan(tuple(names), tuple(map(_anywhere, orders)), args.max_waiting, args.max_body_bytes, args.log_level)
+    plan = Plan(
+        tuple(names),
+        tuple(map(_anywhere, orders)),
+        args.max_waiting,
+        args.max_body_bytes,
+        args.log_level,
+        args.otlp_endpoint,
+    )
     shape = Shape(args.replicas, args.run.tp, args.run.device, args.ray_address, args.shutdown_timeout)
 
     async def serve() -> None:

@@ -138,6 +138,13 @@ class Engine:
         """What the engine does; None before that is known."""
         return None if self.facts is None else self.facts.kind
 
+    @property
+    def reads(self) -> list[str]:
+        """What a request may hold; nothing before that is known."""
+        if self.kind == KIND:
+            return ["image"]
+        return [] if self._language is None else ["text", "image"] if self._language.sees else ["text"]
+
     def check_sees(self) -> None:
         """Raises NotReady, RequestError for an engine that does not segment."""
         self._ready()
@@ -316,6 +323,9 @@ class Engine:
         elif isinstance(message, Begun):
             if self.metrics is not None:
                 self.metrics.queue(message.seconds)
+            running = self._running.get(message.id)
+            if running is not None and running[1].queued is None:
+                running[1].queued = message.seconds
         elif isinstance(message, Loading):
             self.progress = Progress(message.stage, message.done, message.total)
         elif isinstance(message, Refused):

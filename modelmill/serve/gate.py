@@ -23,6 +23,7 @@ from modelmill.serve.errors import ApiError
 from modelmill.serve.routes.page import PATHS
 from modelmill.serve.service import Service
 from modelmill.serve.ticket import Ticket
+from modelmill.serve.traces import Traces, Visited
 
 OPEN = (b"/health", *PATHS)
 WHILE_DRAINING = (b"/health", b"/metrics", b"/version")
@@ -46,8 +47,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        visit = _Visit(scope, headers, send)
         service = self._service
+        visit = _Visit(scope, headers, send, service.traces)
         service.active += 1
         try:
             self._check(scope, headers)
@@ -139,12 +140,13 @@ class _Body:
 class _Visit:
     """One request: its id, its status, its line in the log."""
 
-    def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> None:
+    def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send, traces: Traces | None) -> None:
         asked = headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = asked if _ID.fullmatch(asked) else secrets.token_hex(16)
         scope["modelmill.request_id"] = self.id
         self._scope, self._send, self._began = scope, send, time.perf_counter()
         self._status: int | None = None
+        self._headers, self._traces = headers, traces
         self.body: _Body | None = None
 
     async def send(self, message: Message) -> None:
@@ -181,4 +183,7 @@ class _Visit:
         ticket = self._scope.get("modelmill.ticket")
         if isinstance(ticket, Ticket):
             told |= ticket.counts()
+        if self._traces is not None:
+            visited = Visited(self._scope, self._headers, self.id, self._status, self._began)
+            told["trace_id"] = self._traces.told(visited)
         _log.info("request", extra={"data": told})

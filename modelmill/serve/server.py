@@ -22,18 +22,20 @@ from modelmill.serve.app import make_app
 from modelmill.serve.engine import Engine, State
 from modelmill.serve.http import HEADER_BYTES, Http
 from modelmill.serve.service import Limits, Service
+from modelmill.serve.traces import Traces
 
 _log = log.get("serve")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how long. patience: seconds for running answers at a shutdown."""
+    """Where and how long. patience: seconds for running answers at a shutdown. traces: as in ``Service``."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     patience: float = 30.0
     limits: Limits = field(default_factory=Limits)
+    traces: Traces | None = None
 
 
 class _Uvicorn(uvicorn.Server):
@@ -50,7 +52,7 @@ class Server:
 
     def __init__(self, engines: Sequence[Engine], place: Place, names: dict[str, Engine] | None = None) -> None:
         self.place = place
-        self.service = Service(names or {engine.name: engine for engine in engines}, place.limits)
+        self.service = Service(names or {engine.name: engine for engine in engines}, place.limits, traces=place.traces)
         self._signals = 0
         self._asked = asyncio.Event()
         self._failed: Engine | None = None

@@ -12,6 +12,7 @@ from modelmill.serve.engine import Engine, State
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.metrics import Metrics
 from modelmill.serve.pictures import KIND
+from modelmill.serve.traces import Traces
 
 T = TypeVar("T")
 
@@ -33,13 +34,17 @@ class Limits:
 
 @dataclass
 class Service:
-    """engines: by every name they are served under, in order. draining: no new requests are taken."""
+    """engines: by every name they are served under, in order. draining: no new requests are taken.
+
+    traces: where each request's span is told; None: nowhere.
+    """
 
     engines: Mapping[str, Engine]
     limits: Limits = field(default_factory=Limits)
     metrics: Metrics = field(default_factory=Metrics)
     draining: bool = False
     active: int = 0
+    traces: Traces | None = None
 
     def __post_init__(self) -> None:
         # tokenizers release the interpreter, templates wait for their process
@@ -86,3 +91,5 @@ class Service:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.traces is not None:
+            self.traces.close()

@@ -7,6 +7,7 @@ nothing else; there is a bound to that too.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ class Ticket:
     def __init__(self, dialogues: Sequence[Dialogue], abandon: Callable[[Sequence[str]], None]) -> None:
         """abandon: called with the engine's ids of what is given up."""
         self.dialogues = list(dialogues)
+        self.made = time.perf_counter()
+        self.queued: float | None = None
         self.weight = sum(each.request.params.n for each in dialogues)
         self._abandon = abandon
         self._open = {each.request.id: place for place, each in enumerate(dialogues)}

@@ -9,8 +9,10 @@ from modelmill.serve.message import Open
 
 @dataclass(frozen=True)
 class Plan:
-    """What every replica serves. names and orders belong together; queue: as --max-waiting; body: as
-    --max-body-bytes; level: as --log-level. generation: another number makes Ray Serve replace the replicas.
+    """What every replica serves. names and orders belong together.
+
+    queue: as --max-waiting; body: as --max-body-bytes; level: as --log-level; otlp: as --otlp-endpoint. generation:
+    another number makes Ray Serve replace the replicas.
     """
 
     names: tuple[str, ...]
@@ -18,6 +20,7 @@ class Plan:
     queue: int
     body: int
     level: str
+    otlp: str | None = None
     generation: int = 0
 
     def beside(self, count: int) -> Plan:

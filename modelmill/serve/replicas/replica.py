@@ -16,6 +16,7 @@ from modelmill.serve.logs import to_stderr
 from modelmill.serve.replicas.call import parts
 from modelmill.serve.replicas.plan import Plan
 from modelmill.serve.service import Limits, Service
+from modelmill.serve.traces import Traces
 
 
 class Replica:
@@ -27,8 +28,9 @@ class Replica:
         self._logs.enter_context(to_stderr(plan.level))
         self._id = serve.get_replica_context().replica_id.unique_id
         engines = [Engine(name, order, queue=plan.queue) for name, order in zip(plan.names, plan.orders, strict=True)]
+        traces = None if plan.otlp is None else Traces.to(plan.otlp)
         # who may enter, and under which name, the front has seen to
-        self._service = Service({engine.name: engine for engine in engines}, Limits(body=plan.body))
+        self._service = Service({engine.name: engine for engine in engines}, Limits(body=plan.body), traces=traces)
         self._app = make_app(self._service)
         self._lives = []
         for engine in engines:

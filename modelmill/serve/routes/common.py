@@ -28,7 +28,7 @@ def fresh(prefix: str, between: str = "-") -> str:
 def submitted(request: Request, engine: Engine, dialogues: Sequence[Dialogue]) -> Ticket:
     """The requests, queued; their counts are logged when the response has ended."""
     ticket = engine.submit(dialogues)
-    request.scope["modelmill.ticket"] = ticket
+    request.scope["modelmill.ticket"], request.scope["modelmill.engine"] = ticket, engine.name
     return ticket
 
 

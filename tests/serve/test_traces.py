@@ -1,0 +1,149 @@
+"""OpenTelemetry spans of requests, kept in memory by the SDK's own exporter; and what a server without them needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.serve.traces import Traces
+from tests.serve.running import Running
+
+pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel: pip install 'modelmill[otel]'")
+
+SECRET = "Once upon a secret time"
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def spans(running: Running) -> Iterator[Any]:
+    """An exporter that keeps what it is given."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    running.service.traces = Traces(provider)
+    yield exporter
+    running.service.traces = None
+    provider.shutdown()
+
+
+def one(exporter: Any) -> Any:
+    (span,) = exporter.get_finished_spans()
+    return span
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_s_span(running: Running, spans: Any, stream: bool) -> None:
+    body = {
+        "model": "alias",
+        "prompt": SECRET,
+        "max_tokens": 12,
+        "temperature": 0,
+        "stream": stream,
+        "ignore_eos": True,
+    }
+    headers = {"traceparent": PARENT, "x-request-id": "mine", "authorization": "Bearer key-of-mine"}
+    assert running.post("/v1/completions", body, headers=headers).status == 200
+    span = one(spans)
+    assert span.name == "POST /v1/completions"
+    assert format(span.context.trace_id, "032x") == PARENT.split("-")[1]
+    assert format(span.parent.span_id, "016x") == PARENT.split("-")[2]
+    told = dict(span.attributes)
+    assert told["gen_ai.usage.output_tokens"] == 12
+    assert told["gen_ai.response.finish_reasons"] == ("length",)
+    assert told["gen_ai.request.model"] == "stories"
+    assert told["http.response.status_code"] == 200
+    assert told["modelmill.request_id"] == "mine"
+    names = [event.name for event in span.events]
+    assert names == ["queue", "prefill", "decode"]
+    moments = [span.start_time, *(event.timestamp for event in span.events), span.end_time]
+    assert moments == sorted(moments)
+    written = span.to_json()
+    assert "secret" not in written.lower()
+    assert "key-of-mine" not in written
+
+
+def test_a_refusal_and_an_unknown_path(running: Running, spans: Any) -> None:
+    running.post("/v1/completions", {"model": "stories", "prompt": "a", "temperature": 9})
+    running.get("/a/secret/path")
+    refused, lost = spans.get_finished_spans()
+    assert refused.attributes["http.response.status_code"] == 400
+    assert refused.parent is None
+    assert not refused.events
+    assert lost.name == "GET"
+    assert "secret" not in lost.to_json()
+
+
+@pytest.mark.parametrize("parent", ["", "00-0-0-0", "x" * 5000, "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
+def test_a_traceparent_that_is_none(running: Running, spans: Any, parent: str) -> None:
+    assert running.get("/version", headers={"traceparent": parent}).status == 200
+    assert one(spans).parent is None
+
+
+def test_the_log_names_the_trace(running: Running, spans: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "modelmill.serve.access"):
+        running.get("/version", headers={"traceparent": PARENT})
+    (line,) = (record.data for record in caplog.records if record.name.endswith("access"))  # type: ignore[attr-defined]
+    assert line["trace_id"] == PARENT.split("-")[1]
+
+
+def test_a_collector_is_sent_spans(running: Running) -> None:
+    """Over OTLP and HTTP, to a collector of our own."""
+    import http.server
+    import threading
+
+    bodies: list[tuple[str, bytes]] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        running.service.traces = traces = Traces.to(f"http://127.0.0.1:{server.server_port}")
+        running.post("/v1/completions", {"model": "stories", "prompt": SECRET, "max_tokens": 2})
+        running.service.traces = None
+        traces.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    (path, body) = bodies[0]
+    assert path == "/v1/traces"
+    assert b"POST /v1/completions" in body
+    assert b"secret" not in body
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost:4318", "ftp://a", "http://"])
+def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
+    with pytest.raises(UsageError, match="is no URL"):
+        Traces.to(endpoint)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(MissingDependency, match=r"modelmill\[otel\]"):
+        Traces.to("http://localhost:4318")
+
+
+def test_it_is_imported_only_when_asked_for(tmp_path: Path) -> None:
+    find = "[n for n in sys.modules if 'opentelemetry.sdk' in n]"
+    code = f"import sys, json, modelmill.serve.server; print(json.dumps({find}))"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert json.loads(told.stdout) == []
