@@ -19,7 +19,8 @@ from modelmill.core.types import DEFAULTED, Grammar, Insert, Request, SamplingPa
 from modelmill.dialogue import Dialogue
 from modelmill.text import grammar as grammars
 from modelmill.text.chat import ChatFormat, load_chat
-from modelmill.text.image_chat import ImageChat, Picture
+from modelmill.text.image_chat import FILE as IMAGE_CHAT
+from modelmill.text.image_chat import ImageChat, Picture, with_prompt
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 from modelmill.text.tools import MARKS
 
@@ -36,16 +37,24 @@ class Language:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, files: Mapping[str, bytes], chat_template: str | Path | None = None
+        self,
+        path: Path,
+        manifest: Manifest,
+        files: Mapping[str, bytes],
+        chat_template: str | Path | None = None,
+        *,
+        local: bool = False,
     ) -> None:
         """files: the tokenizer's, by name; none: an ids-only engine. chat_template: in place of the engine's own.
+
+        local: whoever asks may name files of this machine as pictures; a server's clients may not.
 
         Raises TokenizerError, TemplateError; UsageError for a chat template that cannot be read.
         """
         files = dict(files)
         if chat_template is not None:
-            files["chat_template.jinja"] = _template(chat_template)
-        self.path, self.manifest = path, manifest
+            files = _templated(files, chat_template)
+        self.path, self.manifest, self._local = path, manifest, local
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
         self.chat_format: ChatFormat | None = load_chat(files, self.tokenizer) if self.tokenizer else None
         self.defaults = sampling_defaults(manifest.generation)
@@ -123,6 +132,8 @@ class Language:
         from modelmill.vision.square import from_url, square
 
         assert isinstance(self.chat_format, ImageChat), "no other format places pictures"
+        if not picture.url and not self._local:
+            raise RequestError(f"{picture.where}: a picture is an image_url with a data URL here")
         size = int(self.manifest.config["reader"]["tower"]["image"])
         source = from_url(picture.source, picture.where) if picture.url else picture.source
         pixels, digest = square(source, size, picture.where)
@@ -236,6 +247,16 @@ def _checked(ids: Any) -> list[int]:
     if not isinstance(ids, (list, tuple)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise RequestError("prompt_token_ids must be a list of whole numbers")
     return list(ids)
+
+
+def _templated(files: dict[str, bytes], source: str | Path) -> dict[str, bytes]:
+    """The tokenizer's files with another chat template; of pictures' formats, one of the two may be named."""
+    named = {"minigpt4": "first", "minigpt4-current": "current"}.get(str(source))
+    if named is not None and IMAGE_CHAT in files:
+        return {**files, IMAGE_CHAT: with_prompt(files, named)}
+    # a template knows no pictures: the conversation becomes one of texts
+    kept = {name: data for name, data in files.items() if name != IMAGE_CHAT}
+    return {**kept, "chat_template.jinja": _template(source)}
 
 
 def _template(source: str | Path) -> bytes:

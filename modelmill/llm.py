@@ -54,7 +54,9 @@ class LLM:
         self.loop = Loop.open(engine, RunConfig(**run))
         artifact = self.loop.artifact
         assert artifact is not None, "a loop that was opened from a folder keeps its artifact"
-        self.language = language = Language(engine, artifact.manifest, artifact.tokenizer_files(), chat_template)
+        self.language = language = Language(
+            engine, artifact.manifest, artifact.tokenizer_files(), chat_template, local=True
+        )
         self.tokenizer, self.chat_format = language.tokenizer, language.chat_format
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
         self.loop.guides = lambda request: language.guide(request, self.loop.vocab)

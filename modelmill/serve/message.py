@@ -10,12 +10,14 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from modelmill.core.types import Finish, Grammar, Logprob, Request, SamplingParams, Token
-from modelmill.serve.pictures import MARK, Found, Look, Missed, framed, unframed
+import numpy as np
+
+from modelmill.core.types import Finish, Grammar, Insert, Logprob, Request, SamplingParams, Token
+from modelmill.serve.pictures import MARK, Found, Look, Missed, framed, joined, split, unframed
 
 HEAD = struct.Struct(">I")
 
@@ -148,6 +150,10 @@ def encode(message: Message) -> bytes:
         content: list[Any] = [_token(token) for token in message.tokens]
     elif isinstance(message, Add):
         content = [_request(message.request)]
+        if message.request.inserts:
+            blobs = [insert.handle.tobytes() for insert in message.request.inserts]
+            body = joined("Add", content, blobs)
+            return HEAD.pack(len(body)) + body
     else:
         content = [getattr(message, each.name) for each in fields(message)]
     body = json.dumps([kind.__name__, *content], separators=(",", ":")).encode()
@@ -157,7 +163,8 @@ def encode(message: Message) -> bytes:
 def decode(body: bytes) -> Message:
     """The message of a frame's body."""
     if body.startswith(MARK):
-        return unframed(body)
+        name, content, blobs = split(body)
+        return Add(_request_of(content[0], blobs)) if name == "Add" else unframed(body)
     name, *content = json.loads(body)
     if name == "Told":
         return Told([_token_of(each) for each in content])
@@ -168,7 +175,6 @@ def decode(body: bytes) -> Message:
 
 
 def _request(request: Request) -> dict[str, Any]:
-    assert not request.inserts, "embeddings do not travel"
     params = {each.name: getattr(request.params, each.name) for each in fields(SamplingParams)}
     params = {name: value for name, value in params.items() if value != _DEFAULT[name]}
     if "logit_bias" in params:
@@ -183,10 +189,12 @@ def _request(request: Request) -> dict[str, Any]:
         "salt": request.cache_salt,
         "grammar": None if request.grammar is None else [request.grammar.kind, request.grammar.text],
         "pooling": request.pooling,
+        # the pixels of pictures, uint8, follow as blobs
+        "inserts": [[i.position, i.length, i.digest, i.handle.shape] for i in request.inserts],
     }
 
 
-def _request_of(raw: Mapping[str, Any]) -> Request:
+def _request_of(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Request:
     params = dict(raw["params"])
     if "logit_bias" in params:
         params["logit_bias"] = dict(params["logit_bias"])
@@ -198,6 +206,10 @@ def _request_of(raw: Mapping[str, Any]) -> Request:
         cache_salt=raw["salt"],
         grammar=None if raw["grammar"] is None else Grammar(*raw["grammar"]),
         pooling=raw["pooling"],
+        inserts=tuple(
+            Insert(position, length, digest, np.frombuffer(blob, np.uint8).reshape(shape))
+            for (position, length, digest, shape), blob in zip(raw["inserts"], blobs, strict=True)
+        ),
     )
 
 

@@ -72,12 +72,25 @@ def framed(message: Look | Found) -> bytes:
     else:
         blobs = list(message.blobs)
         content = [message.id, message.told]
-    head = json.dumps([type(message).__name__, *content, [len(b) for b in blobs]], separators=(",", ":")).encode()
-    return b"".join((MARK, _LENGTH.pack(len(head)), head, *blobs))
+    return joined(type(message).__name__, content, blobs)
 
 
 def unframed(body: bytes) -> Look | Found:
     """The message of such a body."""
+    name, content, blobs = split(body)
+    if name == "Look":
+        return Look(*[*content, blobs[0], tuple(blobs[1:])])
+    return Found(*[*content, tuple(blobs)])
+
+
+def joined(name: str, content: Sequence[Any], blobs: Sequence[bytes]) -> bytes:
+    """The body of a frame with blobs."""
+    head = json.dumps([name, *content, [len(b) for b in blobs]], separators=(",", ":")).encode()
+    return b"".join((MARK, _LENGTH.pack(len(head)), head, *blobs))
+
+
+def split(body: bytes) -> tuple[str, list[Any], list[bytes]]:
+    """(the message's name, its other fields, its blobs) of such a body."""
     start = 1 + _LENGTH.size
     end = start + _LENGTH.unpack_from(body, 1)[0]
     name, *content, sizes = json.loads(body[start:end])
@@ -86,6 +99,4 @@ def unframed(body: bytes) -> Look | Found:
         blobs.append(body[end : end + size])
         end += size
     assert end == len(body), "a frame of other lengths than it tells"
-    if name == "Look":
-        return Look(*[*content, blobs[0], tuple(blobs[1:])])
-    return Found(*[*content, tuple(blobs)])
+    return name, content, blobs

@@ -7,6 +7,7 @@ and later.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +139,11 @@ def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageCh
     if told.get("format") != "minigpt4" or type(tokens) is not int or not 0 < tokens < 65536 or prompt not in ASKS:
         raise TemplateError(f"{FILE} describes no known format of conversations with pictures; rebuild the engine")
     return ImageChat(tokenizer, tokens, prompt)
+
+
+def with_prompt(files: Mapping[str, bytes], prompt: str) -> bytes:
+    """image_chat.json with the other way of asking."""
+    return json.dumps({**read_json(files, FILE), "prompt": prompt}).encode()
 
 
 def _split(messages: object) -> tuple[list[list[str | Picture]], list[Any]]:
