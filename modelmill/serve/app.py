@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -25,6 +24,7 @@ from modelmill.serve.responses import RESPONSES_FIELDS
 from modelmill.serve.routes import chat, completions, embeddings, health, page, responses, segment, tokenize
 from modelmill.serve.schema import CHAT_FIELDS, COMPLETION_FIELDS, Refusal
 from modelmill.serve.service import Service
+from modelmill.serve.shape import Json
 
 KNOWN = CHAT_FIELDS | COMPLETION_FIELDS | EMBEDDING_FIELDS | RESPONSES_FIELDS
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -121,6 +121,6 @@ async def _invalid(_: Request, error: Exception) -> Response:
     return answer(invalid(f"{name}: {message[:1].lower()}{message[1:]}", param or (where[0][:100] if where else None)))
 
 
-def answer(error: ApiError) -> JSONResponse:
+def answer(error: ApiError) -> Response:
     """An error as a response."""
-    return JSONResponse(error.body(), error.status, error.headers)
+    return Json(error.body(), error.status, error.headers)

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from modelmill.answer import Completion
 from modelmill.core.types import Logprob
 from modelmill.dialogue import Dialogue
@@ -20,7 +22,21 @@ DONE = b"data: [DONE]\n\n"
 def event(value: Mapping[str, Any], name: str = "") -> bytes:
     """One server-sent event, of a name where it has one."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return head + b"data: " + dumped(value) + b"\n\n"
+
+
+def dumped(value: Any) -> bytes:
+    """JSON in UTF-8. Halves of a surrogate pair, which a request may bring and UTF-8 cannot write, become ``?``."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace")
+
+
+class Json(JSONResponse):
+    """A response that any value of a request may stand in."""
+
+    def render(self, content: Any) -> bytes:
+        """As ``dumped``."""
+        return dumped(content)
 
 
 def usage(dialogues: Iterable[Dialogue]) -> dict[str, Any]:

@@ -111,6 +111,23 @@ def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
         refused(running, path, body)
 
 
+def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: Running) -> None:
+    """JSON can hold them and UTF-8 cannot: wherever a request's text is told again, it is told so."""
+    half = "a\ud800"
+    said = running.post("/v1/completions", {**COMPLETION, "prompt": half, "echo": True})
+    assert said.status == 200
+    assert said.json["choices"][0]["text"].startswith("a?")
+    ask = {"model": "stories", "input": "hello", "max_output_tokens": 3, "safety_identifier": half}
+    told = running.post("/v1/responses", ask)
+    assert told.status == 200, told.body
+    assert told.json["safety_identifier"] == "a?"
+    streamed = running.post("/v1/responses", {**ask, "stream": True})
+    assert b"response.completed" in streamed.body or b"response.incomplete" in streamed.body
+    for body in ({**COMPLETION, half: 1}, {**COMPLETION, "suffix": half}, {**CHAT, "messages": [{half: 1}]}):
+        refused(running, "/v1/completions" if "prompt" in body else "/v1/chat/completions", body)
+    refused(running, "/v1/completions", {**COMPLETION, "model": half})
+
+
 def test_minus_zero_is_greedy(running: Running) -> None:
     body = json.dumps(COMPLETION).replace('"temperature": 0', '"temperature": -0.0').encode()
     assert (

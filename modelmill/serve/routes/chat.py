@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
 from modelmill.answer import Completion, Delta
 from modelmill.core.errors import RequestError
@@ -40,7 +39,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
     if body.stream:
         return EventStream(ticket, reply)
     await finished(request, ticket)
-    return JSONResponse(reply.whole())
+    return shape.Json(reply.whole())
 
 
 def dialogue_of(language: Language, body: ChatRequest, longest: int) -> Dialogue:

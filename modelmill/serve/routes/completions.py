@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
 from modelmill.answer import Completion
 from modelmill.core.errors import RequestError
@@ -37,7 +36,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     if body.stream:
         return EventStream(ticket, reply)
     await finished(request, ticket)
-    return JSONResponse(reply.whole())
+    return shape.Json(reply.whole())
 
 
 def _dialogues(language: Language, body: CompletionRequest, longest: int) -> list[Dialogue]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
 from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
@@ -39,7 +38,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     if body.stream:
         return EventStream(ticket, reply)
     await finished(request, ticket)
-    return JSONResponse(reply.whole())
+    return shape.Json(reply.whole())
 
 
 def _meant(language: Language, body: ResponsesRequest, longest: int) -> tuple[ChatRequest, Dialogue]:

@@ -1,0 +1,92 @@
+"""What a stranger may ask an answer to be: refused or served, and nothing of it is kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Grammar
+from modelmill.text.grammar import check
+from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
+from tests.serve.running import Running
+from tests.trust.lines import one_line
+from tests.trust.test_serving import CHAT, idle, refused
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def running(stories: Path) -> Iterator[Running]:  # noqa: F811
+    service = Running(stories)
+    yield service
+    service.close()
+
+
+def schema(number: int) -> dict[str, Any]:
+    """One that no other number has."""
+    names = {f"k{number}": {"type": "integer"}, "x": {"enum": [str(number), "b"]}}
+    return {"type": "object", "properties": names, "required": [f"k{number}"]}
+
+
+def test_ten_thousand_schemas_leave_nothing_behind() -> None:
+    """Nothing is cached, so nothing has to be bounded."""
+    process = psutil.Process()
+    check(Grammar("json", json.dumps(schema(-1))))
+    before = process.memory_info().rss
+    for number in range(10**4):
+        check(Grammar("json", json.dumps(schema(number))))
+    assert process.memory_info().rss - before < 8 * MB
+
+
+def test_hundreds_of_schemas_through_the_api_leave_nothing_behind(running: Running) -> None:
+    """In the API's process and in the worker that makes the guides."""
+    worker = psutil.Process(running.engine.pid)
+
+    def ask(number: int) -> int:
+        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema(number)}}
+        return running.post("/v1/chat/completions", {**CHAT, "response_format": form, "max_tokens": 1}).status
+
+    assert {ask(number) for number in range(100)} == {200}
+    before = worker.memory_info().rss
+    assert {ask(number) for number in range(100, 400)} == {200}
+    assert worker.memory_info().rss - before < 8 * MB
+    idle(running)
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", nested(10**4)), ("json", '{"anyOf":[' * 10**4 + "{}" + "]}" * 10**4), ("json", "[" * 10**5),
+        ("json", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),
+        ("json", '{"$ref":"file:///etc/passwd"}'), ("json", '{"$ref":"http://127.0.0.1/"}'),
+        ("regex", "(" * 10**4 + "a" + ")" * 10**4), ("regex", "(((a{1,500}){1,500}){1,500}){1,500}"),
+        ("lark", "start: " + "(" * 10**4 + '"a"' + ")" * 10**4), ("lark", "start: start start"),
+        ("choice", json.dumps(["x" * 10**5] * 3)),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_grammars_without_end(kind: str, text: str) -> None:
+    """One line within seconds, or a grammar; never a crash of the process."""
+    began = time.monotonic()
+    try:
+        check(Grammar(kind, text))
+    except RequestError as error:
+        one_line(error)
+    assert time.monotonic() - began < 10
+
+
+def test_a_schema_that_is_too_deep_for_its_body(running: Running) -> None:
+    body = json.dumps({**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": 0}}})
+    refused(running, "/v1/chat/completions", body.replace('"schema": 0', '"schema": ' + nested(10**4)).encode())
+    idle(running)

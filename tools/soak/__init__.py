@@ -1,0 +1,1 @@
+"""Long and rough treatment of a server, bounded in count or time: ``python -m tools.soak``."""

@@ -1,0 +1,77 @@
+"""``python -m tools.soak WHAT ENGINE``: fuzz, leaving, ends, mixed, or all of them.
+
+Flags after ``--`` go to ``modelmill serve``. Prints the figures as JSON, without the series (--json FILE keeps it).
+Exit code 0: what was to be shown has held. --max-model-len bounds answers for which a request sets no bound itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.soak import ends, fuzz, leaving, mixed
+from tools.soak.server import Failed, Server
+
+WHAT = ("fuzz", "leaving", "ends", "mixed")
+
+
+def progress(name: str) -> Callable[[int, int], None]:
+    """A line on stderr, again and again."""
+
+    def told(done: int, total: int) -> None:
+        print(f"\r{name}: {done} of {total}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
+
+    return told
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One of WHAT."""
+    told = progress(name)
+    if name == "ends":
+        return ends.ends(args.engine, args.serve, told)
+    with Server(args.engine, args.serve) as server:
+        try:
+            if name == "fuzz":
+                return fuzz.fuzz(server, args.count or 10_000, args.seed, told)
+            if name == "leaving":
+                return leaving.leaving(server, args.count or 1000, told)
+            return mixed.mixed(server, args.minutes, args.seed, told)
+        except Failed as error:
+            return {"what": name, "ok": False, "error": str(error)}
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="tools.soak", description=__doc__)
+    parser.add_argument("what", choices=(*WHAT, "all"))
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--count", type=int, help="requests of fuzz (10000), clients of leaving (1000)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of mixed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="keep the figures with the memory over time")
+    parser.add_argument("--plot", type=Path, help="picture of mixed")
+    at = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:at])
+    args.serve = words[at + 1 :]
+    return args
+
+
+def main(words: list[str]) -> int:
+    """Measure, tell, keep."""
+    args = arguments(words)
+    results = [measure(name, args) for name in (WHAT if args.what == "all" else (args.what,))]
+    for result in results:
+        if args.plot and "seconds_median" in result:
+            mixed.plot(result, args.plot)
+        print(json.dumps({name: value for name, value in result.items() if name != "series"}, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if all(result["ok"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""Thousands of hostile requests: an answer or a refusal for each, then the same worker, idle and no larger."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from tools.soak.client import ask, connected
+from tools.soak.hostile import request, wrong
+from tools.soak.memory import slope
+from tools.soak.server import Failed, Server
+
+AT_ONCE = 16
+RAW: list[bytes] = [
+    b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 10000, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", b"nonsense\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n", b"GET /" + b"z" * 10**5,
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    b"DELETE /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", b"\x00" * 1000 + b"\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
+]  # fmt: skip
+"""Bytes that are no requests, or end none; one in fifty is one of them."""
+
+
+async def raw(server: Server, data: bytes) -> int:
+    """The status of what is answered; 0 for a connection that is closed without."""
+    try:
+        async with asyncio.timeout(60), connected(server) as (reader, writer):
+            writer.write(data)
+            head = await reader.read(-1)
+    except ConnectionError:
+        return 0  # the server closed while we wrote
+    return int(head.split(None, 2)[1]) if head.startswith(b"HTTP/") else 0
+
+
+async def one(server: Server, seed: int, at: int, found: Counter[int]) -> None:
+    """Request number ``at``. Raises Failed for an answer that none may get."""
+    rng = random.Random(f"{seed} {at}")
+    if rng.random() < 0.02:
+        status = await raw(server, rng.choice(RAW))
+        if status >= 500:
+            raise Failed(f"bytes that are no request got {status}")
+    else:
+        path, data = request(rng, server.model)
+        try:
+            status, body = await ask(server, path, data)
+        except (OSError, TimeoutError) as error:
+            raise Failed(f"request {at} of seed {seed} at {path}: {type(error).__name__}") from None
+        why = wrong(status, body)
+        if why is not None:
+            raise Failed(f"request {at} of seed {seed} at {path}: {why}: {data[:300]!r}")
+    found[status] += 1
+
+
+def fuzz(server: Server, count: int, seed: int, told: Callable[[int, int], None]) -> dict[str, Any]:
+    """``count`` requests, AT_ONCE at a time. Raises Failed."""
+    (worker,) = server.workers()
+    found: Counter[int] = Counter()
+    series: list[tuple[float, float, float]] = []
+    began = time.monotonic()
+
+    async def part(begin: int, end: int) -> None:
+        slots = asyncio.Semaphore(AT_ONCE)
+
+        async def held(at: int) -> None:
+            async with slots:
+                await one(server, seed, at, found)
+
+        await asyncio.gather(*(held(at) for at in range(begin, end)))
+
+    size = max(count // 40, AT_ONCE)
+    for begin in range(0, count, size):
+        asyncio.run(part(begin, min(begin + size, count)))
+        memory = server.memory()
+        series.append((time.monotonic() - began, memory["api"], memory["worker"]))
+        told(min(begin + size, count), count)
+    gauges = server.idle()
+    if [each.pid for each in server.workers()] != [worker.pid]:
+        raise Failed("the worker is another one than before")
+    seconds, api, workers = (list(column) for column in zip(*series, strict=True))
+    lines = {"api": slope(seconds, api), "worker": slope(seconds, workers)}
+    return {
+        "what": f"{count} hostile requests",
+        "ok": all(line.flat for line in lines.values()),
+        "statuses": dict(sorted(found.items())),
+        "after": gauges,
+        "memory": {name: asdict(line) for name, line in lines.items()},
+        "series": series,
+    }
