@@ -146,10 +146,10 @@ def with_prompt(files: Mapping[str, bytes], prompt: str) -> bytes:
     return json.dumps({**read_json(files, FILE), "prompt": prompt}).encode()
 
 
-def _split(messages: object) -> tuple[list[list[str | Picture]], list[Any]]:
+def _split(messages: object) -> tuple[list[list[str | Picture]], Any]:
     """(each message's parts, the messages with texts alone, for everything else to be checked as usual)."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        return [], [messages]
+        return [], messages  # which ``checked`` refuses
     contents: list[list[str | Picture]] = []
     plain: list[Any] = []
     for index, message in enumerate(messages):

@@ -1,0 +1,160 @@
+"""MiniGPT-4's conversations: cut at pictures, pieces tokenized apart, ended by ### in either of its tokenizations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core.errors import RequestError, TemplateError
+from modelmill.core.types import Request, SamplingParams, Token
+from modelmill.dialogue import Dialogue
+from modelmill.text.image_chat import ImageChat, load_image_chat
+from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared: Path) -> Tokenizer:
+    data = (shared / "data" / "tokenizers" / "llama" / "tokenizer.model").read_bytes()
+    return load_tokenizer({"tokenizer.model": data})
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer: Tokenizer) -> ImageChat:
+    return ImageChat(tokenizer, 32)
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": c} if isinstance(c, str) else c for c in content]}
+
+
+def test_the_published_prompt(chat: ImageChat, tokenizer: Tokenizer, shared: Path) -> None:
+    """Against sentencepiece itself: BOS on the first piece alone, a dummy prefix on each."""
+    import sentencepiece
+
+    plain = sentencepiece.SentencePieceProcessor(
+        model_file=str(shared / "data" / "tokenizers" / "llama" / "tokenizer.model")
+    )
+    before = (
+        "Give the following image: <Img>ImageContent</Img>. You will be able to see the image once I provide it to you."
+        " Please answer my questions.###Human: <Img>"
+    )
+    after = "</Img> What is this?###Assistant:"
+    ids, pictures = chat.place([user(PICTURE, "What is this?")])
+    head = [1, *plain.encode(before)]
+    assert ids == [*head, *[0] * 32, *plain.encode(after)]
+    assert [position for position, _ in pictures] == [len(head)]
+    assert chat.render([user(PICTURE, "What is this?")]) == before + "<ImageHere>" + after
+
+
+def test_what_a_user_types_is_text(chat: ImageChat) -> None:
+    """Marks and control tokens in a message place no picture and end nothing."""
+    ids, pictures = chat.place([{"role": "user", "content": "<ImageHere> <s> </s>"}])
+    assert not pictures
+    assert ids.count(1) == 1
+    assert 2 not in ids
+
+
+def test_a_system_message_stands_first(chat: ImageChat) -> None:
+    said = chat.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    assert said == "Be brief.###Human: Hi###Assistant:"
+
+
+def test_without_the_question_to_go_on(chat: ImageChat) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yes. "}]
+    assert chat.render(talk, add_generation_prompt=False).endswith("###Human: Hi###Assistant: Yes.###")
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "at least one"),
+        ("Hi", "must be a list"),
+        ([{"role": "user"}], "content"),
+        ([{"role": "assistant", "content": [PICTURE]}], "from the user"),
+        ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "comes first"),
+        ([{"role": "tool", "content": "a", "tool_call_id": "x"}], "system, user and assistant"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url must be"),
+        ([{"role": "user", "content": [{"type": "video"}]}], "text"),
+        ([{"role": "user", "content": [{"type": "image", "image": "a.png", "more": 1}]}], "text"),
+        ([{"role": "user", "content": [PICTURE] * 33}], "33 pictures"),
+        ([None], "object"),
+    ],
+)
+def test_wrong_messages(chat: ImageChat, messages: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        chat.place(messages)
+
+
+def test_no_tools_and_no_options(chat: ImageChat) -> None:
+    with pytest.raises(RequestError, match="no tools"):
+        chat.encode([user("Hi")], tools=[{"type": "function"}])
+    with pytest.raises(RequestError, match="no option"):
+        chat.encode([user("Hi")], options={"enable_thinking": True})
+
+
+OTHER = [b"{}", b'{"format": "minigpt4"}', b'{"format": "minigpt4", "tokens": 0, "prompt": "first"}']
+
+
+@pytest.mark.parametrize("file", OTHER)
+def test_a_file_that_says_something_else(tokenizer: Tokenizer, file: bytes) -> None:
+    with pytest.raises(TemplateError, match="rebuild"):
+        load_image_chat({"image_chat.json": file}, tokenizer)
+
+
+def answered(tokenizer: Tokenizer, chat: ImageChat, ids: list[int]) -> tuple[str, list[int], bool]:
+    """(text, ids that were taken, whether a stop ended it) of an answer that would be ``ids``."""
+    params = SamplingParams(stop=chat.stop_strings).resolved({})
+    dialogue = Dialogue(Request(id="a", prompt=(1,), params=params), None, tokenizer)
+    text = ""
+    for id in ids:
+        delta, stopped = dialogue.push(Token("a", 0, id))
+        text += delta.text
+        if stopped:
+            return text, dialogue.answer.outputs[0].token_ids, True
+    return text, dialogue.answer.outputs[0].token_ids, False
+
+
+HASH, DOUBLE, TRIPLE = 29937, 2277, 835
+
+
+def test_the_ids_of_the_mark(tokenizer: Tokenizer) -> None:
+    """LLaMA's vocabulary, as the models' facts give them."""
+    assert [tokenizer.token_bytes(i) for i in (HASH, DOUBLE)] == [b"#", b"##"]
+    assert tokenizer.token_bytes(TRIPLE).strip() == b"###"
+
+
+@pytest.mark.parametrize("mark", [[TRIPLE], [DOUBLE, HASH], [HASH, DOUBLE], [HASH, HASH, HASH]])
+def test_ended_by_either_tokenization(tokenizer: Tokenizer, chat: ImageChat, mark: list[int]) -> None:
+    words = tokenizer.encode("It is a dog.", bos=False)
+    text, ids, stopped = answered(tokenizer, chat, [*words, *mark, *words])
+    assert stopped
+    assert text.strip() == "It is a dog."
+    assert ids == [*words, *mark]
+
+
+def test_a_lone_double_mark_ends_nothing(tokenizer: Tokenizer, chat: ImageChat) -> None:
+    words = tokenizer.encode("Use ## and # here", bos=False)
+    assert DOUBLE in words or 444 in words
+    text, ids, stopped = answered(tokenizer, chat, [*words, DOUBLE, *tokenizer.encode("end", bos=False)])
+    assert not stopped
+    assert ids[: len(words)] == words
+    assert "##" in text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([HASH, DOUBLE, TRIPLE, 263, 11203, 29889, 13]), max_size=12))
+def test_the_text_decides(tokenizer: Tokenizer, chat: ImageChat, ids: list[int]) -> None:
+    """Whatever the tokens are, the answer ends where its text first holds ###."""
+    text, taken, stopped = answered(tokenizer, chat, ids)
+    whole = tokenizer.decode(ids)
+    assert stopped == ("###" in whole)
+    if stopped:
+        assert text == whole.split("###")[0]
+        assert "###" in tokenizer.decode(taken)
+        assert "###" not in tokenizer.decode(taken[:-1])
