@@ -116,7 +116,7 @@ def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
     if plan.recipe is None or piece.held == "dense":
         held = pack(piece.held, tensor, piece.dtype if piece.held == "dense" else plan.dtype)
     else:
-        held = plan.recipe.hold(tensor.float(), None)
+        held = plan.recipe_of(piece.module).hold(tensor.float(), None)
     for suffix, part in held.tensors().items():
         _check_range(part, piece, plan)
         writer.add(f"{piece.module}.{suffix}", part)

@@ -33,7 +33,7 @@ class Layers:
     def __init__(self, plan: Plan, staging: Staging, check: Check) -> None:
         assert plan.recipe is not None, "a build with a recipe"
         assert plan.calibration is not None, "a recipe that is calibrated"
-        self.plan, self.staging, self.check, self.recipe = plan, staging, check, plan.recipe
+        self.plan, self.staging, self.check = plan, staging, check
         self.device = "cuda" if plan.config.target == "cuda" and torch.cuda.is_available() else "cpu"
         sizes = plan.sizes
         self.heads = Heads(sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -59,9 +59,8 @@ class Layers:
         self._put(pieces, self._read)
         block = Block(self.model.layers[layer], self.heads)
         with torch.inference_mode():
-            facts, scales = quantize_layer(
-                block, self.recipe, self.flow, dtype=self.plan.dtype, where=f"layers.{layer}"
-            )
+            recipe = self.plan.recipe_of(f"layers.{layer}.")
+            facts, scales = quantize_layer(block, recipe, self.flow, dtype=self.plan.dtype, where=f"layers.{layer}")
         self.staging.write(path_of(layer), to_bytes(facts, scales))
         for piece in pieces:
             for name, tensor in self._stored(piece).items():
@@ -108,6 +107,8 @@ class Layers:
         module = self.model.get_submodule(piece.module)
         assert isinstance(module, Linear)
         parts = module.held.to("cpu").tensors()
+        if piece.held == "dense":
+            parts = {"weight": parts["weight"].to(self.plan.dtype)}
         return {f"{piece.module}.{suffix}": part for suffix, part in parts.items()}
 
     def _set(self, name: str, value: torch.Tensor) -> None:

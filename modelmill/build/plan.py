@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+from modelmill.build.auto import AUTO, Found, resolve_auto
 from modelmill.build.calibration import Source, find_source
 from modelmill.build.keep import KEEP, Kept, find_kept, resolve_keep, source_shape
 from modelmill.build.kinds import LANGUAGE, check_options, described, dtype_of, kind_of, still_memory
@@ -29,10 +30,12 @@ from modelmill.nn.kv import DTYPES as KV_DTYPES
 from modelmill.nn.kv import KVShape, held_dtype
 from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
+from modelmill.quant.layered import Layered
 from modelmill.quant.recipe import Recipe, make_recipe
 from modelmill.weights.held import PackedInfo, packed_info
 
 PACKING = "rows/1"
+Progress = Callable[[str, int, int], None]
 KEPT = ("head",)
 
 
@@ -67,6 +70,7 @@ class Plan:
     """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it was.
 
     recipe: how linears are quantized, None where they are kept. calibration: what it takes statistics on, if any.
+    found: what ``-q auto`` measured.
     """
 
     checkpoint: Checkpoint
@@ -79,6 +83,12 @@ class Plan:
     reasons: dict[str, str]
     recipe: Recipe | None = None
     calibration: Source | None = None
+    found: Found | None = None
+
+    def recipe_of(self, module: str) -> Recipe:
+        """What quantizes a linear module, or a layer ("layers.3.")."""
+        assert self.recipe is not None, "a build with a recipe"
+        return self.recipe.of(module) if isinstance(self.recipe, Layered) else self.recipe
 
     @property
     def kind(self) -> str:
@@ -209,6 +219,7 @@ class Plan:
             "tensors": len(self.pieces),
             "tokenizer": bool(self.checkpoint.tokenizer_files()),
             "bytes_by_kind": kinds,
+            "auto": None if self.found is None else self.found.describe(),
             "memory": self.memory,
         }
 
@@ -219,8 +230,11 @@ def layer_of(shard: str) -> int | None:
     return int(number) if number.isdigit() else None
 
 
-def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
-    """Decide everything, reading no weights. Raises CheckpointError (UnknownArchitecture, …) or UsageError."""
+def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | None = None) -> Plan:
+    """Decide everything, reading no weights (but for ``-q auto``, which measures; progress: as ``builder.build``'s).
+
+    Raises CheckpointError (UnknownArchitecture, …) or UsageError.
+    """
     checkpoint = described(checkpoint)
     family = find_family(checkpoint)
     sizes = family.configure(checkpoint.config)
@@ -228,16 +242,18 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
         return _still_plan(checkpoint, config, family, sizes)
     _check_generation(checkpoint)
     config, kept = resolve_keep(checkpoint, config)
-    recipe = make_recipe(config)
+    renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
+    config, found = resolve_auto(checkpoint, config, family, sizes, renames, progress)
+    recipe = Layered(config, sizes.layers) if config.quantization == AUTO else make_recipe(config)
     limit = getattr(sizes, "limit", None) or sizes.max_len
     length = config.max_model_len or sizes.max_len
     if length > limit:
         raise UsageError(f"--max-model-len {length} is more than this model computes ({limit})")
     source = find_source(config, length) if recipe is not None and recipe.calibrated else None
     config, reasons = _resolve(checkpoint, config, recipe, source)
+    recipe = Layered(config, sizes.layers) if isinstance(recipe, Layered) else recipe
     reasons |= kept
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
-    renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
     with torch.device("meta"):
         model = family.Model(sizes)
     pieces = tuple(_pieces(checkpoint, config, recipe, model, renames, family))
@@ -246,9 +262,9 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig) -> Plan:
         # the embedding stays as it is; the head gets its own quantized copy of the same rows
         embed = next(p for p in pieces if p.module == "embed" and p.resolved.target == "embed.weight")
         copy = Resolved("head.weight", embed.resolved.sources, embed.resolved.how)
-        pieces = (*pieces, _piece(checkpoint, config, copy, "head", _how(recipe, config)))
+        pieces = (*pieces, _piece(checkpoint, config, copy, "head", _how(recipe, config, "head")))
         aliases = {}
-    return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, source)
+    return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, source, found)
 
 
 def _still_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, sizes: Any) -> Plan:
@@ -360,7 +376,7 @@ def _pieces(
         module, _, suffix = resolved.target.rpartition(".")
         held: Recipe | str | None = None
         if module in linears and suffix == "weight":
-            held = _how(recipe, config) if module in quantized else "dense"
+            held = _how(recipe, config, module) if module in quantized else "dense"
         dtype = getattr(torch, config.dtype)
         if family is not None:
             dtype = dtype_of(family, resolved.target, dtype)
@@ -374,8 +390,10 @@ def _pieces(
     return out
 
 
-def _how(recipe: Recipe | None, config: BuildConfig) -> Recipe | str:
+def _how(recipe: Recipe | None, config: BuildConfig, module: str) -> Recipe | str:
     """What to do with a weight that is quantized: the recipe, or "keep"."""
+    if isinstance(recipe, Layered):
+        return recipe.of(module)
     return KEEP if recipe is None and config.quantization == KEEP else recipe or "dense"
 
 

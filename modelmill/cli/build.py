@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +66,10 @@ def run(args: Args) -> int:
     if is_engine(args.checkpoint):
         raise UsageError(f"{args.checkpoint} is an engine already; give the checkpoint that it was built from")
     checkpoint = open_checkpoint(args.checkpoint, delta=args.delta, vision=args.vision)
-    made = make_plan(checkpoint, args.build)
+    with progress("planning", quiet=args.json) as told:
+        made = make_plan(checkpoint, args.build, told)
+    # what auto has chosen is not searched for again
+    build = replace(args.build, layer_recipes=made.config.layer_recipes)
     plan = made.describe()
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
@@ -83,7 +88,7 @@ def run(args: Args) -> int:
                 "check": args.check,
                 "tune": args.tune,
             }
-            report = build_engine(args.checkpoint, args.output, args.build, **how)
+            report = build_engine(args.checkpoint, args.output, build, **how)
     except KeyboardInterrupt:
         note("stopped; the same command goes on from here")
         raise
@@ -152,7 +157,7 @@ def show_plan(plan: dict[str, Any]) -> None:
     options = [
         (name, _with_reason(value, reasons.get(name)))
         for name, value in build.items()
-        if (value not in (None, {}) or name in reasons) and (language or name in STILL)
+        if (value not in (None, {}) or name in reasons) and (language or name in STILL) and name != "layer_recipes"
     ]
     kinds = ", ".join(f"{name} {size(count)}" for name, count in plan["bytes_by_kind"].items())
     facts(
@@ -162,10 +167,12 @@ def show_plan(plan: dict[str, Any]) -> None:
             ("tokenizer", ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None),
             ("weights", f"{size(memory['weights'])} ({kinds})"),
             ("longest sequence", plan["max_model_len"] if language else None),
+            ("layers", _counted(build.get("layer_recipes") or {})),
             *options,
         ],
         title="Plan",
     )
+    show_choice(plan["auto"])
     facts(
         [
             ("device", f"{size(memory['device_total'])}, {size(memory['device_free'])} free now"),
@@ -176,6 +183,28 @@ def show_plan(plan: dict[str, Any]) -> None:
             ("fits", memory["fits"]),
         ],
         title="Memory",
+    )
+
+
+def _counted(forms: dict[str, str]) -> str | None:
+    """How many layers have which form."""
+    counts = Counter(forms.values())
+    return ", ".join(f"{count} × {form}" for form, count in sorted(counts.items())) or None
+
+
+def show_choice(found: dict[str, Any] | None) -> None:
+    """What ``-q auto`` chose, layer by layer, and what it measured."""
+    if found is None:
+        return
+    forms = list(found["layers"][0]["kl"])[:-1]
+    rows = [
+        [row["layer"], row["form"], size(row["bytes"]), *(row["kl"][form] for form in forms)] for row in found["layers"]
+    ]
+    table(("layer", "chosen", "size", *(f"KL {form}" for form in forms)), rows, title="Layers, each rounded alone")
+    rise = 100 * (math.exp(found["log_perplexity"]) - 1)
+    print(
+        f"together: mean KL at most {found['kl']:.4g} nats a token, perplexity {rise:+.2f} % at most "
+        "(means plus standard errors, on calibration data)\n"
     )
 
 

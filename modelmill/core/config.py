@@ -17,7 +17,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
 KV_CHOICES = ("auto", "activations", "int8", "fp8")
 TARGETS = ("cpu", "cuda")
-RECIPES = ("none", "int8", "int4", "smoothquant", "fp8", "keep")
+RECIPES = ("none", "int8", "int4", "smoothquant", "fp8", "keep", "auto")
 METHODS = ("nearest", "gptq", "awq", "awq+gptq")
 GROUPS = (128, 64, 32, -1)
 ACTIVATION_SCALES = ("token", "tensor", "none")
@@ -43,6 +43,13 @@ class BuildConfig:
     method: str = option("auto", "how the recipe rounds; auto: the best measured", choices=("auto", *METHODS))
     group_size: int = option(128, "columns that share a scale (int4); -1: a whole row, for comparison", choices=GROUPS)
     symmetric: bool = option(False, "scales without zero-points (int4)")
+    max_kl: float | None = option(None, "mean KL to the whole model, nats a token, that auto keeps below")
+    max_ppl_increase: float | None = option(None, "rise of the perplexity in per cent that auto keeps below")
+    layer_recipes: Mapping[str, str] = option(
+        factory=dict,
+        help="LAYER=FORM: int4-g128, int4-g64, int4-g32, int8 or none, in place of auto's search",
+        flags=("--layer-recipe",),
+    )
     activation_scales: str = option(
         "token",
         "8-bit activations scaled by token, or with one static scale (smoothquant, fp8); none: kept as they are (fp8)",
@@ -73,6 +80,14 @@ class BuildConfig:
         _choice(self, "dtype", ("auto", *DTYPES))
         _choice(self, "target", ("auto", *TARGETS))
         _choice(self, "method", ("auto", *METHODS))
+        for name in ("max_kl", "max_ppl_increase"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be above 0, not {limit}")
+            if limit is not None and self.quantization != "auto":
+                raise UsageError(f"--{name.replace('_', '-')} is a limit for -q auto")
+        if self.layer_recipes and self.quantization != "auto":
+            raise UsageError("--layer-recipe is for -q auto")
         _choice(self, "kv_cache_dtype", KV_DTYPES)
         _choice(self, "group_size", GROUPS)
         _choice(self, "activation_scales", ACTIVATION_SCALES)

@@ -22,6 +22,7 @@ from modelmill.weights.held import HeldWeight
 
 NONE = "none"
 KEEP = "keep"  # no recipe either: what the checkpoint has quantized stays so
+AUTO = "auto"  # one for each layer (layered)
 Scales = dict[str, torch.Tensor]
 
 
@@ -92,7 +93,7 @@ def make_recipe(config: BuildConfig) -> Recipe | None:
 
 def recipes() -> list[str]:
     """Names of all recipes."""
-    return [NONE, KEEP, *(name for name in names("modelmill.quant") if _class_of(name) is not None)]
+    return [NONE, KEEP, AUTO, *(name for name in names("modelmill.quant") if _class_of(name) is not None)]
 
 
 def _class_of(name: str) -> Any:
