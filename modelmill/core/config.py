@@ -60,7 +60,7 @@ class BuildConfig:
     )
     alpha: str = option("auto", "share of the activations' range that moves into the weights, 0 to 1; auto: searched")
     max_layer_error: float | None = option(
-        None, "error of a layer's output from which some of its activations stay as they are (smoothquant)"
+        0.05, "error of a layer's output beyond which some of its activations stay as they are (smoothquant)"
     )
     calibration: str | None = option(
         None,

@@ -19,7 +19,7 @@ from modelmill.quant.calibrate import collect, output_error
 from modelmill.quant.recipe import Prepared, Statistics
 from modelmill.weights.w8a8 import AS_THEY_ARE, Held
 
-SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+SHRINKS = (1.0, 0.85, 0.7, 0.5, 0.3)
 Hold = Callable[[torch.Tensor, Statistics | None], Held]
 
 

@@ -1,0 +1,91 @@
+"""Builds of smoothquant and fp8: sizes as planned, bit-identical, resumable; what is stored says what was asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.artifact.store import open_artifact
+from modelmill.core.config import RunConfig
+from modelmill.nn.fused import Gathered
+from modelmill.runtime.load import load
+from modelmill.runtime.loop import Loop
+from tests.accept.judged import save_tiny
+from tests.build.test_builder import digest
+from tests.build.test_quantized import make, plan
+
+SMOOTH = {"quantization": "smoothquant", "alpha": "0.5"}
+FORMS: list[dict[str, Any]] = [
+    SMOOTH,
+    SMOOTH | {"activation_scales": "tensor", "weight_scales": "tensor"},
+    {"quantization": "fp8"},
+    {"quantization": "fp8", "activation_scales": "tensor"},
+    {"quantization": "fp8", "activation_scales": "none", "weight_scales": "tensor", "quantize_head": True},
+]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save_tiny("llama", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_the_engine_is_as_large_as_planned_and_says_what_it_is(
+    llama: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    told = plan(llama, **options)
+    assert (told.calibration is None) == (
+        options["quantization"] == "fp8" and options.get("activation_scales") != "tensor"
+    )
+    artifact = open_artifact(make(llama, tmp_path / "e", **options))
+    stored = {name: artifact.tensor(name) for name in artifact.names()}
+    assert sum(t.nbytes for t in stored.values()) == told.weight_bytes
+    kind = "fp8" if options["quantization"] == "fp8" else "w8a8"
+    assert set(artifact.manifest.weights.values()) == {kind} | (set() if "quantize_head" in options else {"dense"})
+    for layer in load(artifact, "cpu").layers:  # type: ignore[union-attr]
+        for linear in (layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            weight = linear.held
+            assert (weight.factor is not None) == (options.get("activation_scales") == "tensor")
+            assert weight.floats == (options.get("activation_scales") == "none")
+            assert (len(set(weight.scale.tolist())) == 1) == (options.get("weight_scales") == "tensor")
+
+
+def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path) -> None:
+    options = {"quantization": "smoothquant", "dtype": "bfloat16"}
+    assert digest(make(llama, tmp_path / "a", **options)) == digest(make(llama, tmp_path / "b", **options))
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "gpt2"])
+def test_an_interrupted_smoothing_goes_on_where_it_was(family: str, tmp_path: Path, monkeypatch: Any) -> None:
+    from modelmill.quant import calibrate
+
+    folder, options = save_tiny(family, tmp_path / "hf"), SMOOTH | {"dtype": "bfloat16"}
+    real, seen = calibrate.quantize_layer, []
+
+    def interrupted(*args: Any, where: str, **more: Any) -> Any:
+        if where == "layers.2" and len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(where)
+        return real(*args, where=where, **more)
+
+    monkeypatch.setattr("modelmill.build.layers.quantize_layer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make(folder, tmp_path / "e", **options)
+    seen.append("again")
+    make(folder, tmp_path / "e", **options)
+    assert seen == ["layers.0", "layers.1", "again", "layers.2"]
+    monkeypatch.undo()
+    assert digest(tmp_path / "e") == digest(make(folder, tmp_path / "fresh", **options))
+
+
+def test_int8_with_rounded_inputs_is_not_taken_for_int8_alone(llama: Path, tmp_path: Path) -> None:
+    """The CPU's op for whole decode steps reads {weight, scale}: it would leave the rounding out."""
+    engine = make(llama, tmp_path / "e", **SMOOTH)
+    model = load(open_artifact(engine), "cpu")
+    assert Gathered(model.layers, model.norm, model.head).stack() is None  # type: ignore[arg-type]
+    loop = Loop.open(engine, RunConfig(kv_cache_bytes=1 << 20))
+    assert loop.artifact is not None
+    assert all(bool(torch.isfinite(t.float()).all()) for t in map(loop.artifact.tensor, loop.artifact.names()))
