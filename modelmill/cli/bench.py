@@ -73,6 +73,10 @@ class Args(Common):
     api_key: str | None = option(None, "serve: key of the server")
     request_rate: float | None = option(None, "serve: requests a second, arriving by chance (default: all at once)")
     concurrency: int | None = option(None, "serve: most requests at a time")
+    endpoint: str = option(
+        "completions", "serve: what is asked, /v1/completions or chat", choices=("completions", "chat")
+    )
+    ignore_eos: bool = option(True, "serve: ask for answers of full length; not for servers that refuse the field")
     first_ms: float | None = option(None, "serve: a good request has its first token within so many ms")
     token_ms: float | None = option(None, "serve: a good request takes at most so many ms a token")
     op: tuple[str, ...] = option((), "ops: only this one (repeatable)")

@@ -37,13 +37,20 @@ def measure_serve(args: Any) -> dict[str, Any]:
     remote = Remote.at(args.url, args.api_key)
     count = args.num_prompts or (500 if args.trace else 100)
     lengths = [(args.input_len, args.output_len)] * count if args.trace is None else read_trace(args.trace, count)
-    load = Load(lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, args.run.seed)
+    asked = {"seed": args.run.seed, "chat": args.endpoint == "chat", "ignore_eos": args.ignore_eos}
+    load = Load(lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **asked)
 
     async def all_of_it() -> dict[str, Any]:
         model = args.model or await _model(remote)
-        with progress("requests", quiet=args.json) as told:
-            found, seconds = await run(remote, model, load, told)
-        return {"what": "serve", "url": args.url, "model": model, **summary(found, seconds, load)}
+        with progress("requests", quiet=args.json) as ended:
+            found, seconds = await run(remote, model, load, ended)
+        told = {"what": "serve", "url": args.url, "model": model, **summary(found, seconds, load)}
+        if args.plot is not None:
+            from modelmill.eval.report import plot
+            from modelmill.eval.serving_plots import SHAPE, draw
+
+            plot(args.plot, lambda axes: draw(axes, found, seconds, load), f"{model} at {args.url}", SHAPE)
+        return told
 
     return asyncio.run(all_of_it())
 

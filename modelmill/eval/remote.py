@@ -130,6 +130,13 @@ def _told(answer: Any) -> str:
         return "(no message)"
 
 
+def _says(choice: Mapping[str, Any]) -> bool:
+    """Whether a piece holds something of the answer; whose turn it is and why it ended is nothing of it."""
+    delta = choice.get("delta") or {}
+    parts = (choice.get("text"), *(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")))
+    return any(parts)
+
+
 @dataclass
 class Visit:
     """One measured request. Times in seconds; begin: on the clock of all. error: why it failed."""
@@ -163,15 +170,15 @@ class Visit:
         return [b - a for a, b in zip(self.chunks, self.chunks[1:])]
 
 
-async def visit(remote: Remote, body: Mapping[str, Any]) -> Visit:
-    """One completion, measured; what goes wrong is noted in it."""
+async def visit(remote: Remote, body: Mapping[str, Any], verb: str = "completions") -> Visit:
+    """One answer, measured; what goes wrong is noted in it. verb: what stands behind /v1/."""
     found = Visit(time.perf_counter())
     try:
-        async for when, event in remote.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}}):
+        async for when, event in remote.stream(f"/v1/{verb}", {**body, "stream_options": {"include_usage": True}}):
             usage = event.get("usage")
             if usage:
                 found.prompt_tokens, found.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-            if event.get("choices"):
+            if any(map(_says, event.get("choices") or ())):
                 found.chunks.append(when)
     except ModelmillError as error:
         found.error = str(error)

@@ -124,10 +124,11 @@ def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
-def plot(path: Path, draw: Any, title: str) -> None:
+def plot(path: Path, draw: Any, title: str, shape: tuple[int, int] = (1, 1)) -> None:
     """Draw into a new figure with ``draw(axes)`` and write it to ``path`` (png, svg or pdf).
 
-    Raises MissingDependency without matplotlib, UsageError where the file cannot be written.
+    shape: rows and columns of diagrams; where there are several, ``draw`` gets the list of their axes. Raises
+    MissingDependency without matplotlib, UsageError where the file cannot be written.
     """
     try:
         import matplotlib
@@ -136,10 +137,12 @@ def plot(path: Path, draw: Any, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    rows, columns = shape
+    size = (9, 5) if shape == (1, 1) else (4.2 * columns, 3 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
     try:
-        draw(axes)
-        axes.set_title(title)
+        draw(axes if shape == (1, 1) else list(axes.flat))
+        axes.set_title(title) if shape == (1, 1) else figure.suptitle(title)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=140)
     except (OSError, ValueError) as error:

@@ -22,6 +22,7 @@ story fact month lot right study book eye job word business issue side kind head
 class Load:
     """lengths: (words of a prompt, tokens of its answer) of each request. rate: requests a second on average, arriving
     by chance; None: all at once. concurrency: most at a time. first_ms, token_ms: a good request is not slower.
+    chat: a prompt is a message. ignore_eos: answers are asked for in full length, which is no field of OpenAI's own.
     """
 
     lengths: Sequence[tuple[int, int]]
@@ -30,6 +31,8 @@ class Load:
     first_ms: float | None = None
     token_ms: float | None = None
     seed: int = 0
+    chat: bool = False
+    ignore_eos: bool = True
 
 
 async def run(remote: Remote, model: str, load: Load, done: Callable[[int, int], None]) -> tuple[list[Visit], float]:
@@ -43,8 +46,9 @@ async def run(remote: Remote, model: str, load: Load, done: Callable[[int, int],
         nonlocal ended
         await asyncio.sleep(max(0.0, began + after - time.perf_counter()))
         async with slots:
-            body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-            found = await visit(remote, body)
+            found = await visit(
+                remote, body_of(load, model, prompt, tokens), "chat/completions" if load.chat else "completions"
+            )
         ended += 1
         done(ended, len(load.lengths))
         return found
@@ -58,6 +62,19 @@ async def run(remote: Remote, model: str, load: Load, done: Callable[[int, int],
     return visits, time.perf_counter() - began
 
 
+def body_of(load: Load, model: str, prompt: str, tokens: int) -> dict[str, Any]:
+    """A request's fields."""
+    asked: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 0}
+    asked |= {"messages": [{"role": "user", "content": prompt}]} if load.chat else {"prompt": prompt}
+    return {**asked, "ignore_eos": True} if load.ignore_eos else asked
+
+
+def goodput(visits: Sequence[Visit], seconds: float, first_ms: float | None, token_ms: float | None) -> float:
+    """Requests a second that were within the limits."""
+    met = [each for each in visits if each.error is None and _meets(each, first_ms, token_ms)]
+    return len(met) / seconds
+
+
 def summary(visits: Sequence[Visit], seconds: float, load: Load) -> dict[str, Any]:
     """Medians, p90 and p99 in milliseconds, rates, goodput. Raises ModelmillError where nothing succeeded."""
     good = [each for each in visits if each.error is None]
@@ -65,7 +82,7 @@ def summary(visits: Sequence[Visit], seconds: float, load: Load) -> dict[str, An
         raise ModelmillError(f"none of {len(visits)} requests was answered: {visits[0].error}")
     per_token = [each.per_token for each in good if each.per_token is not None]
     tokens = sum(each.output_tokens for each in good)
-    met = [each for each in good if _meets(each, load)]
+    limited = load.first_ms is not None or load.token_ms is not None
     return {
         "requests": len(visits),
         "failed": len(visits) - len(good),
@@ -79,7 +96,7 @@ def summary(visits: Sequence[Visit], seconds: float, load: Load) -> dict[str, An
         "per_token_ms": spread(per_token),
         "between_pieces_ms": spread([gap for each in good for gap in each.gaps]),
         "whole_ms": spread([each.whole for each in good]),
-        "good_requests_per_s": None if load.first_ms is None and load.token_ms is None else len(met) / seconds,
+        "good_requests_per_s": goodput(good, seconds, load.first_ms, load.token_ms) if limited else None,
     }
 
 
@@ -95,7 +112,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"mean": 1000 * sum(ordered) / len(ordered), "median": at(0.5), "p90": at(0.9), "p99": at(0.99)}
 
 
-def _meets(found: Visit, load: Load) -> bool:
-    slow_first = load.first_ms is not None and 1000 * found.first > load.first_ms
-    slow_token = load.token_ms is not None and 1000 * (found.per_token or 0.0) > load.token_ms
+def _meets(found: Visit, first_ms: float | None, token_ms: float | None) -> bool:
+    slow_first = first_ms is not None and 1000 * found.first > first_ms
+    slow_token = token_ms is not None and 1000 * (found.per_token or 0.0) > token_ms
     return not (slow_first or slow_token)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.eval.remote import Remote, Visit, visit
-from modelmill.eval.serving import Load, run, spread, summary
+from modelmill.eval.report import plot
+from modelmill.eval.serving import Load, goodput, run, spread, summary
+from modelmill.eval.serving_plots import SHAPE, draw
 
 
 def sse(*events: Any) -> bytes:
@@ -139,3 +142,61 @@ def test_figures() -> None:
     assert spread([]) is None
     with pytest.raises(ModelmillError, match="none of 1"):
         summary([failed], 1.0, Load([]))
+
+
+def test_pieces_without_text_are_no_tokens() -> None:
+    """A conversation begins with whose turn it is and ends with why: the first token is the first text."""
+    events = [
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"index": 0, "delta": {"content": "a"}}]},
+        {"choices": [{"index": 0, "delta": {"content": "b"}}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ]
+    seen: list[bytes] = []
+    load = Load([(3, 2)], chat=True, ignore_eos=False)
+    answer = OK + chunked(sse(*events, b"[DONE]"), 31) + b"0\r\n\r\n"
+    (found,), _ = against(answer, lambda remote: run(remote, "m", load, lambda *_: None), seen)
+    assert (found.error, len(found.chunks), found.output_tokens) == (None, 2, 2)
+    assert seen[0].startswith(b"POST /v1/chat/completions ")
+    body = json.loads(seen[0].split(b"\r\n\r\n", 1)[1])
+    assert "ignore_eos" not in body
+    assert len(body["messages"][0]["content"].split()) == 3
+
+
+def made(first: float, gaps: list[float], begin: float = 0.0) -> Visit:
+    """A visit that saw this."""
+    chunks = [begin + first]
+    for gap in gaps:
+        chunks.append(chunks[-1] + gap)
+    return Visit(begin, chunks, 5, len(chunks))
+
+
+def test_goodput_under_limits() -> None:
+    visits = [made(0.1, [0.01] * 4), made(0.3, [0.01] * 4), made(0.1, [0.05] * 4), Visit(0.0, error="gone")]
+    assert goodput(visits, 2.0, None, None) == 1.5
+    assert goodput(visits, 2.0, 200, None) == 1.0
+    assert goodput(visits, 2.0, 200, 20) == 0.5
+    assert goodput(visits, 2.0, 1, None) == 0.0
+
+
+@pytest.mark.parametrize("load", [Load([(1, 1)]), Load([(1, 1)], first_ms=150, token_ms=30)], ids=["plain", "limits"])
+def test_what_is_drawn(load: Load, tmp_path: Path) -> None:
+    """Steps that end at all requests, lines where the median and the limits are."""
+    visits = [made(0.1, [0.01] * 4), made(0.3, [0.02], 0.2), made(0.2, [], 0.1), Visit(0.0, error="gone")]
+    kept: list[Any] = []
+
+    def drawn(axes: Any) -> None:
+        draw(axes, visits, 2.0, load)
+        kept.extend(axes)
+
+    plot(tmp_path / "x.png", drawn, "t", SHAPE)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    first = kept[0].get_lines()
+    assert list(first[0].get_xdata()) == pytest.approx([100, 100, 200, 300])
+    assert first[0].get_ydata()[-1] == 1.0
+    assert first[1].get_xdata()[0] == pytest.approx(200)
+    assert len(first) == (3 if load.first_ms is None else 4)
+    assert len(kept[1].get_lines()) == (3 if load.first_ms is None else 4)
+    goods = kept[4].get_lines()[0].get_ydata()
+    assert goods[-1] == pytest.approx(1.5)
+    assert max(kept[5].get_lines()[0].get_ydata()) == 2

@@ -1,0 +1,73 @@
+"""What requests saw, drawn: how first tokens, times per token, gaps and whole requests are distributed, and goodput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from modelmill.eval.remote import Visit
+from modelmill.eval.serving import Load, goodput
+
+SHAPE = (2, 3)
+POINTS = 60
+
+
+def draw(axes: Sequence[Any], visits: Sequence[Visit], seconds: float, load: Load) -> None:
+    """Six diagrams. visits: at least one without an error. seconds: of the whole load."""
+    good = [each for each in visits if each.error is None]
+    per_token = [each.per_token for each in good if each.per_token is not None]
+    distribution(axes[0], "first token", [each.first for each in good], load.first_ms)
+    distribution(axes[1], "per output token", per_token, load.token_ms)
+    distribution(axes[2], "between pieces", [gap for each in good for gap in each.gaps], None)
+    distribution(axes[3], "whole request", [each.whole for each in good], None)
+    limits(axes[4], good, seconds, load)
+    timeline(axes[5], good)
+
+
+def distribution(axes: Any, name: str, seconds: Sequence[float], limit_ms: float | None) -> None:
+    """The share of all that took no longer, with median and p99 named, and the limit where there is one."""
+    axes.set_title(name, fontsize=10)
+    axes.set_xlabel("ms")
+    axes.set_ylim(0, 1.02)
+    ordered = sorted(1000 * each for each in seconds)
+    if not ordered:
+        return
+    count = len(ordered)
+    axes.step([ordered[0], *ordered], [place / count for place in range(count + 1)], where="post")
+    for share, style in ((0.5, "--"), (0.99, ":")):
+        value = ordered[min(count - 1, int(share * count))]
+        axes.axvline(
+            value, linestyle=style, color="grey", label=f"{'median' if share == 0.5 else 'p99'} {value:.4g} ms"
+        )
+    if limit_ms is not None:
+        axes.axvline(limit_ms, color="tab:red", label=f"limit {limit_ms:g} ms")
+    axes.legend(fontsize=7, loc="lower right")
+
+
+def limits(axes: Any, good: Sequence[Visit], seconds: float, load: Load) -> None:
+    """Good requests a second, were the limit of the first token another one; that of the others stays."""
+    longest = max(1000 * each.first for each in good)
+    places = [longest * 1.1 * (place + 1) / POINTS for place in range(POINTS)]
+    axes.plot(places, [goodput(good, seconds, place, load.token_ms) for place in places])
+    if load.first_ms is not None:
+        axes.axvline(load.first_ms, color="tab:red", label=f"limit {load.first_ms:g} ms")
+        axes.legend(fontsize=7)
+    rest = "" if load.token_ms is None else f", {load.token_ms:g} ms a token"
+    axes.set_title(f"good requests/s{rest}", fontsize=10)
+    axes.set_xlabel("limit of the first token, ms")
+    axes.set_ylim(bottom=0)
+
+
+def timeline(axes: Any, good: Sequence[Visit]) -> None:
+    """Requests that were being answered at each moment."""
+    start = min(each.begin for each in good)
+    moments = sorted([(each.begin - start, 1) for each in good] + [(each.chunks[-1] - start, -1) for each in good])
+    at_once, times, counts = 0, [0.0], [0]
+    for when, change in moments:
+        at_once += change
+        times.append(when)
+        counts.append(at_once)
+    axes.step(times, counts, where="post")
+    axes.set_title("requests at once", fontsize=10)
+    axes.set_xlabel("s")
+    axes.set_ylim(bottom=0)
