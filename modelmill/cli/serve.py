@@ -97,7 +97,7 @@ def run(args: Args) -> int:
 def _place(args: Args) -> Place:
     from modelmill.serve.server import Place
     from modelmill.serve.service import Limits
-    from modelmill.serve.traces import Traces
+    from modelmill.serve.traces import Traces, collector
 
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port must be in 0…65535, not {args.port}")
@@ -116,6 +116,8 @@ def _place(args: Args) -> Place:
         origins=args.allowed_origins,
         hosts=tuple(map(str.lower, args.allowed_hosts)),
     )
+    if args.otlp_endpoint is not None:
+        collector(args.otlp_endpoint)
     # with replicas, they tell the traces
     traces = None if args.otlp_endpoint is None or args.ray else Traces.to(args.otlp_endpoint)
     return Place(args.host, args.port, args.shutdown_timeout, limits, traces)

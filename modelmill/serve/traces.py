@@ -49,9 +49,7 @@ class Traces:
 
         Raises UsageError for what is no URL, MissingDependency without the libraries.
         """
-        parts = urlsplit(endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--otlp-endpoint {endpoint[:100]!r} is no URL; give http://HOST:4318")
+        where = collector(endpoint)
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -61,7 +59,6 @@ class Traces:
             raise MissingDependency(
                 f"--otlp-endpoint needs {missing.name}; install it with: pip install 'modelmill[otel]'"
             ) from None
-        where = endpoint if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
         resource = Resource.create({"service.name": "modelmill", "service.version": __version__})
         provider = TracerProvider(resource=resource)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=where, timeout=5)))
@@ -106,6 +103,18 @@ class Traces:
         names = ("traceparent", "tracestate")
         carrier = {name: headers[name.encode()].decode("latin-1") for name in names if name.encode() in headers}
         return self._context.extract(carrier)
+
+
+def collector(endpoint: str) -> str:
+    """The URL that spans are sent to. Raises UsageError for what is no URL."""
+    try:
+        parts = urlsplit(endpoint)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if not host or parts.scheme not in ("http", "https"):
+        raise UsageError(f"--otlp-endpoint {endpoint[:100]!r} is no URL; give http://HOST:4318")
+    return endpoint if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
 
 
 def _attributes(ticket: Ticket, engine: str | None) -> dict[str, Any]:

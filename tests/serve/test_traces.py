@@ -130,7 +130,7 @@ def test_a_collector_is_sent_spans(running: Running) -> None:
     assert b"secret" not in body
 
 
-@pytest.mark.parametrize("endpoint", ["", "localhost:4318", "ftp://a", "http://"])
+@pytest.mark.parametrize("endpoint", ["", "localhost:4318", "ftp://a", "http://", "http://a:b", "http://[a"])
 def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
     with pytest.raises(UsageError, match="is no URL"):
         Traces.to(endpoint)

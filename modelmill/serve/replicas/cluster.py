@@ -6,6 +6,7 @@ Ray's calls wait for other processes, so all of them but ``ask`` and ``pages`` b
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,6 @@ from modelmill.core import env, log
 from modelmill.core.errors import MissingDependency, ModelmillError
 from modelmill.serve.replicas.plan import Plan, Shape
 
-APP = "modelmill"
 _log = log.get("serve.cluster")
 
 
@@ -23,6 +23,8 @@ class Cluster:
 
     def __init__(self, plan: Plan, shape: Shape) -> None:
         self._plan, self._shape = plan, shape
+        # servers of the same names on one cluster share their replicas; others do not meet
+        self._app = "modelmill-" + hashlib.sha256("\n".join(plan.names).encode()).hexdigest()[:12]
         self._handle: Any = None
         self._gpus = 0
         self._state: dict[str, Any] = {"status": "loading", "replicas": {"running": 0, "wanted": shape.count}}
@@ -33,8 +35,8 @@ class Cluster:
         """Join or start Ray, and ask for the replicas. Raises ModelmillError where there is no such cluster."""
         # Ray reads these when it is imported. The first keeps a cluster of our own on the loopback interface.
         if self._shape.address is None:
-            env.default(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
-        env.default(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_COLOR_PREFIX="0", RAY_DEDUP_LOGS="0")
+            env.default(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
+        env.default(RAY_USAGE_STATS_ENABLED="0", RAY_COLOR_PREFIX="0", RAY_DEDUP_LOGS="0")
         try:
             import ray
             from ray import serve
@@ -87,14 +89,14 @@ class Cluster:
             logging_config=_quiet(),
             request_router_config=_routing(),
         )
-        wanted = serve.RunTarget(made.bind(self._plan), name=APP, route_prefix=None)
+        wanted = serve.RunTarget(made.bind(self._plan), name=self._app, route_prefix=None)
         (self._handle,) = serve.run_many([wanted], wait_for_applications_running=False)
 
     def look(self) -> None:
         """Ask Serve how the replicas are. Raises ModelmillError where they cannot be started, or Ray is gone."""
         from ray import serve
 
-        app = serve.status().applications.get(APP)
+        app = serve.status().applications.get(self._app)
         running = 0 if app is None else sum(each.replica_states.get("RUNNING", 0) for each in app.deployments.values())
         status = "unavailable" if app is None else app.status.value
         if status == "DEPLOY_FAILED" and running == 0:
@@ -111,7 +113,7 @@ class Cluster:
             if self._shape.address is None:
                 serve.shutdown()
             else:
-                serve.delete(APP)
+                serve.delete(self._app)
         ray.shutdown()
 
     # -- on the front's event loop
