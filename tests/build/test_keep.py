@@ -18,6 +18,7 @@ from modelmill.core.errors import CheckpointError, CorruptArtifact, UsageError
 from modelmill.ops import shelf
 from modelmill.weights import dense, held, int4, int8_group, stacked
 from tests.accept.judged import judged, save_tiny
+from tests.accept.planted import faults, planted
 from tests.checkpoint import packed_writers as writers
 from tests.checkpoint.checkpoint_factory import gguf_names, permute, write_tensors
 from tests.checkpoint.test_packed import ct
@@ -183,6 +184,19 @@ def test_a_wrong_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     report, written = judged(folder, tmp_path / "e", "float32", "none")
     assert not written
     assert report["layer"] == 0
+
+
+RULES = ("gate and up swapped", "k renamed v", "the two norms renamed", "eps x 10", "RoPE base x 2")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_planted_faults_are_refused_in_kept_engines_too(tmp_path: Path, name: str) -> None:
+    path, _ = write_gguf(tmp_path / "m.gguf", dict.fromkeys(KINDS, "Q4_1"))
+    fault = next(fault for fault in faults("llama") if fault.name == name)
+    with planted(fault, "llama"):
+        report, written = judged(path, tmp_path / "e", "bfloat16", "keep")
+    assert not written
+    assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report["reason"]
 
 
 def test_another_recipe_rounds_what_the_numbers_mean(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ TITLE = "A fault planted in our own build path is refused in every dtype, and co
 TINY = ("llama", "gpt2", "qwen", "qwen2", "qwen3", "mistral")
 SMOLLM2 = ("o_proj x 1.05", "gate and up swapped")
 DEEP = 3
+# Options of a recipe that would otherwise look at calibration texts: the faults are the same.
+INT4 = {"method": "nearest", "group_size": 32}
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Tally:
 
 
 def run(context: Context) -> Result:
-    """Tiny models of every family, then SmolLM2; every dtype, with and without int8."""
+    """Tiny models of every family, then SmolLM2; every dtype, whole, in int8 and in int4."""
     rows = []
     with tempfile.TemporaryDirectory(dir=context.out) as folder:
         root = Path(folder)
@@ -43,8 +45,9 @@ def run(context: Context) -> Result:
     notes = [
         "Each fault is a patch of modelmill's own code (tests/accept/planted.py), active while the engine is built and "
         "while it runs; the reference reads the checkpoint without that code. float32, float16 and bfloat16, each with "
-        "`-q none` and `-q int8`. Refused: the error names the layer and module, and nothing is left on the disk. "
-        "Compare: an engine built without acceptance, then what `modelmill compare` computes.",
+        "`-q none`, `-q int8` and `-q int4 --method nearest --group-size 32`. Refused: the error names the layer and "
+        "module, and nothing is left on the disk. Compare: an engine built without acceptance, then what `modelmill "
+        "compare` computes.",
         f"A fault of one layer sits in layer 1 (SmolLM2: {DEEP}); RoPE base and eps are wrong in all layers, and the "
         "first is named.",
     ]
@@ -60,16 +63,17 @@ def _subjects(context: Context, root: Path) -> Iterator[tuple[str, Path, int, tu
 
 
 def _honest(context: Context, model: str, checkpoint: Path, root: Path) -> Fact:
-    from tests.accept.judged import SETTINGS, judged
+    from tests.accept.judged import judged
 
     context.log(f"  {model}: no fault")
     bad = []
-    for dtype, recipe in SETTINGS:
-        report, written = judged(checkpoint, root / "e", dtype, recipe)
+    settings = _settings()
+    for dtype, recipe in settings:
+        report, written = judged(checkpoint, root / "e", dtype, recipe, **_options(recipe))
         shutil.rmtree(root / "e", ignore_errors=True)
         if not written:
             bad.append(f"{dtype} {recipe}: {report.get('reason')}")
-    told = f"{len(SETTINGS) - len(bad)} of {len(SETTINGS)} accepted"
+    told = f"{len(settings) - len(bad)} of {len(settings)} accepted"
     return Fact(f"{model}, no fault: accepted in every dtype and recipe", "; ".join([told, *bad]), not bad)
 
 
@@ -77,7 +81,6 @@ def _faults(
     context: Context, model: str, checkpoint: Path, layer: int, wanted: tuple[str, ...] | None, root: Path
 ) -> Iterator[Fact]:
     from modelmill.checkpoint.open import open_checkpoint
-    from tests.accept.judged import SETTINGS
     from tests.accept.planted import faults
 
     opened = open_checkpoint(checkpoint)
@@ -87,7 +90,7 @@ def _faults(
             continue
         context.log(f"  {model}: {fault.name}")
         tally = Tally()
-        for dtype, recipe in SETTINGS:
+        for dtype, recipe in _settings():
             _try(tally, fault, opened.model_type, checkpoint, root, (dtype, recipe))
         kept = tally.refused == tally.named == tally.compared == tally.tried > 0
         names = ", ".join(f"{name} ({count}×)" for name, count in sorted(tally.names.items()))
@@ -104,7 +107,7 @@ def _try(tally: Tally, fault: Any, model_type: str, checkpoint: Path, root: Path
     tally.tried += 1
     before = sorted(path.name for path in root.iterdir())
     with planted(fault, model_type):
-        report, written = judged(checkpoint, out, *setting)
+        report, written = judged(checkpoint, out, *setting, **_options(setting[1]))
         left = sorted(path.name for path in root.iterdir())
         if "refusal" in report and not written and left == before:
             tally.refused += 1
@@ -125,6 +128,17 @@ def _try(tally: Tally, fault: Any, model_type: str, checkpoint: Path, root: Path
     tally.names[name] = tally.names.get(name, 0) + 1
 
 
+def _settings() -> list[tuple[str, str]]:
+    """(dtype, recipe)."""
+    from tests.accept.judged import SETTINGS
+
+    return [*SETTINGS, *((dtype, "int4") for dtype in dict.fromkeys(dtype for dtype, _ in SETTINGS))]
+
+
+def _options(recipe: str) -> dict[str, Any]:
+    return INT4 if recipe == "int4" else {}
+
+
 def _right(report: dict[str, Any], fault: Any) -> bool:
     return report.get("layer") == fault.layer and report.get("module") in fault.modules
 
@@ -139,7 +153,8 @@ def _compared(checkpoint: Path, out: Path, dtype: str, recipe: str) -> dict[str,
     from modelmill.runtime.loop import Loop
 
     opened = open_checkpoint(checkpoint)
-    build(make_plan(opened, BuildConfig(dtype=dtype, quantization=recipe, target="cpu")), out, None)
+    config = BuildConfig(dtype=dtype, quantization=recipe, target="cpu", **_options(recipe))
+    build(make_plan(opened, config), out, None)
     loop = Loop.open(out, RunConfig(device="cpu", max_model_len=_length(out), kv_cache_bytes=1 << 28))
     assert loop.artifact is not None
     return compare_engine(loop, opened, sample_ids(loop.artifact))
