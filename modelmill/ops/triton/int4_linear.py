@@ -1,0 +1,121 @@
+"""Products with 4-bit weights: codes become 16-bit numbers under an exponent, and meet the tensor cores.
+
+Of 16 bytes the low halves are 16 neighbouring columns and the high halves the next 16: each chunk of a group is two
+products, of all low and of all high halves, with the columns of x that belong to them. A code c under the exponent of
+128 (bfloat16; 1024 in float16) reads as 128 + c without a conversion; what that adds is 128 times the sum of x, which
+the offsets need anyway: y = Σ_g scale · acc_g + (offset − 128 · scale) · Σ x_g.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.int4_linear import ZERO
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.early import enter, launch
+
+# columns of a chunk at most: two products with 64 columns each
+CHUNK = 128
+RAISED = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
+MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
+
+
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> bool:
+    """Any number of rows in 16 bit, up to 16 in float32; groups of multiples of 32 columns, rows contiguous."""
+    if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype not in RAISED:
+        return False
+    grids = scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())
+    return grids and group % 32 == 0 and (x.dtype != torch.float32 or x.shape[0] <= MOST_FLOAT32)
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference; sums in float32."""
+    tokens, k = x.shape
+    n = weight.shape[0]
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    block_t, block_n, stages, warps = _sizes(tokens, n)
+    _int4[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
+        x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
+        tokens, n, k, weight.shape[1], x.stride(0), weight.stride(0), scale.stride(0), out.stride(0),
+        OFFSET=offset is not None, BIAS=bias is not None, ZERO=ZERO, GROUP=group, CHUNK=math.gcd(group, CHUNK),
+        RAISED=RAISED[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps,
+        **launch(x.device, tokens),
+    )  # fmt: skip
+    return out
+
+
+def _sizes(tokens: int, n: int) -> tuple[int, int, int, int]:
+    """(tokens, rows) of a program, stages, warps. Few tokens: small programs, so that all of memory is busy."""
+    if tokens <= 16:
+        return 16, 16 if n <= 16384 else 32, 6, 4
+    if tokens <= 64:
+        return 32 if tokens <= 32 else 64, 64, 4, 4
+    return 128, 128, 3, 8
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _int4(
+    x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr,
+    tokens, n, k, width, x_stride, stride, grid_stride, out_stride,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    RAISED: tl.constexpr, EARLY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows past the end repeat the last one: a load without a mask is cheaper
+    held = tl.minimum(row, n - 1).to(tl.int64)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    byte = tl.arange(0, CHUNK // 2)
+    low = byte // 16 * 32 + byte % 16
+    weight_at = weight_ptr + held[:, None] * stride + byte[None, :]
+    x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride
+    live = (token < tokens)[None, :]
+    enter(EARLY)
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in range(0, k, CHUNK):
+        codes = tl.load(weight_at + start // 2, mask=(byte < width - start // 2)[None, :], other=0)
+        column = start + low
+        x_low = tl.load(x_at + column[:, None], mask=live & (column < k)[:, None], other=0.0)
+        x_high = tl.load(x_at + (column + 16)[:, None], mask=live & (column + 16 < k)[:, None], other=0.0)
+        part = tl.dot(_raised(codes & 15, x_low, RAISED), x_low, input_precision="ieee")
+        part = tl.dot(_raised(codes >> 4, x_low, RAISED), x_high, part, input_precision="ieee")
+        sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
+        group = start // GROUP
+        scale = tl.load(scale_ptr + held * grid_stride + group).to(tl.float32)
+        if OFFSET:
+            offset = tl.load(offset_ptr + held * grid_stride + group).to(tl.float32) - RAISED * scale
+        else:
+            offset = -(ZERO + RAISED) * scale
+        total += part * scale[:, None] + offset[:, None] * sums[None, :]
+    if BIAS:
+        total += tl.load(bias_ptr + held).to(tl.float32)[:, None]
+    target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
+
+
+@triton.jit
+def _raised(codes, like, RAISED: tl.constexpr):
+    """Codes 0…15 as numbers of ``like``'s type, RAISED added."""
+    if RAISED == 0:
+        return codes.to(like.dtype)
+    elif RAISED == 128:  # noqa: RET505  the compiler wants all branches
+        return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:
+        return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
