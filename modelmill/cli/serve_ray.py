@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelmill.cli.output import note
-from modelmill.core.errors import UsageError
+from modelmill.cli.output import note, progress
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import MissingDependency, UsageError
 
 if TYPE_CHECKING:
     from modelmill.cli.serve import Args
@@ -31,6 +33,8 @@ def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Seque
         raise UsageError(f"--replicas must be in 1…1024, not {args.replicas}")
     if ":" in args.run.device:
         raise UsageError(f"--device {args.run.device}: Ray gives each replica its GPUs; give --device cuda")
+    if find_spec("ray") is None:
+        raise MissingDependency("--ray needs ray; install it with: pip install 'modelmill[serve,ray]'")
     plan = Plan(
         tuple(names),
         tuple(map(_anywhere, orders)),
@@ -52,8 +56,17 @@ def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Seque
 
 
 def _anywhere(order: Open) -> Open:
-    """``order`` with paths that mean the same in another folder."""
-    template = order.template
+    """``order`` with an engine, and paths that mean the same in another folder; a checkpoint is built now, once."""
+    from modelmill.artifact.store import is_engine
+    from modelmill.llm import cached_engine
+
+    path, template = Path(order.model), order.template
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
+    if not is_engine(path):
+        with progress("building") as told:
+            path = cached_engine(path, BuildConfig(**order.build), told)
+        order = replace(order, build={})
     if template is not None and len(template) < 1024 and "{" not in template and Path(template).is_file():
         template = str(Path(template).resolve())
-    return replace(order, model=str(Path(order.model).resolve()), template=template)
+    return replace(order, model=str(path.resolve()), template=template)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.cli.main import execute
+from modelmill.cli.serve_ray import _anywhere
 from modelmill.serve.message import Open
 from modelmill.serve.replicas.affinity import CUTS, Affinity, beginnings
 from modelmill.serve.replicas.call import parts
@@ -309,3 +311,32 @@ def test_flags_that_do_not_go_together(capsys: pytest.CaptureFixture[str], words
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_without_ray(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelmill.cli.serve_ray.find_spec", lambda _: None)
+    assert execute(["serve", "/nowhere/x.engine", "--ray"]) == 1
+    assert "pip install 'modelmill[serve,ray]'" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelmill.cli.serve_ray.find_spec", lambda _: object())
+    assert execute(["serve", "/nowhere/x.engine", "--ray"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built: list[Any] = []
+
+    def build(path: Path, config: Any, *_: Any) -> Path:
+        built.append((path, config.quantization))
+        return tmp_path / "cached.engine"
+
+    monkeypatch.setattr("modelmill.llm.cached_engine", build)
+    (tmp_path / "model.gguf").write_text("")
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    monkeypatch.chdir(tmp_path)
+    order = _anywhere(Open("model.gguf", {"quantization": "int8"}, {"tp": 2}, template="own.jinja"))
+    assert built == [(Path("model.gguf"), "int8")]
+    assert (order.model, order.build, order.run) == (str(tmp_path / "cached.engine"), {}, {"tp": 2})
+    assert order.template == str(tmp_path / "own.jinja")

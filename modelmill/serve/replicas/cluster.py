@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.core import env, log
-from modelmill.core.errors import MissingDependency, ModelmillError
+from modelmill.core.errors import ModelmillError
 from modelmill.serve.replicas.plan import Plan, Shape
 
 _log = log.get("serve.cluster")
@@ -37,13 +37,9 @@ class Cluster:
         if self._shape.address is None:
             env.default(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
         env.default(RAY_USAGE_STATS_ENABLED="0", RAY_COLOR_PREFIX="0", RAY_DEDUP_LOGS="0")
-        try:
-            import ray
-            from ray import serve
-        except ModuleNotFoundError as missing:
-            raise MissingDependency(
-                f"--ray needs {missing.name}; install it with: pip install 'modelmill[serve,ray]'"
-            ) from None
+        import ray
+        from ray import serve
+
         how: dict[str, Any] = {"address": self._shape.address or "local", "logging_level": "ERROR"}
         if self._shape.address is None:
             how["include_dashboard"] = False
