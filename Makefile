@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam test test-gpu test-triton test-ray verify performance lint clean
+.PHONY: demo demo-sam test test-gpu test-triton test-ray verify conformance performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -55,6 +55,16 @@ test-ray: .venv-ray/.ready
 # everything the engine promises that needs no GPU, on the real model; resumable; writes docs/verification.md
 verify: $(VENV)/.test
 	$(BIN)/python -m tools.verify
+
+# other people's suites against a served SmolLM2 on the CPU, in a .venv of their own; resumable; writes docs/conformance.md
+conformance: .venv-conformance/.ready
+	.venv-conformance/bin/python -m tools.conformance
+
+.venv-conformance/.ready: pyproject.toml constraints.txt tools/conformance/requirements.txt
+	$(PYTHON) tools/setup_venv.py create .venv-conformance
+	.venv-conformance/bin/python tools/setup_venv.py install .venv-conformance eval,serve,conformance
+	.venv-conformance/bin/python -m pip install -q --no-deps -r tools/conformance/requirements.txt
+	@touch $@
 
 # docs/performance.md and its plots from benchmarks/results and docs/performance.story.md; after new rows or new text
 performance: $(VENV)/.test

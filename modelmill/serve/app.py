@@ -17,6 +17,7 @@ from modelmill import __version__
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError
 from modelmill.serve import errors
+from modelmill.serve.described import describe
 from modelmill.serve.embeddings import EMBEDDING_FIELDS
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.gate import Gate
@@ -32,6 +33,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"model": Refusal, "description": "The key is missing or wrong"},
     403: {"model": Refusal, "description": "A server without a key answers to localhost only"},
     404: {"model": Refusal, "description": "No such model"},
+    405: {"model": Refusal, "description": "The path takes another method"},
     408: {"model": Refusal, "description": "The body did not come in time"},
     413: {"model": Refusal, "description": "The body is too large"},
     429: {"model": Refusal, "description": "Too many requests wait"},
@@ -69,6 +71,7 @@ def _described(app: FastAPI) -> dict[str, Any]:
         for path in app.openapi_schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        describe(app.openapi_schema)
         for left in ("HTTPValidationError", "ValidationError"):
             app.openapi_schema.get("components", {}).get("schemas", {}).pop(left, None)
     return app.openapi_schema

@@ -1,0 +1,365 @@
+"""What the API answers, as classes: the OpenAPI document's, and tests hold answers to them. No answer is made from one.
+
+Answers are plain dicts on their way out, since nothing is checked twice while tokens are waited for. No class allows
+keys that it does not name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+REF = "#/components/schemas/{model}"
+
+
+class Shown(BaseModel):
+    """Exactly these keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class State(Shown):
+    """One served engine."""
+
+    name: str
+    state: Literal["loading", "ready", "restarting", "failed", "stopped"]
+    restarts: int
+    progress: dict[str, str | int] = Field(default_factory=dict)
+
+
+class Health(Shown):
+    """GET /health."""
+
+    status: Literal["ok", "loading", "unavailable", "draining"]
+    engines: list[State]
+
+
+class Version(Shown):
+    """GET /version."""
+
+    version: str
+
+
+class Card(Shown):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+    kind: str
+    input_modalities: list[str] = Field(default_factory=list)
+
+
+class Cards(Shown):
+    """GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[Card]
+
+
+class Tokens(Shown):
+    """POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] = Field(default_factory=list)
+
+
+class Text(Shown):
+    """POST /detokenize."""
+
+    prompt: str
+
+
+class Cached(Shown):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(Shown):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: Cached
+
+
+class TokenLogprob(Shown):
+    """One token's."""
+
+    token: str
+    logprob: Annotated[float, Field(le=0)]
+    bytes: list[Annotated[int, Field(ge=0, le=255)]]
+
+
+class Logprob(TokenLogprob):
+    """Of a token that was taken."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class Logprobs(Shown):
+    """Of a choice."""
+
+    content: list[Logprob]
+    refusal: None
+
+
+class CalledFunction(Shown):
+    """name and arguments (JSON text)."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Shown):
+    """A call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Shown):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+
+
+class Choice(Shown):
+    """One of the answers to a conversation."""
+
+    index: int
+    message: Message
+    logprobs: Logprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+    token_ids: list[int] = Field(default_factory=list)
+
+
+class ChatCompletion(Shown):
+    """POST /v1/chat/completions."""
+
+    id: str = Field(pattern="^chatcmpl-")
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    prompt_token_ids: list[int] = Field(default_factory=list)
+
+
+class TextLogprobs(Shown):
+    """The older shape: lists of one length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Shown):
+    """One of the ways a text goes on."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    token_ids: list[int] = Field(default_factory=list)
+    prompt_token_ids: list[int] = Field(default_factory=list)
+
+
+class Completion(Shown):
+    """POST /v1/completions."""
+
+    id: str = Field(pattern="^cmpl-")
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Embedding(Shown):
+    """A vector, as numbers or as base64 of float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Shown):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Shown):
+    """POST /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class OutputText(Shown):
+    """A piece of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(max_length=0)
+    logprobs: list[Logprob]
+
+
+class OutputMessage(Shown):
+    """A message."""
+
+    type: Literal["message"]
+    id: str = Field(pattern="^msg_")
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputCall(Shown):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    id: str = Field(pattern="^fc_")
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["completed", "incomplete"]
+
+
+class InputDetails(Cached):
+    """cache_write_tokens is always 0: nothing is charged for."""
+
+    cache_write_tokens: Literal[0]
+
+
+class OutputDetails(Shown):
+    """Always 0."""
+
+    reasoning_tokens: Literal[0]
+
+
+class ResponseUsage(Shown):
+    """Counts of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(Shown):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class Response(Shown):
+    """POST /v1/responses."""
+
+    id: str = Field(pattern="^resp_")
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    incomplete_details: Incomplete | None
+    model: str
+    previous_response_id: None
+    instructions: str | None
+    output: list[OutputMessage | OutputCall] = Field(min_length=1)
+    error: None
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    truncation: Literal["disabled"]
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    temperature: float
+    reasoning: dict[str, None]
+    usage: ResponseUsage
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    store: Literal[False]
+    background: Literal[False]
+    service_tier: Literal["default"]
+    metadata: dict[str, str]
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    user: str | None
+
+
+ANSWERS: dict[str, type[Shown]] = {
+    "/health": Health,
+    "/version": Version,
+    "/v1/models": Cards,
+    "/v1/models/{name}": Card,
+    "/tokenize": Tokens,
+    "/detokenize": Text,
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/completions": Completion,
+    "/v1/embeddings": Embeddings,
+    "/v1/responses": Response,
+}
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_PREFIX = "Told"
+
+
+def describe(document: dict[str, Any]) -> None:
+    """Put the answers' schemas into an OpenAPI document."""
+    models = dict.fromkeys(ANSWERS.values())
+    found, shared = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    taken = {name: f"{_PREFIX}{name}" if name in schemas else name for name in shared.get("$defs", {})}
+    for name, schema in shared.get("$defs", {}).items():
+        schemas[taken[name]] = _renamed(schema, taken)
+    for path, model in ANSWERS.items():
+        for operation in document["paths"].get(path, {}).values():
+            content = {"application/json": {"schema": _renamed(found[model, "validation"], taken)}}
+            if path in STREAMED:
+                content["text/event-stream"] = {"schema": {"type": "string"}}
+            operation["responses"]["200"]["content"] = content
+    for operation in document["paths"].get("/metrics", {}).values():
+        operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    for operation in document["paths"].get("/health", {}).values():
+        # while it loads, the same shape says how far it is
+        refused = operation["responses"]["503"]["content"]["application/json"]
+        told = _renamed(found[Health, "validation"], taken)
+        operation["responses"]["503"]["content"] = {
+            "application/json": {"schema": {"anyOf": [told, refused["schema"]]}}
+        }
+
+
+def _renamed(schema: Any, taken: dict[str, str]) -> Any:
+    """The schema with references to the names that were free."""
+    if isinstance(schema, list):
+        return [_renamed(each, taken) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {key: _renamed(value, taken) for key, value in schema.items()}
+    if isinstance(out.get("$ref"), str):
+        name = out["$ref"].rpartition("/")[2]
+        out["$ref"] = REF.format(model=taken.get(name, name))
+    return out
