@@ -33,7 +33,7 @@ EXCLUDED = [
     Case(
         "positive_data_acceptance",
         "a body that fits the schema may still be refused: empty prompts, messages that are none, a grammar or a "
-        "schema that cannot be compiled, fields that exclude each other; such refusals are 400 and are tested in tests/serve",
+        "schema that cannot be compiled, fields that exclude each other; tests/serve holds these refusals to 400",
     ),
     Case(
         "ignored_auth, missing_required_header",
