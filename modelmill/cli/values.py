@@ -60,7 +60,13 @@ def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(raw, dict):
         raise UsageError(f"--config {path} must hold `flag: value` lines, not a {type(raw).__name__}")
-    known = {name: flag for flag in flags if not flag.positional for name in (flag.name, flag.long.replace("-", "_"))}
+    # what a verb cannot do without stands on its command line
+    known = {
+        name: flag
+        for flag in flags
+        if not (flag.positional and flag.required)
+        for name in (flag.name, flag.long.replace("-", "_"))
+    }
     values = {}
     for key, value in raw.items():
         flag = known.get(str(key).replace("-", "_"))

@@ -196,6 +196,25 @@ def test_two_engines_share_the_memory(stories: Path) -> None:
         assert 'model_name="two"' in page
 
 
+def test_two_engines_from_a_file(stories: Path, tmp_path: Path) -> None:
+    """Engines and options in a YAML file; what stands on the command line goes before it."""
+    file = tmp_path / "serve.yaml"
+    engines = [str(stories), str(stories)]
+    options = {"engines": engines, "served-model-name": ["one", "two"], "max_num_seqs": 4, "api-key": ["sesame"]}
+    file.write_text(json.dumps({**options, "max-waiting": 3, "shutdown_timeout": 5}))
+    with Serving("--config", file, "--max-waiting", 0, ready=False) as serving:
+        serving.wait(200)
+        key = {"authorization": "Bearer sesame"}
+        assert serving.ask("/v1/models")[0] == 401
+        assert [each["id"] for each in serving.ask("/v1/models", **key)[1]["data"]] == ["one", "two"]
+        body = {**LONG, "model": "two", "max_tokens": 2}
+        assert serving.ask("/v1/completions", body, **key)[0] == 200
+        # four rows and none that wait: five answers are more than it takes
+        status, told, _ = serving.ask("/v1/completions", {**body, "n": 5, "temperature": 1}, **key)
+        assert (status, told["error"]["type"]) == (400, "invalid_request_error")
+        assert len(serving.workers) == 2
+
+
 def test_bench_serve_measures_it(server: Serving, cli: Any) -> None:
     words = ("--num-prompts", 6, "--input-len", 4, "--output-len", 5, "--concurrency", 3, "--first-ms", 1e6, "--json")
     code, out, said = cli("bench", "serve", "--url", server.url, *words)
