@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelmill.core.errors import MissingDependency
-from modelmill.ops.cuda import build, paged_attention
+from modelmill.ops.cuda import build, int4_linear, launch, paged_attention
 
 NVCC = build.nvcc()
 FORMS = (
@@ -114,6 +116,27 @@ def test_prefill_attention_compiles_without_spills(macros: tuple[str, ...], tmp_
     assert done.returncode == 0, done.stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
     assert "serialized" not in done.stderr
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize(("_", "tiles", "wide"), int4_linear.TILES)
+@pytest.mark.parametrize("dtype", int4_linear.TYPES)
+def test_int4_compiles_without_spills(dtype: torch.dtype, _: int, tiles: int, wide: int, tmp_path: Path) -> None:
+    assert NVCC is not None
+    assert NVCC.path is not None
+    for offset in (True, False):
+        macros = [f"-D{m}" for m in int4_linear._macros(dtype, tiles, wide, offset=offset)]
+        target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *macros]
+        command = [NVCC.path, "-cubin", *target, "-o", str(tmp_path / "out"), str(build.FOLDER / "int4_linear.cu")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+def test_structures_of_the_driver_have_their_sizes() -> None:
+    """As cuda.h 13.0 lays them out: CUlaunchConfig 56 bytes, CUlaunchAttribute 72."""
+    assert struct.calcsize(launch._CONFIG) == 56
+    assert struct.calcsize(launch._ATTRIBUTE) == 72
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from modelmill.ops.cuda import build
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _ELEMENTS = {torch.uint8: 0, torch.int8: 0, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLE_128, _PROMOTE_256, _MOST_SHARED = 3, 3, 8
+# CUlaunchConfig: sizes of grid and block, shared bytes, stream, attributes, how many; CUlaunchAttribute with
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: its id and the first word of 64 bytes.
+_CONFIG, _ATTRIBUTE, _EARLY = "=7I4xQQI4x", "=i4xi60x", 6
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MOST_MAPS = 1024  # kept; each is a few hundred bytes, and making one takes microseconds
 
@@ -31,11 +35,19 @@ class Kernel:
     threads: int
     shared: int
 
-    def launch(self, blocks: int, *arguments: bytes) -> None:
-        """Run ``blocks`` blocks; each argument is one parameter of the kernel, packed."""
+    def launch(self, blocks: int, *arguments: bytes, early: bool = False) -> None:
+        """Run ``blocks`` blocks; each argument is one parameter of the kernel, packed.
+
+        early: it may be placed before the kernel in front has ended, and waits for it by itself (griddepcontrol).
+        """
         pointers = (ctypes.c_char_p * len(arguments))(*arguments)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = (blocks, 1, 1, self.threads, 1, 1, self.shared)
+        if early:
+            attributes = ctypes.create_string_buffer(struct.pack(_ATTRIBUTE, _EARLY, 1))
+            how = struct.pack(_CONFIG, *sizes, stream.value or 0, ctypes.addressof(attributes), 1)
+            _check(_driver().cuLaunchKernelEx(how, ctypes.c_void_p(self.function), pointers, None))
+            return
         _check(_driver().cuLaunchKernel(ctypes.c_void_p(self.function), *sizes, stream, pointers, None))
 
 
