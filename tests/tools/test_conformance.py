@@ -1,0 +1,155 @@
+"""The logic of `make conformance` itself: what is kept, what is run again, what the page says, how it exits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools.conformance import __main__ as conformance
+from tools.conformance import canary, report, schema, suite
+from tools.conformance.suite import Case, Result
+
+
+@pytest.fixture
+def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Two suites in place of the real ones, no server, and a page of their own."""
+    runs: list[str] = []
+
+    def make(name: str, result: Any) -> Any:
+        def run(base_url: str, model: str, out: Path) -> Result:
+            assert (base_url, model) == ("http://x/v1", "m")
+            assert out.is_dir()
+            runs.append(name)
+            if isinstance(result, Exception):
+                raise result
+            return Result(**json.loads(json.dumps(result)) | {"failed": [Case(*each) for each in result["failed"]]})
+
+        source = tmp_path / f"{name}.py"
+        source.write_text("")
+        return SimpleNamespace(TITLE=f"Suite {name}", PACKAGE="pytest", run=run, __file__=str(source))
+
+    package = tmp_path / "modelmill"
+    package.mkdir()
+    found = {name: make(name, {"passed": 2, "failed": []}) for name in ("one", "two")}
+    monkeypatch.setattr(conformance, "find_suites", lambda: found)
+    monkeypatch.setattr(conformance, "PACKAGE", package)
+    monkeypatch.setattr(conformance, "DOCUMENT", tmp_path / "conformance.md")
+    return SimpleNamespace(runs=runs, found=found, make=make, root=tmp_path, package=package)
+
+
+def run(suites: Any, *argv: str) -> int:
+    return conformance.main(["--out", str(suites.root / "out"), "--url", "http://x/v1", "--model", "m", *argv])
+
+
+def page(suites: Any) -> str:
+    return (suites.root / "conformance.md").read_text()
+
+
+def test_results_are_kept_until_the_sources_change(suites: Any) -> None:
+    assert run(suites) == 0
+    assert run(suites) == 0
+    assert suites.runs == ["one", "two"]
+    (suites.package / "new.py").write_text("x = 1")
+    assert run(suites, "--only", "two") == 0
+    assert suites.runs == ["one", "two", "two"]
+    (row,) = [line for line in page(suites).splitlines() if line.startswith("| [one]")]
+    assert "| 2 | 0 | 0 |" in row
+    assert "(of older sources)" in row
+    assert run(suites) == 0
+    assert suites.runs[3:] == ["one"]
+    assert "older sources" not in page(suites).split("## one")[0].split("| suite |")[1]
+    assert run(suites, "--only", "one", "--force") == 0
+    assert suites.runs[4:] == ["one"]
+
+
+def test_a_failure_is_named_run_again_and_ends_with_1(suites: Any) -> None:
+    suites.found["two"] = suites.make("two", {"passed": 1, "failed": [("a | check", "saw\nthis")]})
+    assert run(suites) == 1
+    assert "| a \\| check | saw this |" in page(suites)
+    assert "| **1** |" in page(suites)
+    assert run(suites) == 1
+    assert suites.runs == ["one", "two", "two"], "what has failed is not kept"
+
+
+def test_a_suite_that_cannot_run_is_a_failure(suites: Any) -> None:
+    suites.found["one"] = suites.make("one", RuntimeError("no node\nhere"))
+    assert run(suites) == 1
+    assert "| runs to its end | RuntimeError: no node |" in page(suites)
+    assert suites.runs == ["one", "two"], "the others run all the same"
+
+
+def test_what_has_not_run_is_said(suites: Any) -> None:
+    assert run(suites, "--only", "one") == 0
+    assert "| two | Suite two | | not run | | | |" in page(suites)
+    assert run(suites, "--only", "three") == 2
+
+
+def test_nothing_checked_is_not_green() -> None:
+    assert not Result(0).ok
+    assert Result(1).ok
+    assert not Result(5, [Case("a", "b")]).ok
+
+
+def test_the_real_suites_have_what_is_asked_of_them() -> None:
+    found = conformance.find_suites()
+    assert {"openai_client", "comply", "canary", "schema"} <= found.keys()
+    for module in found.values():
+        assert module.TITLE
+        assert module.PACKAGE
+        assert module.__doc__
+
+
+def test_results_survive_their_file(tmp_path: Path) -> None:
+    result = Result(3, [Case("a", "ü")], [Case("b", "c")], {"d": "e"}, ["f"], "1", digest="x")
+    suite.store(result, tmp_path / "r.json")
+    assert suite.load(tmp_path / "r.json") == result
+    assert suite.load(tmp_path / "r.json", "x") == result
+    assert suite.load(tmp_path / "r.json", "y") is None
+    (tmp_path / "r.json").write_text("{}")
+    assert suite.load(tmp_path / "r.json") is None
+
+
+def test_cases_of_a_schemathesis_report() -> None:
+    def event(checks: list[Any], status: int | None) -> str:
+        answer = {} if status is None else {"response": {"status_code": status}}
+        recorder = {"label": "GET /x", "cases": {"c": {}}, "checks": {"c": checks}, "interactions": {"c": answer}}
+        return json.dumps({"ScenarioFinished": {"recorder": recorder}})
+
+    good = {"name": "no_5xx", "status": "success"}
+    bad = {"name": "fits", "status": "failure", "failure_info": {"failure": {"message": "it\ndoes not"}}}
+    lines = [json.dumps({"PhaseStarted": {}}), event([good], 200), event([good, bad], 500), event([good], None)]
+    found = schema.read(lines)
+    assert found.passed == 1
+    assert [case.name for case in found.failed] == ["GET /x: fits", "GET /x: an answer", "enough cases"]
+    assert "does not" in found.failed[0].reason
+    assert found.facts["statuses"] == "200: 1, 500: 1, None: 1"
+
+
+def test_a_canary_that_warns_has_not_passed() -> None:
+    results = [{"id": str(i), "status": s, "summary": "x"} for i, s in enumerate(("pass", "warn", "fail"))]
+    found = canary.read({"results": results, "score": 50})
+    assert (found.passed, [case.name for case in found.failed]) == (1, ["1", "2"])
+
+
+def test_steering_keeps_what_is_wrong_wrong() -> None:
+    pytest.importorskip("schemathesis")
+    from tools.conformance._steer import plain, steer
+
+    body: dict[str, Any] = {"model": 3, "max_tokens": -1, "n": 500}
+    steer(body, "/v1/completions", "m")
+    assert body == {"model": 3, "max_tokens": -1, "n": 500}
+    body = {"model": "x", "max_tokens": 900, "n": 9, "logprobs": 3, "tools": []}
+    plain(body, "/v1/completions")
+    steer(body, "/v1/completions", "m")
+    assert body == {"model": "m", "max_tokens": 2, "n": 2, "prompt": "A fruit is"}
+
+
+def test_the_page_is_a_table() -> None:
+    text = report.render({"a": ("What a does", Result(1, version="2", package="p", date="today"))}, "one core")
+    assert "| [a](#a) | What a does | p 2 | 1 | 0 | 0 | today |" in text
+    assert "## a" in text
+    assert "`python -m tools.conformance --only a`: 0 s on one core, today; p 2" in text
