@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam test test-gpu test-triton test-ray verify conformance performance lint clean
+.PHONY: demo demo-sam test test-gpu test-triton test-ray test-browser verify conformance performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -51,6 +51,11 @@ test-ray: .venv-ray/.ready
 	$(PYTHON) tools/setup_venv.py create .venv-ray
 	.venv-ray/bin/python tools/setup_venv.py install .venv-ray test,serve,ray
 	@touch $@
+
+# the page in Debian's chromium (apt-get install chromium); screenshots go to out/browser
+test-browser: $(VENV)/.test
+	$(BIN)/python tools/setup_venv.py install $(VENV) test,eval,report,serve,browser
+	$(BIN)/python -m pytest -m browser tests/browser
 
 # everything the engine promises that needs no GPU, on the real model; resumable; writes docs/verification.md
 verify: $(VENV)/.test

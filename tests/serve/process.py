@@ -21,8 +21,10 @@ FLAGS = ("--device", "cpu", "--threads", "1", "--kv-cache-bytes", "8000000", "--
 class Serving:
     """A server; leaving the block ends it and checks that nothing is left of it."""
 
-    def __init__(self, *words: object, ready: bool = True, template: str = "chatml") -> None:
-        line = [sys.executable, "-m", "modelmill", "serve", *map(str, words), *FLAGS, "--chat-template", template]
+    def __init__(
+        self, *words: object, ready: bool = True, template: str = "chatml", flags: tuple[str, ...] = FLAGS
+    ) -> None:
+        line = [sys.executable, "-m", "modelmill", "serve", *map(str, words), *flags, "--chat-template", template]
         self.process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         said = self.process.stderr.readline()

@@ -5,7 +5,6 @@ import { View } from "./markdown.js";
 import { keep, kept, openSettings, sampling } from "./settings.js";
 import { prepared } from "./picture.js";
 
-const HINT = $("pace").textContent;
 const IDEAS = ["Explain how a watermill works", "Write a haiku about rain", "Name three uses of a paper clip"];
 const MOST_PICTURES = 8;
 
@@ -145,6 +144,7 @@ async function ask() {
     const near = bottom() < 60;
     article.view.show(answer.content);
     $("pace").textContent = pace.told();
+    $("keyhint").hidden = true;
     if (near) follow();
   };
   try {
@@ -177,7 +177,8 @@ async function ask() {
   if (frame) cancelAnimationFrame(frame);
   running = null;
   answer.figures = pace.told();
-  $("pace").textContent = HINT;
+  $("pace").textContent = "";
+  $("keyhint").hidden = false;
   const focused = document.activeElement;
   const near = bottom() < 60;
   draw();

@@ -35,7 +35,7 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*)|$)/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const HEAD = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
-const ROW = /^\s*\|?(.+\|.*?)\|?\s*$/;
+const ROW = /\|/;
 const DIVIDER = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const starts = (line) => FENCE.test(line) || ITEM.test(line) || RULE.test(line) || HEAD.test(line) || QUOTE.test(line);
 
@@ -60,7 +60,13 @@ export function blocks(text) {
       for (; i < lines.length && lines[i].trim() && (QUOTE.test(lines[i]) || !starts(lines[i])); i++);
     } else if (ITEM.test(line)) {
       kind = "list";
+      const [, indent, mark] = ITEM.exec(line);
+      const another = (each) => { // a list of the other sort begins
+        const m = ITEM.exec(each);
+        return m && m[1].length <= indent.length + 1 && /\d/.test(m[2]) !== /\d/.test(mark);
+      };
       for (i++; i < lines.length; i++) {
+        if (another(lines[i])) break;
         if (ITEM.test(lines[i]) || /^\s{2,}\S/.test(lines[i])) continue;
         if (!lines[i].trim()) {
           const next = lines[i + 1] ?? "";
@@ -69,7 +75,7 @@ export function blocks(text) {
         }
         if (starts(lines[i])) break;
       }
-    } else if (ROW.test(line) && DIVIDER.test(lines[i + 1] ?? "")) {
+    } else if (ROW.test(line) && ROW.test(lines[i + 1] ?? "") && DIVIDER.test(lines[i + 1])) {
       kind = "table";
       for (i += 2; i < lines.length && ROW.test(lines[i]); i++);
     } else {
@@ -98,7 +104,7 @@ function list(lines, depth) {
   return h(ordered ? "ol" : "ul", ordered ? { start: parseInt(mark, 10) } : {}, ...made);
 }
 
-const cells = (line) => ROW.exec(line)[1].split(/(?<!\\)\|/).map((cell) => cell.trim());
+const cells = (line) => line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "").split(/(?<!\\)\|/).map((cell) => cell.trim());
 
 function table(lines) {
   const row = (tag, line) => h("tr", {}, ...cells(line).map((cell) => h(tag, {}, ...inline(cell))));

@@ -53,7 +53,8 @@ export function paint(canvas, masks, chosen = -1) {
         if (!mask[p]) continue;
         const edge = x < rim || y < rim || x >= width - rim || y >= height - rim
           || !mask[p - rim] || !mask[p + rim] || !mask[p - rim * width] || !mask[p + rim * width];
-        data.set([red, green, blue, faint ? 50 : edge ? 255 : 115], 4 * p);
+        const firm = edge && !faint;
+        data.set(firm ? [red * 0.7, green * 0.7, blue * 0.7, 255] : [red, green, blue, faint ? 45 : 120], 4 * p);
       }
     }
   }

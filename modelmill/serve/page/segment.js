@@ -18,6 +18,7 @@ let asking = null; // AbortController
 let aim = null; // the keyboard's crosshair
 let corner = null; // where a box was begun
 let pointer = null;
+let keyed = false; // whether the crosshair was moved by keys
 
 export function use(found) {
   model = found;
@@ -127,7 +128,7 @@ function describe(took) {
   else {
     const { box: [x0, y0, x1, y1], area } = masks[chosen];
     const share = (100 * area) / (photo.canvas.width * photo.canvas.height);
-    tell(`Sure to ${percent(masks[chosen])} · ${x1 - x0 + 1} × ${y1 - y0 + 1} pixels · ${share.toFixed(1)} % of the photo · ${took}`);
+    tell(`Confidence ${percent(masks[chosen])} · ${x1 - x0 + 1} × ${y1 - y0 + 1} pixels · ${share.toFixed(1)} % of the photo · ${took}`);
   }
 }
 
@@ -142,7 +143,7 @@ function redraw() {
     else dot(pen, mark, unit);
   }
   if (corner && (pointer || aim)) frame(pen, ordered(corner, pointer || aim), unit);
-  if (aim && document.activeElement === overlay) cross(pen, aim, unit);
+  if (keyed && document.activeElement === overlay) cross(pen, aim, unit);
   enable();
 }
 
@@ -192,8 +193,8 @@ function place(event) {
   const { left, top, width, height } = overlay.getBoundingClientRect();
   const clamp = (value, most) => Math.max(0, Math.min(most - 1, value));
   return {
-    x: Math.round(clamp(((event.clientX - left) / width) * overlay.width, overlay.width)),
-    y: Math.round(clamp(((event.clientY - top) / height) * overlay.height, overlay.height)),
+    x: Math.floor(clamp(((event.clientX - left) / width) * overlay.width, overlay.width)),
+    y: Math.floor(clamp(((event.clientY - top) / height) * overlay.height, overlay.height)),
   };
 }
 
@@ -202,7 +203,7 @@ function mark(at, label) {
     const p = at.y * overlay.width + at.x;
     const here = masks.map((one, i) => [one.area, i]).filter(([, i]) => masks[i].mask[p]).sort((a, b) => a[0] - b[0]);
     chosen = here.length ? here[0][1] : -1;
-    tell(chosen < 0 ? `${masks.length} masks.` : `Mask ${chosen + 1} of ${masks.length}, sure to ${percent(masks[chosen])}.`);
+    tell(chosen < 0 ? `${masks.length} masks.` : `Mask ${chosen + 1} of ${masks.length}, confidence ${percent(masks[chosen])}.`);
     redraw();
     return;
   }
@@ -237,6 +238,7 @@ function keys(event) {
   if (moves[key]) {
     const [dx, dy] = moves[key];
     pointer = null;
+    keyed = true;
     aim = {
       x: Math.round(Math.max(0, Math.min(overlay.width - 1, aim.x + dx * step))),
       y: Math.round(Math.max(0, Math.min(overlay.height - 1, aim.y + dy * step))),
@@ -296,6 +298,7 @@ export function start() {
   overlay.addEventListener("pointerdown", (event) => {
     overlay.focus({ preventScroll: true });
     aim = place(event);
+    keyed = false;
     if (tool() === "box" && event.button === 0) {
       corner = aim;
       overlay.setPointerCapture(event.pointerId);
@@ -309,7 +312,12 @@ export function start() {
   });
   overlay.addEventListener("pointercancel", () => { corner = pointer = null; redraw(); });
   overlay.addEventListener("keydown", keys);
-  for (const name of ["focus", "blur"]) overlay.addEventListener(name, () => { if (photo) redraw(); });
+  for (const name of ["focus", "blur"]) {
+    overlay.addEventListener(name, () => {
+      keyed = overlay.matches(":focus-visible");
+      if (photo) redraw();
+    });
+  }
   $("undo").addEventListener("click", undo);
   $("clear").addEventListener("click", () => { marks = []; masks = []; whole = false; corner = null; redraw(); segment(); });
   $("everything").addEventListener("click", everything);

@@ -1,0 +1,357 @@
+"""Conversations on the page, in a real browser, with a real server."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import FLAGS, SECONDS, Engines
+from tests.serve.process import Serving
+
+expect = pytest.importorskip("playwright.sync_api", reason="needs playwright", exc_type=ImportError).expect
+pytestmark = pytest.mark.browser
+WAIT = 1000 * SECONDS
+LONG = '{"temperature": 0, "max_tokens": 1500}'
+FIGURES = re.compile(r"^([\d.]+ tokens/s · )?first token after [\d.]+ s · \d+ tokens?$")
+
+
+def ready(page: Any) -> None:
+    expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
+    expect(page.get_by_label("Message", exact=True)).to_be_editable()
+
+
+def ask(page: Any, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def answered(page: Any, count: int = 1) -> Any:
+    """The last of so many answers, once it is written."""
+    answers = page.get_by_role("article", name="Answer")
+    expect(answers).to_have_count(count, timeout=WAIT)
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible(timeout=WAIT)
+    return answers.nth(count - 1)
+
+
+def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
+    page = opened('{"temperature": 0, "max_tokens": 160}')
+    ready(page)
+    shot(page, "welcome")
+    sent: list[Any] = []
+    page.on("request", lambda each: sent.append(each.post_data_json) if "chat/completions" in each.url else None)
+    ask(page, "Explain how a watermill works, with a list of its parts.")
+    said = page.get_by_role("article", name="Answer").locator(".said")
+    expect(said).to_have_text(re.compile(r"\w"), timeout=WAIT)
+    expect(page.get_by_role("button", name="Stop", exact=True)).to_be_visible()
+    early = len(said.inner_text())
+    last = answered(page)
+    assert len(last.locator(".said").inner_text()) > early
+    expect(last.locator(".figures")).to_have_text(FIGURES)
+    first = last.locator(".said").inner_text()
+    ask(page, "Thanks. And three colours?")
+    answered(page, 2)
+    shot(page, "conversation")
+    assert [message["role"] for message in sent[1]["messages"]] == ["user", "assistant", "user"]
+    assert sent[1]["messages"][1]["content"][:10] == first[:10]
+    assert sent[1]["stream"] is True
+    assert sent[1]["temperature"] == 0
+    # it is there after a reload, and gone with a new conversation
+    page.reload()
+    expect(page.get_by_role("article", name="Answer")).to_have_count(2)
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.get_by_role("article")).to_have_count(0)
+    expect(page.get_by_role("heading", name="What would you like to know?")).to_be_visible()
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_an_answer_is_stopped(opened: Any, server: Serving, shot: Any, how: str) -> None:
+    page = opened(LONG)
+    ready(page)
+    ask(page, "Count from one to five hundred in words.")
+    expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(re.compile(r"\w"), timeout=WAIT)
+    if how == "button":
+        page.get_by_role("button", name="Stop", exact=True).click()
+    else:
+        page.keyboard.press("Escape")
+    last = answered(page)
+    expect(last.locator(".note")).to_have_text("Stopped.")
+    assert last.locator(".said").inner_text()
+    server.idle()  # the engine works for it no longer
+    if how == "button":
+        shot(page, "stopped")
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+
+
+def test_regenerate_and_edit(opened: Any) -> None:
+    page = opened('{"temperature": 0, "max_tokens": 12}')
+    ready(page)
+    ask(page, "Say hello.")
+    first = answered(page).locator(".said").inner_text()
+    ask(page, "Say goodbye.")
+    answered(page, 2)
+    page.get_by_role("article", name="Answer").nth(0).get_by_role("button", name="Write this answer anew").click()
+    # what came after it is gone; greedy, the text is the same
+    assert answered(page, 1).locator(".said").inner_text() == first
+    page.get_by_role("button", name="Edit this message").first.click()
+    field = page.get_by_label("Edit the message")
+    expect(field).to_have_value("Say hello.")
+    field.press("Escape")
+    expect(page.get_by_role("article", name="You")).to_have_text(re.compile("Say hello."))
+    page.get_by_role("button", name="Edit this message").first.click()
+    page.get_by_label("Edit the message").fill("Say one word about rain.")
+    page.get_by_role("button", name="Send the edited message").click()
+    answered(page, 1)
+    expect(page.get_by_role("article", name="You")).to_have_text(re.compile("^Say one word about rain."))
+
+
+def test_with_the_keyboard_alone(opened: Any) -> None:
+    """Nothing is clicked: the message, a stop, an edit, the settings, the tabs."""
+    page = opened(LONG)
+    ready(page)
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="To the message field")).to_be_focused()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    if not page.evaluate("document.activeElement.id === 'message'"):
+        page.get_by_label("Message", exact=True).focus()
+    page.keyboard.type("Write a long story")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("about rain")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Write a long story\nabout rain")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(re.compile(r"\w"), timeout=WAIT)
+    page.keyboard.press("Escape")
+    answered(page)
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    expect(page.get_by_label("Edit the message")).to_be_focused()
+    page.keyboard.press("Escape")
+    for _ in range(30):
+        page.keyboard.press("Shift+Tab")
+        if page.evaluate("document.activeElement.id") == "open-settings":
+            break
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="Settings")
+    expect(dialog).to_be_visible()
+    assert page.evaluate("document.querySelector('dialog').contains(document.activeElement)")
+    page.get_by_label("System prompt").focus()
+    page.keyboard.type("Answer in French.")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(page.get_by_role("button", name="Settings", exact=True)).to_be_focused()
+    page.get_by_role("tab", name="Chat").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Segment")).to_be_focused()
+    expect(page.get_by_role("button", name="Choose a photo")).to_be_visible()
+
+
+def test_settings_reach_the_request(opened: Any, shot: Any) -> None:
+    page = opened()
+    ready(page)
+    page.get_by_role("button", name="Settings", exact=True).click()
+    page.get_by_label("System prompt").fill("You are a pirate.")
+    for label, value in (
+        ("Temperature", "0.5"),
+        ("Top-p", "0.9"),
+        ("Top-k", "20"),
+        ("Most tokens", "5"),
+        ("Seed", "7"),
+    ):
+        page.get_by_label(label, exact=True).fill(value)
+    shot(page, "settings")
+    page.get_by_role("button", name="Done").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "Hello")
+    body = asked.value.post_data_json
+    assert body["messages"][0] == {"role": "system", "content": "You are a pirate."}
+    told = {name: body[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")}
+    assert told == {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_tokens": 5, "seed": 7}
+    answered(page)
+    page.reload()
+    page.get_by_role("button", name="Settings", exact=True).click()
+    expect(page.get_by_label("Seed", exact=True)).to_have_value("7")
+    page.get_by_role("button", name="Defaults").click()
+    expect(page.get_by_label("Seed", exact=True)).to_have_value("")
+    page.get_by_label("Appearance").select_option("dark")
+    assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
+
+
+def luminance(rgb: str) -> float:
+    parts = [float(part) / 255 for part in re.findall(r"[\d.]+", rgb)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_in_the_light_and_in_the_dark(opened: Any, shot: Any, scheme: str) -> None:
+    """Nothing sticks out, everything can be hit with a thumb, and words stand out from their ground (WCAG AA)."""
+    page = opened(viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True, is_mobile=True)
+    ready(page)
+    page.get_by_label("Message", exact=True).fill("Show me two lines of Python code.")
+    page.get_by_role("button", name="Send", exact=True).tap()
+    answered(page)
+    shot(page, f"phone-{scheme}")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for button in page.locator("header button:visible, #composer button:visible").all():
+        box = button.bounding_box()
+        assert min(box["width"], box["height"]) >= 34
+        assert box["x"] + box["width"] <= 360
+    ground = luminance(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert ground < 0.05 if scheme == "dark" else ground > 0.8
+    for place in (".answer", ".foot button", ".figures", "article.user .said"):
+        text = luminance(page.locator(place).first.evaluate("each => getComputedStyle(each).color"))
+        ratio = (max(text, ground) + 0.05) / (min(text, ground) + 0.05)
+        assert ratio >= 4.5, (place, ratio)
+    page.get_by_role("button", name="Settings", exact=True).tap()
+    expect(page.get_by_role("button", name="Done")).to_be_visible()
+    shot(page, f"phone-{scheme}-settings")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def stream(*pieces: str, end: str = "data: [DONE]\n\n") -> dict[str, Any]:
+    """A response of these pieces of text."""
+    import json
+
+    chunks = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
+    return {"status": 200, "content_type": "text/event-stream", "body": body}
+
+
+HOSTILE = """# Title <script>window.hacked = 1</script>
+
+<img src=x onerror="window.hacked = 2"> ![pixel](http://evil.example/pixel.png) **bold _and_ `code <b>`**
+
+- one [bad](javascript:window.hacked=3) [data](data:text/html,<script>1</script>) [good](https://example.org/a_(b))
+  - nested
+- two https://example.org.
+
+1. first
+2. second
+
+| a | b |
+|---|---|
+| <i>x</i> | `y` |
+
+> quoted
+> on
+
+```html
+<script>window.hacked = 4</script>
+```
+"""
+
+
+def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
+    page = opened()
+    ready(page)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(*HOSTILE)))
+    ask(page, "x")
+    said = answered(page).locator(".said")
+    assert page.evaluate("window.hacked") is None
+    for tag in ("img", "script", "iframe", "i", "b", "style"):
+        assert said.locator(tag).count() == 0, tag
+    links = said.locator("a").evaluate_all("all => all.map(a => [a.getAttribute('href'), a.rel, a.target])")
+    how = ["noopener noreferrer", "_blank"]
+    assert links == [
+        ["http://evil.example/pixel.png", *how],
+        ["https://example.org/a_(b)", *how],
+        ["https://example.org/", *how],
+    ]
+    assert said.locator("pre code").inner_text() == "<script>window.hacked = 4</script>"
+    assert said.locator("ul ul li").inner_text() == "nested"
+    assert said.locator("ol li").all_inner_texts() == ["first", "second"]
+    assert said.locator("td").all_inner_texts() == ["<i>x</i>", "y"]
+    assert said.locator("blockquote").inner_text() == "quoted\non"
+    assert said.locator("strong code").inner_text() == "code <b>"
+    assert "<script>" in said.locator("h2").inner_text()
+    shot(page, "markdown")
+
+
+def test_odd_texts_break_nothing(opened: Any) -> None:
+    page = opened()
+    ready(page)
+    odd = ["*" * 3000, "`" * 3001, "[" * 2000, "> " * 300 + "x", "- " * 300, "|" * 500 + "\n|-|", "**a" * 500, "```",
+           "1. " * 200, "https://" * 100, "<think>why</think>because", "<think>unended", "\\*", "~~" * 99]  # fmt: skip
+    given: list[str] = []
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(given[-1])))
+    for count, text in enumerate(odd, 1):
+        given.append(text)
+        ask(page, "x")
+        answered(page, count)
+    thought = page.get_by_role("article", name="Answer").nth(10)
+    assert thought.locator("summary").inner_text() == "Thoughts"
+    assert thought.locator(".answer").inner_text() == "because"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"status": 429, "body": "{}"}, "The server is busy. Try again in a moment."),
+        ({"status": 500, "body": "<html>"}, "The server made a mistake. Its log says more."),
+        ({"status": 503, "body": '{"error": {"code": "not_ready", "message": "m"}}'}, "The model is not ready yet."),
+        ({"status": 400, "body": '{"error": {"code": "context_length_exceeded", "message": "m"}}'},
+         "The conversation has become longer than the model can take. Shorten it, or start a new one."),
+        ({"status": 400, "body": '{"error": {"code": null, "message": "top_k must be whole"}}'}, "top_k must be whole"),
+        (stream("Half an", end=""), "The answer broke off: the connection was lost."),
+        (stream("Half", end='data: {"error": {"code": "engine_restarted", "message": "m"}}\n\n'),
+         "The model stopped while it answered, and is being started again."),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_errors_are_told_in_plain_words(opened: Any, given: dict[str, Any], told: str) -> None:
+    page = opened()
+    ready(page)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**given))
+    ask(page, "Hello")
+    expect(answered(page).locator(".note.bad")).to_have_text(told)
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("button", name="Write this answer anew").click()
+    expect(answered(page).locator(".figures")).to_have_text(FIGURES, timeout=WAIT)
+
+
+def test_a_server_that_is_gone(opened: Any) -> None:
+    page = opened()
+    ready(page)
+    page.context.set_offline(True)
+    ask(page, "Hello")
+    expect(answered(page).locator(".note.bad")).to_have_text("The server cannot be reached.")
+    expect(page.locator("#banner")).to_have_text(re.compile("cannot be reached"))
+    page.context.set_offline(False)
+    expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
+
+
+def test_loading_is_shown_and_a_key_is_asked_for(opened: Any, engines: Engines, shot: Any) -> None:
+    with Serving(engines.writer, "--api-key", "sesame", ready=False, flags=FLAGS) as serving:
+        page = opened(url=serving.url)
+        dialog = page.get_by_role("dialog", name="Settings")
+        expect(dialog).to_be_visible()
+        expect(page.get_by_label("API key")).to_be_focused()
+        page.get_by_label("API key").fill("sesame")
+        page.keyboard.press("Enter")
+        expect(dialog).to_be_hidden()
+        banner = page.locator("#banner")
+        if serving.ask("/health")[0] == 503:
+            expect(banner).to_have_text(re.compile("is loading:|^$"))
+            shot(page, "loading")
+        ready(page)
+        ask(page, "Hello")
+        expect(answered(page).locator(".figures")).to_have_text(FIGURES)
+        # one kind of engine only: no tabs
+        expect(page.get_by_role("tablist")).to_be_hidden()
+
+
+def test_everything_has_a_name(opened: Any) -> None:
+    """What can be operated says what it is, to those who cannot see it."""
+    page = opened()
+    ready(page)
+    nameless = page.evaluate("""() => [...document.querySelectorAll('button, input, select, textarea, canvas, [role]')]
+        .filter(each => !each.closest('[aria-hidden=true]'))
+        .filter(each => !(each.getAttribute('aria-label') || each.labels?.length || each.textContent.trim()
+            || each.getAttribute('aria-labelledby') || ['status', 'alert'].includes(each.getAttribute('role'))))
+        .map(each => each.outerHTML.slice(0, 100))""")
+    assert nameless == []
+    assert page.evaluate("document.documentElement.lang") == "en"
+    assert page.get_by_role("main").count() == 1
+    assert page.get_by_role("log", name="Conversation").count() == 1
