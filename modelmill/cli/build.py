@@ -286,14 +286,20 @@ def show_recipe(told: list[dict[str, Any]]) -> None:
     layers: dict[int, list[dict[str, Any]]] = {}
     for each in told:
         layers.setdefault(each["layer"], []).append(each)
-    columns = ["layer", *(each["module"] for each in next(iter(layers.values()))), "bits", "outlier channels"]
+    first = next(iter(layers.values()))
+    columns = ["layer", *(each["module"] for each in first), "bits", "outlier channels"]
+    if "clusters" in first[0]:
+        columns.append("clusters (of one channel)")
     rows = []
     for layer, matrices in layers.items():
         errors = [f"{100 * each['before']:.2g} → {100 * each['after']:.2g} %" for each in matrices]
         worst = max(matrices, key=lambda each: each["outliers"][0][1])
         channels = ", ".join(f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2])
         bits = sum(each["bits"] for each in matrices) / len(matrices)
-        rows.append([layer, *errors, f"{bits:.3g}", f"{worst['module']}: {channels}"])
+        row = [layer, *errors, f"{bits:.3g}", f"{worst['module']}: {channels}"]
+        if "clusters" in matrices[0]:
+            row.append(", ".join(f"{each['clusters']} ({each['alone']})" for each in matrices))
+        rows.append(row)
     table(columns, rows, title="Errors of outputs on the calibration inputs, rounded to nearest → as held")
 
 

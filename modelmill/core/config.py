@@ -17,9 +17,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
 KV_CHOICES = ("auto", "activations", "int8", "fp8")
 TARGETS = ("cpu", "cuda")
-RECIPES = ("none", "int8", "int4", "smoothquant", "fp8", "keep", "auto")
+RECIPES = ("none", "int8", "int4", "smoothquant", "fp8", "rptq", "keep", "auto")
 METHODS = ("nearest", "gptq", "awq", "awq+gptq")
 GROUPS = (128, 64, 32, -1)
+BITS = ("w8a8", "w4a8", "w4a4")
+MODES = ("exact", "folded", "dynamic")
 ACTIVATION_SCALES = ("token", "tensor", "none")
 WEIGHT_SCALES = ("channel", "tensor")
 T = TypeVar("T")
@@ -50,6 +52,8 @@ class BuildConfig:
         help="LAYER=FORM: int4-g128, int4-g64, int4-g32, int8 or none, in place of auto's search",
         flags=("--layer-recipe",),
     )
+    bits: str = option("w8a8", "of weights and activations (rptq)", choices=BITS)
+    mode: str = option("exact", "where the steps of activations are applied (rptq)", choices=MODES)
     activation_scales: str = option(
         "token",
         "8-bit activations scaled by token, or with one static scale (smoothquant, fp8); none: kept as they are (fp8)",
@@ -90,6 +94,8 @@ class BuildConfig:
             raise UsageError("--layer-recipe is for -q auto")
         _choice(self, "kv_cache_dtype", KV_DTYPES)
         _choice(self, "group_size", GROUPS)
+        _choice(self, "bits", BITS)
+        _choice(self, "mode", MODES)
         _choice(self, "activation_scales", ACTIVATION_SCALES)
         _choice(self, "weight_scales", WEIGHT_SCALES)
         _check_smoothing(self)

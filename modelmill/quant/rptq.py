@@ -1,0 +1,161 @@
+"""RPTQ (Yuan et al. 2023, arXiv:2304.01089): inputs in integers, their channels reordered into clusters.
+
+Of each site's channels the ends (min, max) are clustered, a cluster has one static step and zero-point, and weights
+are rounded by GPTQ in clustered order. What is multiplied is integers (ops/clustered_linear.py). The sites are R1 (norm
+→ q, k, v), R3 (attention output → o), R4 (norm → gate, up) and R5 (SwiGLU output, or GPT-2's GELU → down). Not R2: q
+and k are multiplied with each other inside attention, after a rotation that ties channels in pairs, and stay as they
+are; so do the attention probabilities and the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from modelmill.core.config import BuildConfig
+from modelmill.quant.block import Block
+from modelmill.quant.cluster import order_of
+from modelmill.quant.gptq import damped, gptq, refine
+from modelmill.quant.grid import Grid, find_grid
+from modelmill.quant.recipe import Prepared, Statistics
+from modelmill.weights.clustered import Held, groups_of, settled, spread
+from modelmill.weights.held import HeldWeight
+
+BITS = {"w8a8": (8, 8), "w4a8": (4, 8), "w4a4": (4, 4)}
+SWEEPS = 3
+LEVELS = 255
+# What a range of calibration is multiplied with: one of these, by what errs least.
+SIZES = {8: (1.3,), 4: tuple(1.0 - 0.04 * i for i in range(22))}
+SIDE = 0.25  # of a range, that the side which was seen less has at least
+FLATTEST = 16  # by how much a channel's step may be smaller than its cluster's
+_MOST_ZERO = 10_000.0
+_LEAST_STEP = 1e-8
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Of a site's columns in clustered order: factor [P] = 1 / the channel's step, zero [P], step [G], its cluster's.
+
+    noise: [P], the mean square that rounding adds to each column.
+    """
+
+    factor: torch.Tensor
+    zero: torch.Tensor
+    step: torch.Tensor
+    noise: torch.Tensor
+
+
+class Recipe:
+    """Options of BuildConfig: bits, mode."""
+
+    kind = "clustered"
+    calibrated = True
+    prepares = False
+
+    def __init__(self, config: BuildConfig) -> None:
+        self.weight_bits, self.bits = BITS[config.bits]
+        self.mode = config.mode
+        self.layout: Mapping[str, Any] = {"mode": self.mode, "weight_bits": self.weight_bits, "bits": self.bits}
+
+    def prepare(self, block: Block, statistics: Mapping[str, Statistics], dtype: torch.dtype) -> Prepared:  # noqa: ARG002
+        """Nothing."""
+        return Prepared()
+
+    def hold(self, weight: torch.Tensor, statistics: Statistics | None) -> HeldWeight:
+        """[N, K] float32 → integers. Without statistics (the head): nearest, inputs scaled as they come."""
+        if statistics is None:
+            return Held.pack(weight, torch.float32, weight_bits=self.weight_bits, bits=self.bits)
+        columns = weight.shape[1]
+        group, groups = groups_of(columns, self.mode)
+        unit, many = (group, groups) if self.mode != "folded" else groups_of(columns, "exact")
+        mass = weight.square().sum(0)
+        order = order_of(statistics.low, statistics.high, mass, unit, many).to(weight.device)
+        ranges = None
+        if self.mode != "dynamic":
+            ranges = find_ranges(statistics, order, mass, unit, self.bits)
+        if self.mode == "folded":
+            assert ranges is not None, "a static mode"
+            order, ranges = without_gaps(order, ranges, group)
+        wide, hessian = self._target(weight, statistics.hessian, order, ranges)
+        codes, scale, offset = self._round(wide, hessian, group)
+        held = Held.from_codes(codes, scale, offset, order, columns, group, self.bits)
+        return held if ranges is None else held.static(ranges.factor, ranges.zero, ranges.step)
+
+    def _target(
+        self, weight: torch.Tensor, hessian: torch.Tensor, order: torch.Tensor, ranges: Ranges | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the weight to round [N, P], H of what it will be multiplied with [P, P]), both in clustered order.
+
+        What rounding the inputs adds to them is noise of a known size: H grows by it, and the weight that then gives
+        the outputs best is W H (H + noise)⁻¹.
+        """
+        wide = spread(weight, order)
+        turned = spread(spread(hessian, order).T.contiguous(), order)
+        regular = damped(turned)
+        if ranges is None:
+            return wide, regular
+        noisy = regular + ranges.noise.diag()
+        if self.bits < 8:  # at 8 bits the noise moves nothing
+            wide = torch.linalg.solve(noisy.double(), regular.double() @ wide.T.double()).T.float()
+        wide[:, order < 0] = 0.0
+        share = 1.0 / (ranges.factor * ranges.step.repeat_interleave(len(order) // len(ranges.step)))
+        return wide * share, noisy / share[:, None] / share
+
+    def _round(
+        self, wide: torch.Tensor, hessian: torch.Tensor, group: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(codes [N, P], scale [N, G], offset [N, G] or None)."""
+        if self.weight_bits == 4:
+            grid = find_grid(wide, group, importance=hessian.diagonal())
+            codes = gptq(wide, hessian, grid)
+            codes, grid = refine(wide, hessian, codes, grid, symmetric=False, sweeps=SWEEPS)
+            return codes, grid.scale, grid.offset
+        top = wide.view(len(wide), -1, group).abs().amax(-1) / (LEVELS // 2)
+        scale = settled(top) if wide.shape[1] > group else torch.where(top > 0, top, 1.0)
+        grid = Grid(scale, -(LEVELS // 2) * scale, group)
+        return gptq(wide, hessian, grid, levels=LEVELS) - LEVELS // 2, scale, None
+
+
+def find_ranges(statistics: Statistics, order: torch.Tensor, mass: torch.Tensor, unit: int, bits: int) -> Ranges:
+    """Steps and zero-points: of each cluster a step, of each channel in it a share of that step.
+
+    A channel's range is what calibration saw of it, times one number a cluster: at 8 bits a margin for what was not
+    seen, at 4 bits what errs least on the inputs that were kept, weighted by ``mass`` [K].
+    """
+    s = statistics
+    least, levels = -(2.0 ** (bits - 1)), 2.0**bits - 1
+    low, high, rows, cost = (
+        spread(t, order).view(-1, len(order) // unit, unit) for t in (s.low[None], s.high[None], s.rows, mass[None])
+    )
+    low, high, cost = low[0], high[0], cost[0]
+    if bits == 8:  # a side that was hardly seen may come yet
+        low, high = torch.minimum(low, -SIDE * high), torch.maximum(high, -SIDE * low)
+    widest = (high - low).amax(1, keepdim=True)
+    best = torch.full_like(widest, torch.inf)
+    step, zero = torch.ones_like(low), torch.zeros_like(low)
+    for size in SIZES[bits]:
+        tried = (torch.maximum(high - low, widest / FLATTEST) * (size / levels)).clamp(min=_LEAST_STEP)
+        shift = (least + levels / 2 - (low + high) / 2 / tried).round().clamp(-_MOST_ZERO, _MOST_ZERO)
+        q = ((rows / tried).round() + shift).clamp(least, least + levels)
+        error = (((q - shift) * tried - rows).square() * cost).sum((0, 2))[:, None]
+        better = error < best
+        best = torch.where(better, error, best)
+        step, zero = torch.where(better, tried, step), torch.where(better, shift, zero)
+    factor = 1.0 / step
+    noise = torch.where(order >= 0, factor.reciprocal().flatten().square() / 12, 0.0)
+    return Ranges(factor.flatten(), zero.flatten(), factor.reciprocal().amax(1), noise)
+
+
+def without_gaps(order: torch.Tensor, ranges: Ranges, width: int) -> tuple[torch.Tensor, Ranges]:
+    """The same clusters side by side, columns that stay empty at the end; their steps go into the weight."""
+    real = order >= 0
+    missing = width - int(real.sum())
+
+    def closed(t: torch.Tensor, fill: float) -> torch.Tensor:
+        return torch.cat([t[real], t.new_full((missing,), fill)])
+
+    kept = Ranges(closed(ranges.factor, 1), closed(ranges.zero, 0), ranges.step.new_ones(1), closed(ranges.noise, 0))
+    return closed(order, -1), kept

@@ -1,0 +1,154 @@
+"""Integers are what they say: every kernel against the fake-quantized product in float64, channel by channel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from modelmill.core.config import BuildConfig
+from modelmill.ops import cluster_quant, clustered_linear, shelf
+from modelmill.quant.recipe import Statistics
+from modelmill.quant.rptq import Recipe
+from modelmill.weights.clustered import Held
+
+ROWS = (1, 7, 64, 1000)
+# K: a multiple of nothing, of 32, one channel, more than a group of 64
+SHAPES = ((100, 24), (96, 40), (1, 5), (2100, 9))
+FORMS = [(bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")]
+
+
+def _inputs(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Normal values, one channel × 30, one × −3, one skewed, one that is always 0."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    if columns > 4:
+        x[:, 3] *= 30
+        x[:, columns - 1] *= -3
+        x[:, 1] = x[:, 1].abs() * 3
+        x[:, 2] = 0
+    return x
+
+
+def _statistics(x: torch.Tensor) -> Statistics:
+    size = x.abs()
+    ends = x.amin(0), x.amax(0)
+    return Statistics(len(x), x.T @ x / len(x), size.mean(0), size.amax(0), *ends, x[:64])
+
+
+def _held(bits: str, mode: str, columns: int, n: int) -> Held:
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn(n, columns, generator=generator) * columns**-0.5
+    held = Recipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).hold(
+        weight, _statistics(_inputs(256, columns, 1))
+    )
+    assert isinstance(held, Held)
+    return held
+
+
+def _plain(held: Held, q: torch.Tensor, step: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(product, sum of magnitudes) [T, N] float64: Σ s (q − z) · t (w − y), one channel after another."""
+    codes = held.codes().double()
+    out = torch.zeros(len(q), len(codes), dtype=torch.float64)
+    size = torch.zeros_like(out)
+    steps = held.step if step is None else step
+    assert steps is not None
+    for column, channel in enumerate(held.order.tolist()):
+        if channel < 0:
+            assert not bool(q[:, column].any())
+            continue
+        g = column // held.group
+        t = held.scale[:, g].double()
+        w = t * codes[:, column] + (0.0 if held.offset is None else held.offset[:, g].double())
+        z = 0.0 if held.zero is None else float(held.zero[column])
+        s = steps.double().expand(len(q), -1)[:, g, None]
+        out += s * (q[:, column, None].double() - z) * w
+        size += (s * q[:, column, None]).abs() * (t * codes[:, column]).abs() + (s * z * w).abs()
+    return out, size
+
+
+def _kernels() -> list[tuple[str, ModuleType]]:
+    return [("torch", clustered_linear), *shelf.variants("clustered_linear").items()]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in _kernels()])
+@pytest.mark.parametrize(("columns", "n"), SHAPES)
+@pytest.mark.parametrize(("bits", "mode"), FORMS)
+def test_the_product_is_the_fake_quantized_one(name: str, columns: int, n: int, bits: str, mode: str) -> None:
+    module = dict(_kernels())[name]
+    if name != "torch" and module.available("cpu") is not None:
+        pytest.skip(module.available("cpu"))
+    run = module.run if name != "torch" else module.clustered_linear
+    held = _held(bits, mode, columns, n)
+    for rows in ROWS if name != "triton" else (1, 7):
+        x = _inputs(rows, columns, rows + 2)
+        q, step = cluster_quant.cluster_quant(x, held.order, held.factor, held.zero, held.bits, held.group)
+        expected, size = _plain(held, q, step)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
+        used = held.step if step is None else step
+        grids = (held.weight, held.scale, held.offset, held.group)
+        got = run(q, *grids, used, held.constant, bias, torch.float32).double()
+        off = (got - bias.double() - expected).abs()
+        # float32: a sum of as many parts as there are groups, each rounded a few times
+        bound = 2.0**-23 * (8 * size + expected.abs() + bias.abs() + 1e-6)
+        assert bool((off <= bound).all()), f"{rows} rows: {float((off / bound).max()):.3g} of the bound"
+
+
+@pytest.mark.parametrize(("bits", "mode"), FORMS)
+def test_what_is_seen_and_dense_multiply_to_the_output(bits: str, mode: str) -> None:
+    held, x = _held(bits, mode, 100, 24), _inputs(33, 100, 8)
+    got = held.matmul(x, None, shelf.resolve("cpu"))
+    expected = held.seen(x).double() @ held.dense().double().T
+    assert torch.allclose(got.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_the_formula_with_zero_points_on_both_sides() -> None:
+    """Σ_g s t (A − z·Wsum − y·Qsum + K·z·y) is what constant and offset come to."""
+    held, x = _held("w4a8", "exact", 100, 24), _inputs(5, 100, 4)
+    assert held.offset is not None and held.zero is not None and held.step is not None  # noqa: PT018
+    # one zero-point and step a cluster, as the formula has them
+    groups = held.zero.view(-1, held.group)
+    zero = groups[:, :1].expand_as(groups).reshape(-1)
+    factor = (1.0 / held.step).repeat_interleave(held.group)
+    held = held.static(factor, zero, held.step)
+    q, _ = cluster_quant.cluster_quant(x, held.order, held.factor, held.zero, 8, held.group)
+    out = torch.zeros(5, 24, dtype=torch.float64)
+    for g in range(len(held.step)):
+        part = slice(g * held.group, (g + 1) * held.group)
+        real = held.order[part] >= 0
+        w, mine = held.codes()[:, part].double()[:, real], q[:, part].double()[:, real]
+        t, z = held.scale[:, g].double(), float(groups[g, 0])
+        y = -held.offset[:, g].double() / t
+        total = mine @ w.T - z * w.sum(1) - y * mine.sum(1, keepdim=True) + int(real.sum()) * z * y
+        out += float(held.step[g]) * t * total
+    got = held.matmul(x, None, shelf.resolve("cpu", {"clustered_linear": "torch"}))
+    assert torch.allclose(got.double(), out, rtol=0, atol=3e-5 * float(out.abs().max()))
+
+
+def test_a_wrong_zero_point_group_or_order_shows() -> None:
+    """The comparison above is one that faults fail."""
+    held, x = _held("w8a8", "exact", 100, 24), _inputs(16, 100, 4)
+    ops = shelf.resolve("cpu")
+    right = held.matmul(x, None, ops)
+    scale = float(right.abs().max())
+    assert held.zero is not None and held.step is not None  # noqa: PT018
+    faults = [
+        replace(held, zero=held.zero + 1),
+        replace(held, step=held.step.roll(1)),
+        replace(held, order=held.order.flip(0)),
+        replace(held, constant=torch.zeros(24)),
+    ]
+    for wrong in faults:
+        assert float((wrong.matmul(x, None, ops) - right).abs().max()) > 1e-3 * scale
+
+
+def test_columns_without_a_channel_stay_zero() -> None:
+    """Their weight may be anything: a cluster of one channel in a group of 32 is that channel alone."""
+    held = _held("w4a8", "exact", 100, 24)
+    sizes = (held.order.view(-1, held.group) >= 0).sum(1)
+    assert 1 in sizes.tolist()
+    x = _inputs(7, 100, 4)
+    q, _ = cluster_quant.cluster_quant(x, held.order, held.factor, held.zero, 8, held.group)
+    assert not bool(q[:, held.order < 0].any())

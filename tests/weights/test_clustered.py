@@ -1,0 +1,114 @@
+"""Clustered weights as they are stored, cut for ranks and damaged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import CorruptArtifact
+from modelmill.ops import shelf
+from modelmill.ops.eight_bit import Quantized
+from modelmill.ops.rms_norm_quant import rms_norm_quant
+from modelmill.quant.recipe import Statistics
+from modelmill.quant.rptq import Recipe
+from modelmill.weights.clustered import Held, groups_of
+from modelmill.weights.held import from_tensors, packed_info
+
+FORMS = [(bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")]
+
+
+def _made(bits: str, mode: str, columns: int = 100, rows: int = 24) -> tuple[Held, torch.Tensor, torch.Tensor]:
+    """(held, its dense original, inputs)."""
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(200, columns, generator=generator) * torch.rand(columns, generator=generator).exp()
+    x[:, 5 % columns] *= 20
+    weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
+    size = x.abs()
+    statistics = Statistics(200, x.T @ x / 200, size.mean(0), size.amax(0), x.amin(0), x.amax(0), x[:100])
+    held = Recipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).hold(weight, statistics)
+    assert isinstance(held, Held)
+    return held, weight, x
+
+
+@pytest.mark.parametrize(("bits", "mode"), FORMS)
+def test_what_is_announced_is_stored_and_read_back(bits: str, mode: str) -> None:
+    held, _, x = _made(bits, mode)
+    layout = Recipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).layout
+    announced = packed_info("clustered", held.shape, torch.float32, **layout)
+    stored = held.tensors()
+    assert list(announced) == list(stored)
+    assert {n: (tuple(t.shape), t.dtype) for n, t in stored.items()} == announced
+    again = from_tensors("clustered", stored)
+    ops = shelf.resolve("cpu")
+    assert torch.equal(again.matmul(x, None, ops), held.matmul(x, None, ops))
+
+
+@pytest.mark.parametrize(("bits", "most"), [("w8a8", 0.02), ("w4a8", 0.12), ("w4a4", 0.25)])
+@pytest.mark.parametrize("mode", ["exact", "dynamic"])
+def test_outputs_are_near_those_of_the_weight(bits: str, mode: str, most: float) -> None:
+    held, weight, x = _made(bits, mode)
+    right = x @ weight.T
+    off = held.matmul(x, None, shelf.resolve("cpu")) - right
+    assert float(off.norm() / right.norm()) < most
+
+
+@pytest.mark.parametrize(("bits", "mode"), FORMS)
+def test_parts_of_ranks_add_up(bits: str, mode: str) -> None:
+    """Columns cut anywhere, rows in stretches: the parts' products sum up to the whole."""
+    held, _, x = _made(bits, mode)
+    ops = shelf.resolve("cpu")
+    whole = held.matmul(x, None, ops)
+    parts = [held.slice([(0, 24)], cut) for cut in ((0, 37), (37, 100))]
+    summed = sum(part.matmul(x[:, a:b], None, ops) for part, (a, b) in zip(parts, ((0, 37), (37, 100)), strict=True))
+    # a token's own steps see fewer channels in a part
+    tolerance = 1e-5 if mode != "dynamic" else 0.3
+    assert float((summed - whole).abs().max()) <= tolerance * float(whole.abs().max())
+    some = held.slice([(2, 5), (20, 24)], (0, 100)).matmul(x, None, ops)
+    assert torch.allclose(some, torch.cat([whole[:, 2:5], whole[:, 20:24]], 1), atol=1e-6)
+
+
+def test_a_norm_puts_out_what_the_product_wants() -> None:
+    held, _, x = _made("w8a8", "exact")
+    assert held.wants is not None
+    norm = torch.rand(100) + 0.5
+    ops = shelf.resolve("cpu")
+    values, scale = rms_norm_quant(x, norm, 1e-5, *held.wants)
+    fused = held.matmul(Quantized(values, scale, x.dtype), None, ops)
+    assert torch.equal(fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)) or torch.allclose(
+        fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops), atol=0.05
+    )
+    assert _made("w8a8", "dynamic")[0].wants is None
+
+
+def test_a_gate_is_taken_in_the_same_pass() -> None:
+    held, _, x = _made("w4a4", "exact")
+    ops = shelf.resolve("cpu")
+    both = torch.cat([x, x.flip(0)], 1)
+    apart = held.matmul(ops.silu_mul(both), None, ops)
+    off = (held.matmul_gated(both, None, ops) - apart).norm() / apart.norm()
+    assert float(off) < 0.01  # a value at the border of two integers may fall to either
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 576, 1536, 2048, 4096, 11008])
+@pytest.mark.parametrize("mode", ["exact", "folded"])
+def test_groups_hold_every_channel(columns: int, mode: str) -> None:
+    group, groups = groups_of(columns, mode)
+    assert group % 32 == 0
+    assert group * groups >= columns
+    if columns >= 4096:  # what is stored beside the channels
+        assert group * groups <= 1.07 * columns
+
+
+def test_damage_is_named() -> None:
+    stored = _made("w4a8", "exact")[0].tensors()
+    for name, wrong in (
+        ("sizes", torch.tensor([100, 31, 8], dtype=torch.int32)),
+        ("weight", stored["weight"][:, :-1]),
+        ("scale", stored["scale"][:, :-1]),
+        ("order", stored["order"] + 1),
+    ):
+        with pytest.raises(CorruptArtifact, match="rebuild"):
+            from_tensors("clustered", stored | {name: wrong})
+    with pytest.raises(CorruptArtifact, match="rebuild"):
+        from_tensors("clustered", {n: t for n, t in stored.items() if n != "factor"})
