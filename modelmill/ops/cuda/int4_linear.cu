@@ -149,7 +149,7 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Plac
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) int4_linear(const __grid_constant__ Work w) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) int4_linear(const __grid_constant__ Work w) {
     __shared__ float kept[WARPS][NT * 4][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, place = lane % 4;
     const int along_n = warp % RW, along_k = warp / RW;
