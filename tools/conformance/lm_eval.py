@@ -75,7 +75,7 @@ def run(base_url: str, model: str, out: Path) -> Result:
     reference, tokenizer = _reference(out)
     manager = _tasks(out)
     how: dict[str, Any] = {"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0, "log_samples": True}
-    here = HFLM(pretrained=reference, tokenizer=tokenizer, batch_size=1, max_length=2048)
+    here = HFLM(pretrained=reference, tokenizer=tokenizer, batch_size=16, max_length=2048)
     expected = simple_evaluate(here, **how)
     there = LocalCompletionsAPI(
         base_url=f"{base_url}/completions", model=model, tokenizer=str(out / "tokenizer"), max_length=2048,
