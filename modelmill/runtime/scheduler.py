@@ -18,7 +18,7 @@ from modelmill.runtime.sequence import Sequence
 
 LEAST_CHUNK = 128  # prompt tokens that may always join a step: an even number of tiles for the products
 # On a CPU a step costs what its tokens cost, and reading the weights once, which is worth five to fifteen tokens: so
-# many, and as many as answers run, make a step about twice as long as one without a prompt.
+# many, or as many as answers run, make a step about twice as long as one without a prompt.
 CPU_CHUNK = 8
 FRESH = 2  # tokens of an answer that has only just begun
 
@@ -28,8 +28,8 @@ class Limits:
     """What a step may hold. tokens, seqs: per step. page_size: tokens per page. prefix: whether prefixes are reused.
 
     mixed: most tokens of a step that continues running sequences as well; None: as many as in any other. chunk, each:
-    prompt tokens that may join it in any case, and how many more for every sequence that runs. fresh: sequences with no
-    more tokens than that have only just begun, and wait for the prompts that came with them.
+    prompt tokens that may join it in any case, all together, and for every sequence that runs. fresh: sequences with
+    no more tokens than that have only just begun, and wait for the prompts that came with them.
     """
 
     tokens: int
@@ -148,7 +148,7 @@ class Scheduler:
             return self.budget
         if limits.fresh and all(s.outputs <= limits.fresh for s in singles):
             return self.budget
-        return min(self.budget, max(limits.mixed, count + limits.chunk + limits.each * count))
+        return min(self.budget, max(limits.mixed, count + max(limits.chunk, limits.each * count)))
 
     def advance(self, plan: Schedule) -> None:
         """The step is launched: its tokens count as computed, its samples as pending, its forks run."""

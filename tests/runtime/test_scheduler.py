@@ -47,7 +47,7 @@ def test_prompts_join_running_answers_in_pieces() -> None:
 
 @pytest.mark.parametrize(
     ("mixed", "most"),
-    [(None, lambda rows: 2 * rows + CPU_CHUNK), (40, lambda rows: max(40, rows + CPU_CHUNK))],
+    [(None, lambda rows: rows + max(rows, CPU_CHUNK)), (40, lambda rows: max(40, rows + CPU_CHUNK))],
     ids=["by the rows", "given"],
 )
 def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[int], int]) -> None:
