@@ -18,8 +18,8 @@ from modelmill.ops.decode import Layer, Matrix, Stack, Tokens
 
 # Tokens of a step up to which one call is worth it: beyond, the time goes into the products.
 MOST_TOKENS = 16
-# The kinds of weight that the op reads, by what they store.
-_READ = ({"weight"}, {"weight", "scale"})
+# The kinds of weight that the op reads.
+_READ = ("dense", "int8", "int4", "int8_group")
 
 
 class Gathered:
@@ -36,7 +36,7 @@ class Gathered:
         held: list[object] = [m.held for m in self._linears]
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             self._held = held
-            readable = all(set(m.held.tensors()) in _READ for m in self._linears)
+            readable = all(m.held.kind in _READ and "order" not in m.held.tensors() for m in self._linears)
             self._stack = _gather(*self._parts) if readable else None
         return self._stack
 
@@ -83,4 +83,7 @@ def _layer(layer: nn.Module) -> Layer:
 
 
 def _matrix(linear: Linear) -> Matrix:
-    return Matrix(**linear.held.tensors(), bias=linear.bias)
+    parts = linear.held.tensors()
+    sizes = parts.pop("sizes", None)
+    columns, group = (0, 0) if sizes is None else (int(n) for n in sizes.tolist())
+    return Matrix(**parts, bias=linear.bias, group=group, columns=columns)

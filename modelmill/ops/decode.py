@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
+from modelmill.ops import int4_linear as four
+from modelmill.ops import int8_group_linear as eight
 from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, randn
+from modelmill.ops.int4_linear import int4_linear
+from modelmill.ops.int8_group_linear import int8_group_linear
 from modelmill.ops.int8_linear import int8_linear, quantize
 from modelmill.ops.linear import linear
 from modelmill.ops.paged_attention import paged_attention
@@ -27,16 +31,31 @@ TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-2, torch.bfloat16: 2.5e-1}
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """weight: [N, K] of the activations' dtype, or int8 with scale [N] float32. bias: [N] or None."""
+    """weight: [N, K] of the activations' dtype, or int8 with scale [N] float32. bias: [N] or None.
+
+    group: where it is not 0, weight, scale and offset are as int4_linear (uint8) or int8_group_linear (int8) have them,
+    of ``columns`` columns.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    group: int = 0
+    columns: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.weight.shape[0], self.columns if self.group else self.weight.shape[1]
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] → [T, N]."""
         if self.scale is None:
             return linear(x, self.weight, self.bias)
+        if self.group:
+            product = int4_linear if self.weight.dtype is torch.uint8 else int8_group_linear
+            return product(x, self.weight, self.scale, self.offset, self.group, self.bias)
         return int8_linear(x, self.weight, self.scale, self.bias)
 
 
@@ -110,11 +129,14 @@ def decode(x: torch.Tensor, stack: Stack, tokens: Tokens) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """One token, a few sequences, a chunk with history, windows, biases, head norms, int8; odd sizes."""
-    shapes: list[tuple[str, list[tuple[int, int]], int, int, bool, bool]] = [
-        ("one", [(1, 40)], 4, 2, False, False),
-        ("int8", [(1, 300)], 4, 1, True, False),
-        ("batch", [(1, 7), (1, 90), (1, 33)], 3, 3, True, True),
-        ("chunk", [(5, 21), (1, 3)], 6, 2, False, True),
+    shapes: list[tuple[str, list[tuple[int, int]], int, int, str, bool]] = [
+        ("one", [(1, 40)], 4, 2, "", False),
+        ("int8", [(1, 300)], 4, 1, "int8", False),
+        ("int4", [(1, 70)], 4, 2, "int4", False),
+        ("batch", [(1, 7), (1, 90), (1, 33)], 3, 3, "int8", True),
+        ("groups of 8 bits", [(1, 9), (1, 40)], 4, 2, "int8_group", True),
+        ("int4 batch", [(2, 9), (1, 40)], 4, 2, "int4", True),
+        ("chunk", [(5, 21), (1, 3)], 6, 2, "", True),
     ]
     for seed, (name, lengths, heads, kv_heads, held, extras) in enumerate(shapes):
         if device == "cpu":
@@ -122,7 +144,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _case(
-    lengths: list[tuple[int, int]], heads: int, kv_heads: int, held: bool, extras: bool, dtype: torch.dtype, seed: int
+    lengths: list[tuple[int, int]], heads: int, kv_heads: int, held: str, extras: bool, dtype: torch.dtype, seed: int
 ) -> dict[str, Any]:
     dim, hidden, inner, vocab, depth, size = 24, 72, 100, 131, 2, 16
     count = sum(n for n, _ in lengths)
@@ -133,6 +155,9 @@ def _case(
     def matrix(n: int, k: int) -> Matrix:
         bias = drawn(n) if extras else None
         wide = drawn(n, k, kind=torch.float32, scale=k**-0.5)
+        if held in ("int4", "int8_group"):
+            made = (four if held == "int4" else eight).drawn(n, k, 32, device="cpu", symmetric=not extras)
+            return Matrix(**made, bias=bias, group=32, columns=k)
         return Matrix(*quantize(wide), bias) if held else Matrix(wide.to(dtype), None, bias)
 
     def layer(index: int) -> Layer:

@@ -54,8 +54,7 @@ OPS = (
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed. What decode does not do:
 _ALONE = (
-    "int8_group_linear",
-    *("rms_norm_quant", "add_rms_norm_quant", "quantize", "int4_linear", "w8a8_linear", "fp8_linear"),
+    *("rms_norm_quant", "add_rms_norm_quant", "quantize", "w8a8_linear", "fp8_linear"),
     *("cluster_quant", "clustered_linear", "argmax", "sample", "image_attention"),
 )
 SPANS = {"decode": tuple(op for op in OPS if op not in _ALONE), "gated_linear": ("linear", "silu_mul")}

@@ -74,7 +74,8 @@ def test_cpu_variant_gives_the_bits_of_the_single_kernels(
 ) -> None:
     whole, single = _fresh(case.args), _fresh(case.args)
     got = shelf.variants("decode")["cpu"].run(**whole)
-    for name in ("linear", "int8_linear", "rms_norm", "add_rms_norm", "silu_mul", "rope_cache", "paged_attention"):
+    products = ("linear", "int8_linear", "int4_linear", "int8_group_linear")
+    for name in (*products, "rms_norm", "add_rms_norm", "silu_mul", "rope_cache", "paged_attention"):
         monkeypatch.setattr(op, name, shelf.variants(name)["cpu"].run)
     assert torch.equal(got, op.decode(**single))
     for mine, other in zip(whole["tokens"].k + whole["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True):

@@ -5,6 +5,10 @@
 extern "C" {
 void linear(void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int);
 void int8_linear(void*, const void*, const int8_t*, const float*, const void*, int64_t, int64_t, int64_t, int);
+void int4_linear(void*, const void*, const uint8_t*, const void*, const void*, const void*, int64_t, int64_t, int64_t,
+                 int64_t, int, int);
+void int8_group_linear(void*, const void*, const uint8_t*, const void*, const void*, const void*, int64_t, int64_t,
+                       int64_t, int64_t, int, int);
 void rms_norm(void*, const void*, const void*, int64_t, int64_t, double, int);
 void add_rms_norm(void*, void*, const void*, const void*, int64_t, int64_t, double, int);
 void silu_mul(void*, const void*, int64_t, int64_t, int);
@@ -20,9 +24,11 @@ namespace {
 // As decode.py lays them out: every field one 64-bit word.
 struct Matrix {
     const void* weight;
-    const float* scale;  // null where the weight is of the activations' dtype
+    const void* scale;  // null where the weight is of the activations' dtype
     const void* bias;
     int64_t n, k;
+    const void* offset;
+    int64_t group, half, form;  // form: 4 or 8 bits in groups, with scales in f16 (half) or float; 0: neither
 };
 struct Layer {
     const void *attn_norm, *mlp_norm, *q_norm, *k_norm;
@@ -43,7 +49,13 @@ struct Tokens {
 };
 
 void times(void* out, const void* x, const Matrix& m, int64_t rows, int dtype) {
-    if (m.scale) int8_linear(out, x, static_cast<const int8_t*>(m.weight), m.scale, m.bias, rows, m.k, m.n, dtype);
+    if (m.form) {
+        const auto product = m.form == 4 ? int4_linear : int8_group_linear;
+        product(out, x, static_cast<const uint8_t*>(m.weight), m.scale, m.offset, m.bias, rows, m.k, m.n, m.group, dtype,
+                static_cast<int>(m.half));
+    } else if (m.scale)
+        int8_linear(out, x, static_cast<const int8_t*>(m.weight), static_cast<const float*>(m.scale), m.bias, rows, m.k,
+                    m.n, dtype);
     else linear(out, x, m.weight, m.bias, rows, m.k, m.n, dtype);
 }
 

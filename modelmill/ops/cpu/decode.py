@@ -81,6 +81,12 @@ def _plain(layer: Layer) -> list[torch.Tensor]:
 
 
 def _readable(m: Matrix, dtype: torch.dtype) -> bool:
+    if m.group:
+        assert m.scale is not None, "groups have scales"
+        grids = [t for t in (m.scale, m.offset) if t is not None]
+        bias = m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous())
+        alike = m.scale.dtype in (torch.float16, torch.float32) and all(t.dtype is m.scale.dtype for t in grids)
+        return bias and alike and all(t.is_contiguous() for t in (m.weight, *grids)) and m.group % 32 == 0
     held = m.weight.dtype is (dtype if m.scale is None else torch.int8)
     plain = m.weight.is_contiguous() and (m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous()))
     return held and plain and (m.scale is None or (m.scale.dtype is torch.float32 and m.scale.is_contiguous()))
@@ -95,7 +101,10 @@ def _layer(layer: Layer, k: torch.Tensor, v: torch.Tensor) -> list[int]:
 
 
 def _matrix(m: Matrix) -> list[int]:
-    return [m.weight.data_ptr(), _address(m.scale), _address(m.bias), *m.weight.shape]
+    form = 0 if not m.group else 4 if m.weight.dtype is torch.uint8 else 8
+    half = m.scale is not None and m.scale.dtype is torch.float16
+    words = [m.weight.data_ptr(), _address(m.scale), _address(m.bias), *m.shape]
+    return [*words, _address(m.offset), m.group, int(half), form]
 
 
 def _address(tensor: torch.Tensor | None) -> int:
