@@ -15,6 +15,8 @@ from modelmill.serve.schema import WHOLE, Ids, Shape
 
 MOST = 2048
 """Texts of one request."""
+MOST_NUMBERS = 1 << 21
+"""Numbers of one answer that are written out, some 40 MB; packed ones may be more."""
 
 
 class EmbeddingRequest(Shape):

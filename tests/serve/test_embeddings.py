@@ -84,6 +84,13 @@ def test_fewer_dimensions(running: Running) -> None:
     assert (error["param"], error["type"]) == ("dimensions", "invalid_request_error")
 
 
+def test_answers_are_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelmill.serve.routes.embeddings.MOST_NUMBERS", 150)
+    assert len(embed(running, TEXTS[:2])["data"]) == 2
+    assert "ask for base64" in embed(running, TEXTS, 400)["error"]["message"]
+    assert len(embed(running, TEXTS, encoding_format="base64")["data"]) == 3
+
+
 def test_many_and_long_ones(running: Running, llm: LLM) -> None:
     longest = llm.loop.max_model_len
     told = embed(running, [[5] * longest, *[[i + 3, 7] for i in range(200)]])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from starlette.responses import Response
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import SamplingParams
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
-from modelmill.serve.embeddings import EmbeddingRequest, vector
+from modelmill.serve.embeddings import MOST_NUMBERS, EmbeddingRequest, vector
 from modelmill.serve.routes.common import service_of, submitted
 from modelmill.serve.stream import finished
 
@@ -28,7 +29,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     dialogues = await service.aside(_dialogues, language, body, bounds.longest)
     ticket = submitted(request, engine, dialogues)
     await finished(request, ticket)
-    return JSONResponse(await service.aside(_whole, body, dialogues))
+    return Response(await service.aside(_whole, body, dialogues), media_type="application/json")
 
 
 def _dialogues(language: Language, body: EmbeddingRequest, longest: int) -> list[Dialogue]:
@@ -45,13 +46,18 @@ def _dialogues(language: Language, body: EmbeddingRequest, longest: int) -> list
     return out
 
 
-def _whole(body: EmbeddingRequest, dialogues: list[Dialogue]) -> dict[str, Any]:
+def _whole(body: EmbeddingRequest, dialogues: list[Dialogue]) -> bytes:
+    """The answer as JSON, vector by vector: a large one written at once would hold everybody else up."""
     packed = body.encoding_format == "base64"
-    data = []
+    parts, numbers = [], 0
     for index, dialogue in enumerate(dialogues):
         state = dialogue.answer.embedding
         assert state is not None, "an embedding was asked for"
-        data.append({"object": "embedding", "index": index, "embedding": vector(state, body.dimensions, packed)})
+        found = vector(state, body.dimensions, packed)
+        numbers += len(found)
+        if not packed and numbers > MOST_NUMBERS:
+            raise RequestError(f"input has vectors of more than {MOST_NUMBERS} numbers; ask for base64, or for fewer")
+        parts.append(json.dumps({"object": "embedding", "index": index, "embedding": found}, separators=(",", ":")))
     count = sum(len(dialogue.answer.prompt_token_ids) for dialogue in dialogues)
-    usage = {"prompt_tokens": count, "total_tokens": count}
-    return {"object": "list", "data": data, "model": body.model, "usage": usage}
+    rest = {"model": body.model, "usage": {"prompt_tokens": count, "total_tokens": count}}
+    return f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(rest, separators=(",", ":"))[1:]}'.encode()
