@@ -1,0 +1,74 @@
+"""The figures of served output against the loop's, from rounds that are known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.serving_load import Plan, at, stream, summary
+from modelmill.eval.remote import Remote
+
+PLAN = Plan(streams=4, prompt=8, tokens=10, burst=2, long=32, seed=0, vocab=500)
+
+
+def test_no_round_shares_its_prompts_with_another() -> None:
+    made = [PLAN.prompts(round, 4, 8) for round in range(20)]
+    assert made == [PLAN.prompts(round, 4, 8) for round in range(20)]
+    firsts = {tuple(prompt) for prompts in made for prompt in prompts}
+    assert len(firsts) == 80
+    assert all(5 <= id < 500 for prompt in firsts for id in prompt)
+
+
+def each(alone: float, served: float, cpu: float = 1.0) -> dict[str, float]:
+    times = {"alone_s": alone, "served_s": served, "alone_cpu_s": cpu, "worker_cpu_s": 1.0}
+    return {**times, "api_cpu_s": 0.004, "client_cpu_s": 0.002}
+
+
+def test_ratios_are_of_rounds_and_not_of_medians() -> None:
+    """A machine that slows down from round to round changes no ratio."""
+    told = summary(PLAN, [each(1.0, 1.0), each(2.0, 2.5, 0.9), each(4.0, 4.4)], [])
+    assert told["ratio"] == {"median": pytest.approx(4 / 4.4), "min": pytest.approx(0.8), "max": 1.0}
+    assert told["cpu_ratio"]["min"] == pytest.approx(0.9)
+    assert told["alone_tokens_per_s"]["median"] == pytest.approx(20)
+    assert told["api_us_per_token"]["median"] == pytest.approx(100)
+    assert "burst" not in told
+
+
+def test_a_burst_is_told_by_its_slowest_gaps_over_the_quiet_median() -> None:
+    gaps = {"quiet": [10.0] * 99 + [50.0], "during": [20.0] * 98 + [28.0] * 2, "first": [100.0]}
+    told = summary(PLAN, [each(1.0, 1.0)], [gaps])["burst"]
+    assert told["quiet_median_ms"] == 10.0
+    assert told["during_p99_ms"] == at(gaps["during"], 0.99) == 28.0
+    assert told["p99_over_quiet_median"] == pytest.approx(2.8)
+    assert told["rounds"] == [pytest.approx(2.8)]
+
+
+@pytest.mark.parametrize("tokens", [3, 4])
+def test_each_token_has_its_time(tokens: int) -> None:
+    """Two tokens in one event came at once; an answer of another length is an error."""
+    events: list[dict[str, Any]] = [{"choices": [{"token_ids": [7, 8]}]}, {"choices": [{"token_ids": [9]}]}]
+    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+        await writer.drain()
+        writer.close()
+
+    async def main() -> list[float]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        try:
+            return await stream(Remote.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), [5, 6], tokens)
+        finally:
+            server.close()
+
+    if tokens != 3:
+        with pytest.raises(RuntimeError, match="3 tokens where 4"):
+            asyncio.run(main())
+        return
+    times = asyncio.run(main())
+    assert len(times) == 3
+    assert times[0] == times[1]
