@@ -32,6 +32,18 @@ MORE = """Examples:
 STILL = ("dtype", "target", "kernels", "seed")
 """The options that concern an engine which segments images."""
 
+CONCERNS = {
+    "int8": ("quantize_head",),
+    "int4": ("quantize_head", "method", "group_size", "symmetric"),
+    "smoothquant": ("quantize_head", "activation_scales", "weight_scales", "alpha", "max_layer_error"),
+    "fp8": ("quantize_head", "activation_scales", "weight_scales"),
+    "rptq": ("quantize_head", "bits", "mode"),
+    "auto": ("quantize_head", "max_kl", "max_ppl_increase"),
+}
+"""The options that each recipe reads; a plan leaves the others out."""
+OF_RECIPES = frozenset().union(*CONCERNS.values())
+OF_CALIBRATION = ("calibration_samples", "calibration_length")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(Common):
@@ -157,7 +169,7 @@ def show_plan(plan: dict[str, Any]) -> None:
     options = [
         (name, _with_reason(value, reasons.get(name)))
         for name, value in build.items()
-        if (value not in (None, {}) or name in reasons) and (language or name in STILL) and name != "layer_recipes"
+        if (value not in (None, {}) or name in reasons) and (language or name in STILL) and _concerns(name, build)
     ]
     kinds = ", ".join(f"{name} {size(count)}" for name, count in plan["bytes_by_kind"].items())
     facts(
@@ -184,6 +196,15 @@ def show_plan(plan: dict[str, Any]) -> None:
         ],
         title="Memory",
     )
+
+
+def _concerns(name: str, build: dict[str, Any]) -> bool:
+    """Whether an option says something of this build."""
+    if name in OF_CALIBRATION:
+        return build["calibration"] is not None
+    if name in OF_RECIPES:
+        return name in CONCERNS.get(build["quantization"], ())
+    return name != "layer_recipes"
 
 
 def _counted(forms: dict[str, str]) -> str | None:
