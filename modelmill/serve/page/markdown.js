@@ -1,7 +1,7 @@
 // Markdown as elements. A model's text never becomes HTML, links lead to the web only, pictures are not loaded.
 import { h } from "./dom.js";
 
-const INLINE = /(`+)([\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([\s\S]*?[^\s*])\*(?!\*)|~~(?=\S)([\s\S]*?\S)~~|!?\[([^\]\n]*)\]\(([^\s()]*(?:\([^\s()]*\)[^\s()]*)*)(?:\s+"[^"]*")?\)|(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]])|\\([\\`*_{}[\]()#+\-.!~|>])/g;
+const INLINE = /(`+)([\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([\s\S]*?[^\s*])\*(?!\*)|~~(?=\S)([\s\S]*?\S)~~|!?\[([^\]\n]*)\]\(([^\s()]*(?:\([^\s()]*\)[^\s()]*)*)(?:\s+"[^"]*")?\)|(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]])|\\([\\`*_{}[\]()#+\-.!~|>])|(?<!\w)_(?=[^\s_])([^_\n]*[^\s_])_(?!\w)/g;
 const DEEPEST = 12;
 
 function link(text, target, depth) {
@@ -24,6 +24,7 @@ function inline(text, depth = 0) {
     else if (m[5] != null) out.push(h("del", {}, ...inline(m[5], depth + 1)));
     else if (m[7] != null) out.push(...link(m[6] || m[7], m[7], depth + 1));
     else if (m[8] != null) out.push(...link(m[8], m[8], DEEPEST + 1));
+    else if (m[10] != null) out.push(h("em", {}, ...inline(m[10], depth + 1)));
     else out.push(m[9]);
   }
   out.push(text.slice(at));

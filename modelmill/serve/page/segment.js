@@ -135,7 +135,8 @@ function describe(took) {
 // -- drawing
 
 function redraw() {
-  paint(overlay, whole || chosen < 0 ? masks : [{ ...masks[chosen] }], whole ? chosen : -1);
+  const one = !whole && masks[chosen];
+  paint(overlay, one ? [one] : masks, whole ? chosen : -1);
   const pen = overlay.getContext("2d");
   const unit = overlay.width / (overlay.clientWidth || overlay.width);
   for (const mark of marks) {
