@@ -89,8 +89,7 @@ class Recipe:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the weight to round [N, P], H of what it will be multiplied with [P, P]), both in clustered order.
 
-        What rounding the inputs adds to them is noise of a known size: H grows by it, and the weight that then gives
-        the outputs best is W H (H + noise)⁻¹.
+        What rounding the inputs adds to them is noise of a known size, by which H grows.
         """
         wide = spread(weight, order)
         turned = spread(spread(hessian, order).T.contiguous(), order)
@@ -98,9 +97,6 @@ class Recipe:
         if ranges is None:
             return wide, regular
         noisy = regular + ranges.noise.diag()
-        if self.bits < 8:  # at 8 bits the noise moves nothing
-            wide = torch.linalg.solve(noisy.double(), regular.double() @ wide.T.double()).T.float()
-        wide[:, order < 0] = 0.0
         share = 1.0 / (ranges.factor * ranges.step.repeat_interleave(len(order) // len(ranges.step)))
         return wide * share, noisy / share[:, None] / share
 
