@@ -104,7 +104,7 @@ def _streamed(client: Any, model: str) -> None:
 
 @check("chat: the stream helper")
 def _helper(client: Any, model: str) -> None:
-    with client.chat.completions.stream(model=model, messages=TALK, temperature=0, max_tokens=16) as stream:
+    with client.chat.completions.stream(model=model, messages=TALK, temperature=0, max_tokens=12) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     expect(kinds >= {"chunk", "content.delta", "content.done"}, True, f"events {kinds}")
@@ -223,7 +223,7 @@ def _responses(client: Any, model: str) -> None:
     expect(whole.incomplete_details.reason, "max_output_tokens", "reason")
     expect((whole.usage.output_tokens, whole.usage.output_tokens_details.reasoning_tokens), (12, 0), "usage")
     expect(respond(client, model, input=TALK[0]["content"]).output_text, text, "of a text")
-    with client.responses.stream(model=model, input=TALK, temperature=0, max_output_tokens=16) as stream:
+    with client.responses.stream(model=model, input=TALK, temperature=0, max_output_tokens=12) as stream:
         kinds = [event.type for event in stream]
     expect((kinds[0], kinds[-1]), ("response.created", "response.incomplete"), "events")
     events = list(respond(client, model, stream=True))
