@@ -147,7 +147,7 @@ def expected(llm: LLM) -> dict[str, str]:
     return {start: answer.outputs[0].text for start, answer in zip(STARTS, answers, strict=True)}
 
 
-def until(true: Any, seconds: float = 60) -> None:
+def until(true: Any, seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it does not come about"

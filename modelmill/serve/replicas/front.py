@@ -98,7 +98,7 @@ class _Relay:
 
     def __init__(self, replicas: Replicas, head: dict[str, Any], body: bytes, send: Send) -> None:
         self._replicas, self._head, self._body, self._send = replicas, head, body, send
-        self._begun = self._events = False
+        self._begun = False
 
     async def run(self) -> None:
         """Until somebody has answered. A replica that is lost before its answer began is followed by another."""
@@ -123,8 +123,17 @@ class _Relay:
                 status, headers = await anext(told)
                 if status == 503 and not last:
                     raise Lost
+                kept = [(name, value) for name, value in headers if name != b"x-request-id"]
+                start = {"type": "http.response.start", "status": status, "headers": kept}
+                if not any(name == b"content-type" and b"event-stream" in value for name, value in kept):
+                    # what is no stream is sent when it is whole, so that another replica may still answer
+                    body = b"".join([piece async for piece in told])
+                    self._begun = True
+                    await self._send(start)
+                    await self._send({"type": "http.response.body", "body": body})
+                    return
                 self._begun = True
-                await self._start(status, headers)
+                await self._send(start)
                 async for piece in told:
                     await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             except (Lost, ApiError):
@@ -135,19 +144,11 @@ class _Relay:
                 raise Lost from None
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        kept = [(name, value) for name, value in headers if name != b"x-request-id"]
-        self._events = any(name == b"content-type" and b"event-stream" in value for name, value in kept)
-        await self._send({"type": "http.response.start", "status": status, "headers": kept})
-
     async def _broken(self) -> None:
-        """The answer had begun: a stream ends with an error and without [DONE], anything else is cut off."""
-        if self._events:
-            error = ApiError(503, "the replica ended while it answered", errors.SERVER, None, "replica_lost")
-            await self._send({"type": "http.response.body", "body": shape.event(error.body()), "more_body": True})
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-            return
-        raise ConnectionResetError
+        """A stream had begun: it ends with an error and without [DONE]."""
+        error = ApiError(503, "the replica ended while it answered", errors.SERVER, None, "replica_lost")
+        await self._send({"type": "http.response.body", "body": shape.event(error.body()), "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def merged(pages: Iterable[tuple[str, bytes]]) -> bytes:
