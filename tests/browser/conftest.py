@@ -22,7 +22,7 @@ CHROMIUM = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-SECONDS = 120.0
+SECONDS = 300.0
 
 
 @pytest.fixture(scope="session")

@@ -118,17 +118,17 @@ def test_everything_is_found_and_one_is_chosen(opened: Any, truck: Path, shot: A
     page = bench(opened, _file(truck))
 
     def fewer(route: Any) -> None:
-        """The same with 100 points in place of 1,024, for a busy machine's sake."""
+        """The same with 25 points in place of 1,024, for a busy machine's sake."""
         body = route.request.post_data_json
         assert body["everything"] is True
-        route.continue_(post_data=json.dumps({**body, "everything": {"points_per_side": 10}}))
+        route.continue_(post_data=json.dumps({**body, "everything": {"points_per_side": 5}}))
 
     page.route("**/v1/segment", fewer)
     page.get_by_role("button", name="Everything").click()
     expect(page.get_by_role("button", name="Cancel")).to_be_visible()
     told(page, re.compile(r"^\d+ masks in"))
     count = int(page.locator("#told").inner_text().split()[0])
-    assert count > 5
+    assert count > 2
     shot(page, "segment-everything")
     click(page, 166, 125)
     told(page, re.compile(rf"^Mask \d+ of {count}"))
