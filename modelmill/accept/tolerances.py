@@ -34,8 +34,10 @@ leaves 52 % of 512 rows to test in bfloat16, 17 % in int8, all but a few in floa
 int4 errs too much for bounds on outputs to tell a fault from rounding (Gaussian to Student-t and SmolLM2: linear
 rel_l2 0.10-0.28, one scale a row 0.42, gain off by up to 0.06), so it is judged in two halves (accept/own.py). Its
 matrices against the checkpoint's, SmolLM2: rel_l2 0.09 nearest, 0.10-0.16 GPTQ and AWQ; max_rel 0.06 nearest, up to
-0.27; gain within the rows' root mean square off by 0.005 nearest, 0.008 GPTQ, 0.022 in one matrix of 120 (the last
-down_proj, GPTQ on inputs of quantized layers, groups of 64). o_proj x 1.05 moves that gain by 0.05.
+0.27; gain within the rows' root mean square off by 0.005 nearest, 0.008 GPTQ. The gain over all weights is off by more
+where ranges are clipped for the sake of a few loud channels: in the last down_proj, whose loudest inputs have 60 times
+the mean energy, by 0.024 for the clipped grid alone (groups of 64; after GPTQ 0.023, within the root mean square 0.004)
+and 0.035 in groups of 128. o_proj x 1.05 moves the gain by 0.05.
 
 w8a8 and fp8 round activations, and the reference rounds its own in the same way: in float32 a product is then as exact
 as any. Where inputs differ, some of them fall to the other side of a border between two steps, and each layer adds as
