@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmill.cli.eyes import Eyes
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, facts, note, progress, size, table
 from modelmill.core.config import BuildConfig, option
@@ -59,11 +60,9 @@ class Args(Common):
     )
     dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
     delta: Path | None = option(None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA")
-    vision: tuple[Path, ...] = option(
-        (), "file with MiniGPT-4's eyes for this LLaMA: EVA's, BLIP-2's, its projection (repeatable)"
-    )
     check: bool = option(True, "judge the engine against the float32 reference before it appears")
     tune: bool = option(True, "time launch sizes of the kernels on this GPU and keep the best in the engine")
+    eyes: Eyes = config(Eyes, "MiniGPT-4's parts")
     build: BuildConfig = config(BuildConfig, "Build")
 
 
@@ -75,9 +74,10 @@ def run(args: Args) -> int:
 
     if args.output is None and not args.dry_run:
         raise UsageError("-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan alone)")
-    if is_engine(args.checkpoint):
-        raise UsageError(f"{args.checkpoint} is an engine already; give the checkpoint that it was built from")
-    checkpoint = open_checkpoint(args.checkpoint, delta=args.delta, vision=args.vision)
+    source, vision = args.eyes.with_checkpoint(args.checkpoint)
+    if is_engine(source):
+        raise UsageError(f"{source} is an engine already; give the checkpoint that it was built from")
+    checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
     with progress("planning", quiet=args.json) as told:
         made = make_plan(checkpoint, args.build, told)
     # what auto has chosen is not searched for again
@@ -95,12 +95,12 @@ def run(args: Args) -> int:
         with progress("building") as told:
             how: dict[str, Any] = {
                 "delta": args.delta,
-                "vision": args.vision,
+                "vision": vision,
                 "progress": told,
                 "check": args.check,
                 "tune": args.tune,
             }
-            report = build_engine(args.checkpoint, args.output, build, **how)
+            report = build_engine(source, args.output, build, **how)
     except KeyboardInterrupt:
         note("stopped; the same command goes on from here")
         raise

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.build import worst_by_module
 from modelmill.cli.engine import changed
+from modelmill.cli.eyes import Eyes
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, facts, progress, table
 from modelmill.core.config import RunConfig, option
@@ -36,9 +37,9 @@ class Args(Common):
     engine: Path = option(help="an engine folder", positional=True, metavar="ENGINE")
     checkpoint: Path = option(help="the checkpoint that it is compared with", positional=True, metavar="CHECKPOINT")
     delta: Path | None = option(None, "second checkpoint that was added to the first", metavar="DELTA")
-    vision: tuple[Path, ...] = option((), "file with MiniGPT-4's eyes that the engine was built from (repeatable)")
     all: bool = option(False, "list every module of every layer, not only the worst", flags=("--all",))
     plot: Path | None = option(None, "draw the errors by layer", metavar="FILE.png")
+    eyes: Eyes = config(Eyes, "MiniGPT-4's parts")
     run: RunConfig = config(RunConfig, "Engine", leave=("enable_prefix_caching", "cuda_graphs"))
 
 
@@ -51,13 +52,12 @@ def run(args: Args) -> int:
     from modelmill.llm import LLM
 
     artifact = open_artifact(args.engine)
-    checkpoint = open_checkpoint(args.checkpoint, delta=args.delta, vision=args.vision)
+    source, vision = args.eyes.with_checkpoint(args.checkpoint)
+    checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
     if artifact.manifest.kind == "segmentation":
         return _compare_masks(args, artifact, checkpoint)
     check_sizes(artifact.manifest, checkpoint)
     settings = replace(args.run, enable_prefix_caching=False, cuda_graphs=False)
-    if settings.kv_cache_dtype == "auto":  # rounded keys are no fault of the engine's
-        settings = replace(settings, kv_cache_dtype="activations")
     if settings.kv_cache_dtype == "auto":  # rounded keys are no fault of the engine's
         settings = replace(settings, kv_cache_dtype="activations")
     llm = LLM(args.engine, **changed(settings))

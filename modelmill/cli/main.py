@@ -18,7 +18,10 @@ from modelmill.core import env
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.find import find, names, nearest
 
-SUPPORT = ("main", "options", "output", "values", "engine", "figures", "bench_ops", "bench_serve", "far", "serve_ray")
+SUPPORT = (
+    *("main", "options", "output", "values", "engine", "eyes", "figures", "far"),
+    *("bench_ops", "bench_serve", "serve_ray"),
+)
 """Modules of this folder that are no verbs."""
 
 ORDER = (
