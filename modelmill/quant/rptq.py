@@ -30,7 +30,8 @@ LEVELS = 255
 # What a range of calibration is multiplied with: one of these, by what errs least.
 SIZES = {8: (1.3,), 4: tuple(1.0 - 0.04 * i for i in range(22))}
 SIDE = 0.25  # of a range, that the side which was seen less has at least
-FLATTEST = 16  # by how much a channel's step may be smaller than its cluster's
+# By weight bits, how much smaller a channel's step may be than its cluster's: the weight shrinks with it.
+FLATTEST = {8: 16.0, 4: 2.0}
 _MOST_ZERO = 10_000.0
 _LEAST_STEP = 1e-8
 
@@ -75,7 +76,7 @@ class Recipe:
         order = order_of(statistics.low, statistics.high, mass, unit, many).to(weight.device)
         ranges = None
         if self.mode != "dynamic":
-            ranges = find_ranges(statistics, order, mass, unit, self.bits)
+            ranges = find_ranges(statistics, order, mass, unit, self.bits, FLATTEST[self.weight_bits])
         if self.mode == "folded":
             assert ranges is not None, "a static mode"
             order, ranges = without_gaps(order, ranges, group)
@@ -115,11 +116,14 @@ class Recipe:
         return gptq(wide, hessian, grid, levels=LEVELS) - LEVELS // 2, scale, None
 
 
-def find_ranges(statistics: Statistics, order: torch.Tensor, mass: torch.Tensor, unit: int, bits: int) -> Ranges:
+def find_ranges(
+    statistics: Statistics, order: torch.Tensor, mass: torch.Tensor, unit: int, bits: int, flattest: float
+) -> Ranges:
     """Steps and zero-points: of each cluster a step, of each channel in it a share of that step.
 
     A channel's range is what calibration saw of it, times one number a cluster: at 8 bits a margin for what was not
-    seen, at 4 bits what errs least on the inputs that were kept, weighted by ``mass`` [K].
+    seen, at 4 bits what errs least on the inputs that were kept, weighted by ``mass`` [K]. flattest: the most by which
+    a channel's step is smaller than the largest of its cluster.
     """
     s = statistics
     least, levels = -(2.0 ** (bits - 1)), 2.0**bits - 1
@@ -133,7 +137,7 @@ def find_ranges(statistics: Statistics, order: torch.Tensor, mass: torch.Tensor,
     best = torch.full_like(widest, torch.inf)
     step, zero = torch.ones_like(low), torch.zeros_like(low)
     for size in SIZES[bits]:
-        tried = (torch.maximum(high - low, widest / FLATTEST) * (size / levels)).clamp(min=_LEAST_STEP)
+        tried = (torch.maximum(high - low, widest / flattest) * (size / levels)).clamp(min=_LEAST_STEP)
         shift = (least + levels / 2 - (low + high) / 2 / tried).round().clamp(-_MOST_ZERO, _MOST_ZERO)
         q = ((rows / tried).round() + shift).clamp(least, least + levels)
         error = (((q - shift) * tried - rows).square() * cost).sum((0, 2))[:, None]

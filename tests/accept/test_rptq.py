@@ -1,0 +1,67 @@
+"""Engines of clustered integers: honest ones are accepted, wrong clusters are refused and named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.quant import calibrate
+from modelmill.weights.clustered import Held
+from tests.accept.judged import judged, save_tiny
+
+SMALL = {"calibration_samples": 4, "calibration_length": 64}
+FAMILIES = ("gpt2", "llama", "llama-bias")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: save_tiny(name, root / name) for name in FAMILIES}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama-bias", "float32"), ("gpt2", "bfloat16")])
+def test_an_honest_engine_is_accepted(name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    report, written = judged(tiny[name], tmp_path / "e", dtype, "rptq", **SMALL)
+    assert written, report["reason"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32")])
+def test_so_is_one_of_four_bits(name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    report, written = judged(tiny[name], tmp_path / name, dtype, "rptq", bits="w4a4", **SMALL)
+    assert written, report["reason"]
+
+
+def _order(held: Held) -> Held:
+    return replace(held, order=held.order.roll(1))
+
+
+def _zero(held: Held) -> Held:
+    assert held.zero is not None
+    return replace(held, zero=held.zero + 3)
+
+
+def _step(held: Held) -> Held:
+    assert held.step is not None
+    return replace(held, step=held.step.roll(1))
+
+
+@pytest.mark.parametrize("fault", [_order, _zero, _step], ids=lambda f: f.__name__)
+def test_wrong_clusters_are_refused(fault: Any, tiny: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    """The permutation, a zero-point or a cluster's step, wrong in the middle layer."""
+    real = calibrate.quantize_layer
+
+    def wrong(block: Any, *rest: Any, where: str, **more: Any) -> Any:
+        out = real(block, *rest, where=where, **more)
+        if where == "layers.1":
+            linear = block.linear("up")
+            linear.held = fault(linear.held)
+        return out
+
+    monkeypatch.setattr("modelmill.build.layers.quantize_layer", wrong)
+    report, written = judged(tiny["llama"], tmp_path / "e", "float32", "rptq", **SMALL)
+    assert not written
+    assert report["layer"] == 1
+    assert report["module"].startswith(("mlp.gate", "mlp.up"))
