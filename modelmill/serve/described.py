@@ -324,6 +324,13 @@ ANSWERS: dict[str, type[Shown]] = {
     "/v1/responses": Response,
 }
 STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+    "additionalProperties": False,
+}
+"""An event of a stream, before its data are read as JSON."""
 _PREFIX = "Told"
 
 
@@ -339,7 +346,7 @@ def describe(document: dict[str, Any]) -> None:
         for operation in document["paths"].get(path, {}).values():
             content = {"application/json": {"schema": _renamed(found[model, "validation"], taken)}}
             if path in STREAMED:
-                content["text/event-stream"] = {"schema": {"type": "string"}}
+                content["text/event-stream"] = {"schema": EVENT}
             operation["responses"]["200"]["content"] = content
     for operation in document["paths"].get("/metrics", {}).values():
         operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
