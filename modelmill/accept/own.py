@@ -91,12 +91,16 @@ def weight_rows(
         several = name in places and len(LINEARS[path][0]) > 1
         module = f"{path.rpartition('.')[0]}.{name}_proj" if several else path
         where = f"layers.{index}.{module}.weight"
-        ours = unfolded(name, site, held, scales, model.kv)
-        fits = ours.weight.shape == weights[name].weight.shape
+        right = weights[name].weight
+        # smoothing makes columns of quiet channels smaller than a step: what is held is compared as it is multiplied
+        smoothed = kind == "w8a8" and site in scales
+        ours = unfolded(name, "" if smoothed else site, held, scales, model.kv)
+        fits = ours.weight.shape == right.shape
         bound = weight_bound(dtype, kind)
-        row = compare_tensors(where, ours.weight, weights[name].weight)
+        right = right * scales[site] if fits and smoothed else right
+        row = compare_tensors(where, ours.weight, right)
         if fits and kind != "dense":
-            row = replace(row, gain=central_gain(ours.weight, weights[name].weight))
+            row = replace(row, gain=central_gain(ours.weight, right))
         yield where, module, row, bound
         expected = weights[name].bias
         if fits and expected is not None and ours.bias is not None and bool(expected.any()):

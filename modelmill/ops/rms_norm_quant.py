@@ -52,7 +52,8 @@ def quantized(
     wide, scale, by = y.float(), None, factor
     if by is None:
         amax = wide.abs().amax(-1).clamp(min=LEAST)
-        scale, by = amax / most, (most / amax)[..., None]
+        # torch would make a product with the reciprocal of a number over a tensor: two roundings where kernels have one
+        scale, by = amax / most, (torch.full_like(amax, most) / amax)[..., None]
     if order is not None:
         wide = wide[..., order.clamp(min=0).long()]
     q = wide * by
