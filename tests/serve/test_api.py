@@ -228,3 +228,12 @@ def test_the_openapi_document_tells_what_is_answered(running: Running) -> None:
             content = operation["responses"]["400"]["content"]["application/json"]["schema"]
             assert content == {"$ref": "#/components/schemas/Refusal"}
     assert not told["components"]["schemas"]["ChatRequest"]["additionalProperties"]
+
+
+def test_scoring_counts_on_the_token_that_was_drawn_even_where_it_ends_the_text(running: Running) -> None:
+    """lm-eval leaves out the last entry: without this one it would lose a token of the text that it scores."""
+    body = {"model": "stories", "prompt": "Once", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    choice = running.post("/v1/completions", {**body, "logit_bias": {"2": 100}}).json["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    known = running.post("/tokenize", {"model": "stories", "prompt": "Once"}).json["tokens"]
+    assert len(choice["logprobs"]["token_logprobs"]) == len(known) + 1

@@ -87,8 +87,9 @@ class Reply(Feed):
             text = self._echoed(dialogue, output.token_ids) + text
             if body.logprobs is not None:
                 tables.append(self._logprobs[at].prompt(dialogue))
-        # the token that ended it is no part of the text
-        count = len(output.token_ids) - isinstance(output.stop_reason, int)
+        # the token that ended it is no part of the text; who scores a text (echo) counts on one for each that was drawn
+        ended = isinstance(output.stop_reason, int) and not body.echo
+        count = len(output.token_ids) - ended
         told = self._logprobs[at].take(output, count)
         if told is not None:
             tables.append(told)
