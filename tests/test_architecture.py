@@ -25,7 +25,7 @@ MAY = {
     "vision": {"core", "ops", "nn", "artifact", "runtime.load"},
     "quant": {"core", "weights", "nn"},
     "build": {"core", "checkpoint", "weights", "nn", "quant", "artifact", "text.tokenizer", "ops"},
-    "accept": {"core", "runtime", "vision", "checkpoint", "artifact", "text"},
+    "accept": {"core", "runtime", "vision", "nn.still", "checkpoint", "artifact", "text"},
     "answer": {"core"},
     "dialogue": {"core", "text", "answer"},
     "language": {"core", "text", "artifact.manifest", "dialogue", "vision.square"},
