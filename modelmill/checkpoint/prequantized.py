@@ -51,9 +51,7 @@ def scheme_of(config: Mapping[str, Any], where: Path) -> Scheme | None:
     found = FORMATS.get(method)
     if found is None:
         named, known = method or "an unnamed method", ", ".join(FORMATS)
-        raise CheckpointError(
-            f"{where} is quantized by {named}, which is not supported (known are {known}); {INSTEAD}"
-        )
+        raise CheckpointError(f"{where} is quantized by {named}, which is not supported (known are {known}); {INSTEAD}")
     scheme: Scheme = found.make(settings, where)
     return scheme
 

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from modelmill.core import env
 from modelmill.core.errors import MissingDependency
-from modelmill.ops import shelf
+from modelmill.ops import int8_group_linear, shelf
 from modelmill.ops.case import Case, randn
 from modelmill.ops.cpu import build
-from modelmill.ops import int8_group_linear
 from modelmill.ops.int4_linear import drawn
 from modelmill.ops.int8_linear import quantize
 

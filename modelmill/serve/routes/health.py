@@ -71,4 +71,5 @@ def _card(name: str, engine: Engine) -> dict[str, Any]:
         "root": engine.name,
         "max_model_len": longest,
         "kind": engine.kind,
+        "input_modalities": engine.reads,
     }
