@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam test test-gpu test-triton test-ray test-browser verify conformance performance lint clean
+.PHONY: demo demo-sam quantization test test-gpu test-triton test-ray test-browser verify conformance performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -74,6 +74,10 @@ conformance: .venv-conformance/.ready
 # docs/performance.md and its plots from benchmarks/results and docs/performance.story.md; after new rows or new text
 performance: $(VENV)/.test
 	$(BIN)/python -m tools.performance
+
+# docs/quantization.md and its plot from benchmarks/results and docs/quantization.story.md; after new rows or new text
+quantization: $(VENV)/.test
+	$(BIN)/python -m tools.quantization
 
 $(VENV)/bin/python:
 	$(PYTHON) tools/setup_venv.py create $(VENV)

@@ -1,0 +1,57 @@
+"""The page on quantization is what its story and the rows give."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools import quantization
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GOOD = {
+    "key": "a", "options": "-q int8", "tokens": 16384, "perplexity": 20.5, "excess": 0.0125, "mean_kl": 0.25,
+    "agreement": 0.75, "bytes": 3 << 20, "kv_cache_dtype": "int8",
+}  # fmt: skip
+
+
+def test_the_page_of_the_repository_is_fresh() -> None:
+    assert not quantization.stale(ROOT), "run `make quantization` and commit what it writes"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for folder in ("docs/img", "benchmarks/results"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / quantization.STORY, tmp_path / quantization.STORY)
+    return tmp_path
+
+
+def lay(root: Path, *rows: dict[str, object]) -> None:
+    (root / quantization.RESULTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_written_once_and_stale_after_a_new_row(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    lay(root, GOOD)
+    assert quantization.main(["--root", str(root), "--check"]) == 1
+    assert "make quantization" in capsys.readouterr().err
+    assert quantization.main(["--root", str(root)]) == 0
+    assert quantization.main(["--root", str(root), "--check"]) == 0
+    assert (root / quantization.PLOT).stat().st_size > 1000
+    page = (root / quantization.PAGE).read_text()
+    assert "| `-q int8`, KV int8 | 20.5000 | +1.25 % | 0.2500 | 75.0 % | 3.0 |" in page
+    lay(root, GOOD, {**GOOD, "key": "b", "options": "-q fp8"})
+    assert quantization.stale(root)
+
+
+def test_the_newest_row_counts_and_the_best_stands_first(root: Path) -> None:
+    other = {**GOOD, "key": "b", "options": "-q int4", "excess": 0.5}
+    refused = {"key": "c", "options": "-q fp8", "tokens": 16384, "accepted": False}
+    lay(root, refused, other, {**GOOD, "excess": 0.9}, GOOD, {**GOOD, "key": "d", "tokens": 512})
+    rows = quantization.rows_of(root / quantization.RESULTS)
+    assert [row["key"] for row in rows] == ["a", "b", "c"]
+    assert rows[0]["excess"] == 0.0125
+    assert "refused" in quantization.table(rows)[-1]

@@ -1,0 +1,108 @@
+"""``python -m tools.quantization``: write docs/quantization.md and its plot; ``--check`` only says what is stale."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+STORY, PAGE = Path("docs/quantization.story.md"), Path("docs/quantization.md")
+PLOT = Path("docs/img/quantization.svg")
+RESULTS = Path("benchmarks/results/quantization.jsonl")
+NOTE = "<!-- Made by `make quantization` from quantization.story.md and benchmarks/results: change those. -->"
+WHOLE = 16_384  # tokens of a measurement that the page tells
+Row = Mapping[str, Any]
+
+
+def rows_of(file: Path) -> list[Row]:
+    """The newest row of each measurement on all tokens, the least excess first; refused builds last."""
+    found = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    newest = {row["key"]: row for row in found if row["tokens"] == WHOLE}
+    return sorted(newest.values(), key=lambda row: (row.get("excess", float("inf")), row["options"]))
+
+
+def name_of(row: Row) -> str:
+    """What was built and how it was run."""
+    kept = row.get("kv_cache_dtype", "auto")
+    return f"`{row['options'] or '-q none'}`" + ("" if kept == "auto" else f", KV {kept}")
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Markdown lines."""
+    lines = ["| build | perplexity | over float32 | mean KL | same next token | MiB |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        if "perplexity" not in row:
+            lines.append(f"| {name_of(row)} | refused by the acceptance contract | | | | |")
+            continue
+        cells = (
+            name_of(row), f"{row['perplexity']:.4f}", f"{100 * row['excess']:+.2f} %", f"{row['mean_kl']:.4f}",
+            f"{100 * row['agreement']:.1f} %", f"{row['bytes'] / 2**20:.1f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def render(story: str, rows: Sequence[Row]) -> str:
+    """The page's text."""
+    text = story.replace("{{ table }}", "\n".join(table(rows)))
+    text = text.replace("{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})")
+    return f"{NOTE}\n\n{text.strip()}\n"
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Excess of perplexity over size, a point a build."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "modelmill"
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for row in rows:
+        if "perplexity" in row:
+            at = (row["bytes"] / 2**20, max(100 * row["excess"], 0.01))
+            axes.plot(*at, "o", color="#1f77b4")
+            label = name_of(row).strip("`").replace("`", "")
+            axes.annotate(label, at, xytext=(6, 3), textcoords="offset points", fontsize=8)
+    axes.set_yscale("log")
+    axes.set_xlabel("MiB on disk")
+    axes.set_ylabel("perplexity over float32, %")
+    axes.set_title("Size on disk and what it costs (SmolLM2-135M)")
+    axes.margins(x=0.25)
+    axes.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
+
+
+def stale(root: Path) -> bool:
+    """Whether the page is not what story and rows give."""
+    page = root / PAGE
+    wanted = render((root / STORY).read_text("utf-8"), rows_of(root / RESULTS))
+    return not page.exists() or page.read_text("utf-8") != wanted
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or with --check 1 where the page is stale."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.check:
+        if stale(options.root):
+            print(f"{PAGE} is stale; run `make quantization`", file=sys.stderr)
+            return 1
+        return 0
+    rows = rows_of(options.root / RESULTS)
+    (options.root / PAGE).write_text(render((options.root / STORY).read_text("utf-8"), rows), "utf-8")
+    draw(rows, options.root / PLOT)
+    print(PAGE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
