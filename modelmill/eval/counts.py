@@ -34,8 +34,10 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
     given = _signature(op).bind(*args, **named).arguments
     out = nbytes(*_tensors(result))
     if op.endswith("linear"):
-        x = given["x"]
-        held = nbytes(*_tensors([value for name, value in given.items() if name != "x"]))
+        # of integers the activations are called q
+        read = "x" if "x" in given else "q"
+        x = given[read]
+        held = nbytes(*_tensors([value for name, value in given.items() if name != read]))
         columns = result.shape[-1] * (2 if op == "gated_linear" else 1)
         return Count(nbytes(x) + held + out, held, 2 * x.numel() * columns)
     if op == "paged_attention":
