@@ -28,6 +28,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_bench, "LEAST_ROUNDS", 1)
     monkeypatch.setattr("modelmill.ops.clock.COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
     monkeypatch.setattr("modelmill.ops.clock.SIDE", {"cpu": 32, "cuda": 32})
+    # other tests may have chosen Triton's interpreter, which takes minutes to be timed
+    pytest.importorskip("triton")
+    monkeypatch.setattr("modelmill.ops.triton.device.INTERPRETED", False)
 
 
 def test_every_op_of_the_shelf_is_timed(quick: None) -> None:
