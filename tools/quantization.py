@@ -39,8 +39,8 @@ def table(rows: Sequence[Row]) -> list[str]:
             lines.append(f"| {name_of(row)} | refused by the acceptance contract | | | | |")
             continue
         cells = (
-            name_of(row), f"{row['perplexity']:.4f}", f"{round(100 * row['excess'], 2) + 0.0:+.2f} %", f"{row['mean_kl']:.4f}",
-            f"{100 * row['agreement']:.1f} %", f"{row['bytes'] / 2**20:.1f}",
+            name_of(row), f"{row['perplexity']:.4f}", f"{round(100 * row['excess'], 2) + 0.0:+.2f} %",
+            f"{row['mean_kl']:.4f}", f"{100 * row['agreement']:.1f} %", f"{row['bytes'] / 2**20:.1f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
