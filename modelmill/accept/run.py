@@ -18,6 +18,7 @@ from modelmill.accept.engine import Bench, Finding
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
 from modelmill.accept.own import is_low_bit, own_reference, true_streams, weight_rows
 from modelmill.accept.reference import Reference, open_reference
+from modelmill.accept.stages import row_of, short
 from modelmill.accept.tolerances import ROUNDED, logits_bound
 from modelmill.artifact.quantization import read_quantization
 from modelmill.artifact.store import Artifact, open_artifact
@@ -241,9 +242,9 @@ def _report(loop: Loop, findings: list[Finding], whole: dict[str, Any]) -> dict[
         "quantization": manifest.build["quantization"],
         "kernels": dict(loop.ops.chosen),
         "bytes": loop.artifact.nbytes(),
-        "logits": {k: _round(v) for k, v in whole.items()},
+        "logits": {k: short(v) for k, v in whole.items()},
         "recipe": _quantization(loop),
-        "layers": [_row(f) for f in findings],
+        "layers": [row_of(f) for f in findings],
     }
 
 
@@ -262,33 +263,6 @@ def _depth(finding: Finding) -> float:
     if finding.layer is not None:
         return finding.layer
     return -1 if finding.module == "embed" else math.inf
-
-
-def _row(finding: Finding) -> dict[str, Any]:
-    row = finding.row
-    return {
-        "name": finding.name,
-        "layer": finding.layer,
-        "module": finding.module,
-        "max_abs": _round(row.max_abs),
-        "mean_abs": _round(row.mean_abs),
-        "median_abs": _round(row.median_abs),
-        "max_rel": _round(row.max_rel),
-        "rel_l2": _round(row.rel_l2),
-        "cosine": _round(row.cosine, 9),
-        "gain": _round(row.gain, 9),
-        "tolerance": _round(finding.tolerance),
-        "tolerance_rel_l2": _round(finding.bound.rel_l2),
-        "tolerance_gain": _round(finding.bound.gain),
-        "ok": finding.ok,
-    }
-
-
-def _round(value: Any, digits: int = 4) -> Any:
-    """Numbers to a few digits, so that a report does not depend on the last bit; infinities as text for JSON."""
-    if isinstance(value, bool) or not isinstance(value, float):
-        return value
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
 
 
 def _try(module: str) -> str:
