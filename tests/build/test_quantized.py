@@ -36,6 +36,26 @@ def make(folder: Path, out: Path, **options: Any) -> Path:
     return out
 
 
+def goes_on_after_two_layers(folder: Path, tmp_path: Path, monkeypatch: Any, **options: Any) -> None:
+    """Finished layers are not quantized again, and the rest comes out as if nothing had happened."""
+    real, seen = calibrate.quantize_layer, []
+
+    def interrupted(*args: Any, where: str, **more: Any) -> Any:
+        if where == "layers.2" and len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(where)
+        return real(*args, where=where, **more)
+
+    monkeypatch.setattr("modelmill.build.layers.quantize_layer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make(folder, tmp_path / "e", **options)
+    seen.append("again")
+    make(folder, tmp_path / "e", **options)
+    assert seen == ["layers.0", "layers.1", "again", "layers.2"]
+    monkeypatch.undo()
+    assert digest(tmp_path / "e") == digest(make(folder, tmp_path / "fresh", **options))
+
+
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return save_tiny("llama", tmp_path / "hf")
@@ -61,24 +81,8 @@ def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path, options: dict
 
 @pytest.mark.parametrize("family", ["llama-bias", "gpt2"])
 def test_an_interrupted_calibration_goes_on_where_it_was(family: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Finished layers are not quantized again, and the rest comes out as if nothing had happened."""
-    folder, options = save_tiny(family, tmp_path / "hf"), {"dtype": "bfloat16", "method": "awq+gptq"}
-    real, seen = calibrate.quantize_layer, []
-
-    def interrupted(*args: Any, where: str, **more: Any) -> Any:
-        if where == "layers.2" and len(seen) == 2:
-            raise KeyboardInterrupt
-        seen.append(where)
-        return real(*args, where=where, **more)
-
-    monkeypatch.setattr("modelmill.build.layers.quantize_layer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        make(folder, tmp_path / "e", **options)
-    seen.append("again")
-    make(folder, tmp_path / "e", **options)
-    assert seen == ["layers.0", "layers.1", "again", "layers.2"]
-    monkeypatch.undo()
-    assert digest(tmp_path / "e") == digest(make(folder, tmp_path / "fresh", **options))
+    folder = save_tiny(family, tmp_path / "hf")
+    goes_on_after_two_layers(folder, tmp_path, monkeypatch, dtype="bfloat16", method="awq+gptq")
 
 
 def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from modelmill.runtime.load import load
 from modelmill.runtime.loop import Loop
 from tests.accept.judged import save_tiny
 from tests.build.test_builder import digest
-from tests.build.test_quantized import make, plan
+from tests.build.test_quantized import goes_on_after_two_layers, make, plan
 
 SMOOTH = {"quantization": "smoothquant", "alpha": "0.5"}
 FORMS: list[dict[str, Any]] = [
@@ -60,25 +60,8 @@ def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama-bias", "gpt2"])
 def test_an_interrupted_smoothing_goes_on_where_it_was(family: str, tmp_path: Path, monkeypatch: Any) -> None:
-    from modelmill.quant import calibrate
-
-    folder, options = save_tiny(family, tmp_path / "hf"), SMOOTH | {"dtype": "bfloat16"}
-    real, seen = calibrate.quantize_layer, []
-
-    def interrupted(*args: Any, where: str, **more: Any) -> Any:
-        if where == "layers.2" and len(seen) == 2:
-            raise KeyboardInterrupt
-        seen.append(where)
-        return real(*args, where=where, **more)
-
-    monkeypatch.setattr("modelmill.build.layers.quantize_layer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        make(folder, tmp_path / "e", **options)
-    seen.append("again")
-    make(folder, tmp_path / "e", **options)
-    assert seen == ["layers.0", "layers.1", "again", "layers.2"]
-    monkeypatch.undo()
-    assert digest(tmp_path / "e") == digest(make(folder, tmp_path / "fresh", **options))
+    folder = save_tiny(family, tmp_path / "hf")
+    goes_on_after_two_layers(folder, tmp_path, monkeypatch, **SMOOTH, dtype="bfloat16")
 
 
 def test_int8_with_rounded_inputs_is_not_taken_for_int8_alone(llama: Path, tmp_path: Path) -> None:
