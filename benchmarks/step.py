@@ -1,11 +1,12 @@
 """Times single steps of a model shape on the GPU, without an engine: seeded random weights, decode as one graph.
 
-    python benchmarks/step.py qwen-7b [--decode 1x128,8x1024] [--prefill 1x1024,1x4096] [--kv-cache-dtype int8]
-                              [--profile] [--save FILE.jsonl]
+    python benchmarks/step.py qwen-7b [--decode 1x128,8x1024] [--prefill 1x1024,1x4096] [-q int4]
+                              [--kv-cache-dtype int8] [--profile] [--save FILE.jsonl]
 
 ``decode BxC``: one step of B sequences that hold C tokens each, the median of graph replays, beside the floor: the
 bytes of weights and KV that it must read over the copy bandwidth measured in the same run. ``prefill BxN``: a first
-step of B prompts of N tokens, launched as the engine does, the median over runs.
+step of B prompts of N tokens, launched as the engine does, the median over runs. ``-q``: how the matrices are held
+(``forms.py``); the head stays as it is without ``--quantize-head``. ``--kernel OP=VARIANT`` switches a kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,40 +27,58 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.forms import FORMS, form  # noqa: E402
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from modelmill.cli.profile import show  # noqa: E402
 from modelmill.core.config import KV_DTYPES, RunConfig  # noqa: E402
 from modelmill.eval.ceilings import Ceilings, measure  # noqa: E402
 from modelmill.eval.profile import Work  # noqa: E402
 from modelmill.eval.profile import profile as profiled  # noqa: E402
+from modelmill.eval.report import Spread, versions  # noqa: E402
 from modelmill.nn.kv import KVCache, held_dtype  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.nn.trial import PAGE, draw_weights, trial_step  # noqa: E402
-from modelmill.ops.clock import copy_rate, median, recorded  # noqa: E402
+from modelmill.ops.clock import copy_rate, in_turn, recorded  # noqa: E402
 from modelmill.ops.shelf import resolve  # noqa: E402
 from modelmill.ops.tuning import Tuning  # noqa: E402
 from modelmill.runtime.graph import bucket  # noqa: E402
 from modelmill.runtime.load import build  # noqa: E402
 from modelmill.runtime.loop import Loop  # noqa: E402
 
+ROUNDS = 15
 
-def random_model(shape: str, kind: str = "dense") -> nn.Module:
-    """A model of a shape of ``make_checkpoint`` on the GPU, every weight drawn at random."""
+
+def random_model(shape: str, kind: str = "dense", *, head: bool = False) -> nn.Module:
+    """A model of a shape of ``make_checkpoint`` on the GPU, every weight drawn at random; kind: one of ``FORMS``.
+
+    head: whether the matrix of the logits is held so, too.
+    """
     raw = SHAPES[shape]
     model = build(str(raw["model_type"]), raw)
-    linears = [name for name, module in model.named_modules() if isinstance(module, Linear) and name != "head"]
-    return draw_weights(model, dict.fromkeys(linears, kind), getattr(torch, str(raw["torch_dtype"])), "cuda")
+    linears = [
+        name for name, module in model.named_modules() if isinstance(module, Linear) and (head or name != "head")
+    ]
+    return draw_weights(model, dict.fromkeys(linears, form(kind)), getattr(torch, str(raw["torch_dtype"])), "cuda")
 
 
 def make_step(
-    model: nn.Module, batch: int, new: int, context: int, tuning: Tuning | None = None, kv_dtype: str = "auto"
+    model: nn.Module,
+    batch: int,
+    new: int,
+    context: int,
+    tuning: Tuning | None = None,
+    kv_dtype: str = "auto",
+    kernels: Mapping[str, str] | None = None,
 ) -> Step:
-    """``batch`` sequences with ``new`` tokens each, the last at ``context``; pages in shuffled order."""
+    """``batch`` sequences with ``new`` tokens each, the last at ``context``; pages in shuffled order.
+
+    kernels: op → variant, where one is switched by hand.
+    """
     bound = bucket(context) if new == 1 else context
     pages = batch * -(-context // PAGE) + 1
     kv = KVCache.allocate(model.kv, pages, PAGE, kept(model, kv_dtype), "cuda")  # type: ignore[arg-type]
-    return trial_step(model, resolve("cuda", tuning=tuning), (batch, new, context), bound=bound, kv=kv)
+    return trial_step(model, resolve("cuda", kernels, tuning), (batch, new, context), bound=bound, kv=kv)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -67,25 +87,29 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def decode(
-    model: nn.Module, batch: int, context: int, rate: float, *, tuning: Tuning | None = None, kv_dtype: str = "auto"
-) -> dict[str, Any]:
+def decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
     """Milliseconds of one decode step and of its floor."""
-    step = make_step(model, batch, 1, context, tuning, kv_dtype)
     call = functools.partial(greedy, model, step)
     call()  # compiles
-    replay = recorded(call)
-    ms = median(replay, 15, 4, "cuda") * 1e3
-    floor = (weight_bytes(model) + batch * context * kv_bytes(model, kv_dtype)) / rate * 1e3
-    return {"figure": "step.decode_ms", "batch": batch, "context": context, "value": ms, "floor_ms": floor}
+    times = [each * 1e3 for each in in_turn([recorded(call)], ROUNDS, 4, "cuda")[0]]
+    batch, context = step.query_start.numel() - 1, int(step.context_lens[0])
+    token = step.kv.nbytes / step.kv.pages / PAGE
+    floor = (weight_bytes(model) + batch * context * token) / rate * 1e3
+    return {"figure": "step.decode_ms", "batch": batch, "context": context, **spread(times), "floor_ms": floor}
 
 
 @torch.inference_mode()
-def prefill(model: nn.Module, batch: int, tokens: int, kv_dtype: str = "auto") -> dict[str, Any]:
+def prefill(model: nn.Module, step: Step) -> dict[str, Any]:
     """Milliseconds of a first step."""
-    call = functools.partial(greedy, model, make_step(model, batch, tokens, tokens, None, kv_dtype))
-    ms = median(call, 7, 1, "cuda") * 1e3
-    return {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, "value": ms}
+    times = [each * 1e3 for each in in_turn([functools.partial(greedy, model, step)], 9, 1, "cuda")[0]]
+    batch, tokens = step.query_start.numel() - 1, step.max_query
+    return {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, **spread(times)}
+
+
+def spread(times: list[float]) -> dict[str, Any]:
+    """The median as the row's value, and how far it spreads."""
+    found = Spread.of(times)
+    return {"value": found.median, "spread": asdict(found)}
 
 
 def greedy(model: nn.Module, step: Step) -> torch.Tensor:
@@ -103,13 +127,14 @@ def kv_bytes(model: nn.Module, kv_dtype: str = "auto") -> int:
     return model.kv.page_bytes(1, kept(model, kv_dtype))  # type: ignore[union-attr, operator]
 
 
-def kernels(model: nn.Module, work: Work, ceilings: Ceilings) -> None:
+def profile(model: nn.Module, work: Work, ceilings: Ceilings, kv_dtype: str, kernels: Mapping[str, str]) -> None:
     """Print where the time of one step goes, as ``modelmill profile`` does."""
     length = work.prompt + PAGE
     pages = work.batch * (length // PAGE + 1) + 2
-    held = pages * model.kv.page_bytes(PAGE, model.embed.weight.dtype)  # type: ignore[union-attr, operator]
-    tokens = max(work.batch * work.prompt, length)
-    config = RunConfig(kv_cache_bytes=held, max_num_seqs=work.batch, max_num_batched_tokens=tokens, page_size=PAGE)
+    config = RunConfig(
+        kv_cache_bytes=pages * PAGE * kv_bytes(model, kv_dtype), max_num_seqs=work.batch, page_size=PAGE,
+        max_num_batched_tokens=max(work.batch * work.prompt, length), kv_cache_dtype=kv_dtype, kernels=kernels,
+    )  # fmt: skip
     found, _ = profiled(Loop(model, config, max_model_len=length), work, ceilings)
     show(found, 16)
 
@@ -121,38 +146,49 @@ def pairs(text: str) -> Iterator[tuple[int, int]]:
         yield int(a), int(b)
 
 
-def main() -> None:
-    """Measure, print and record."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("--decode", default="")
     parser.add_argument("--prefill", default="")
-    parser.add_argument("--weights", default="dense")
+    parser.add_argument("-q", "--weights", default="dense", choices=FORMS, metavar="KIND", help=", ".join(FORMS))
+    parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES)
+    parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--save", type=Path)
-    options = parser.parse_args()
-    kv = options.kv_cache_dtype
-    model = random_model(options.shape, options.weights)
+    parser.add_argument("--state", help="of the code, for the row")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print and record."""
+    options = parse()
+    kv, switched = options.kv_cache_dtype, dict(each.split("=") for each in options.kernel)
+    model = random_model(options.shape, options.weights, head=options.quantize_head)
     rate = copy_rate()
     stamp = {
         "command": "python benchmarks/step.py " + " ".join(sys.argv[1:]), "shape": options.shape, "unit": "ms",
         "weights": options.weights, "kv": kv, "copy_gbps": round(rate / 1e9), "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__}, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **({"state": options.state} if options.state else {}),
     }  # fmt: skip
-    rows = [decode(model, b, c, rate, kv_dtype=kv) for b, c in pairs(options.decode)]
-    rows += [prefill(model, b, n, kv) for b, n in pairs(options.prefill)]
-    for row in rows:
+    works = [Work("decode", b, c) for b, c in pairs(options.decode)]
+    works += [Work("prefill", b, n) for b, n in pairs(options.prefill)]
+    for work in works:
+        new = 1 if work.phase == "decode" else work.prompt
+        step = make_step(model, work.batch, new, work.prompt, None, kv, switched)
+        row = decode(model, step, rate) if new == 1 else prefill(model, step)
+        del step  # its pages
         print(json.dumps(row), flush=True)
         if options.save:
             with options.save.open("a") as file:
                 file.write(json.dumps(row | stamp) + "\n")
     if options.profile:
-        works = [Work("decode", b, c) for b, c in pairs(options.decode)]
-        works += [Work("prefill", b, n) for b, n in pairs(options.prefill)]
         ceilings = measure("cuda", [model.embed.weight.dtype])  # type: ignore[union-attr, list-item]
         for work in works:
-            kernels(model, work, ceilings)
+            profile(model, work, ceilings, kv, switched)
 
 
 if __name__ == "__main__":

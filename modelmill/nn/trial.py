@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -12,14 +12,19 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
 from modelmill.weights import held
+from modelmill.weights.held import HeldWeight
 
 PAGE = 16
 
 
-def draw_weights(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype, device: str) -> nn.Module:
+Hold = Callable[[torch.Tensor, torch.dtype], HeldWeight]
+
+
+def draw_weights(model: nn.Module, kinds: Mapping[str, str | Hold], dtype: torch.dtype, device: str) -> nn.Module:
     """Fill a model that has no memory yet; never with zeros, which run faster than values do.
 
-    kinds: linear module → how its weight is held ("dense" where it is not named).
+    kinds: linear module → how its weight is held ("dense" where it is not named): a kind, rounded to nearest, or what
+    makes the held weight of a drawn one and the activations' dtype.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -29,7 +34,8 @@ def draw_weights(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype,
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             kind = kinds.get(name, "dense")
-            module.held = held.pack(kind, draw(*module.shape, scale=module.shape[1] ** -0.5), dtype)
+            drawn = draw(*module.shape, scale=module.shape[1] ** -0.5)
+            module.held = held.pack(kind, drawn, dtype) if isinstance(kind, str) else kind(drawn, dtype)
     for name, buffer in list(model.named_buffers()):
         parent, _, leaf = name.rpartition(".")
         value = draw(*buffer.shape) if buffer.is_meta else buffer.to(device)
