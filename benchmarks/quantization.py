@@ -211,7 +211,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
     """A table, the last row of each measurement, by checkpoint and excess."""
-    from modelmill.cli.output import size, table
+    from modelmill.cli.output import table
+    from modelmill.core.size import byte_text
 
     last = {row["key"]: row for row in rows}.values()
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -226,7 +227,13 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
                 continue
             numbers = [f"{row['perplexity']:.4f}", f"{100 * row['excess']:+.2f} %", f"{row['mean_kl']:.5f}"]
             cells.append(
-                [name or "as it is", *numbers, f"{100 * row['agreement']:.2f} %", size(row["bytes"]), row["seconds"]]
+                [
+                    name or "as it is",
+                    *numbers,
+                    f"{100 * row['agreement']:.2f} %",
+                    byte_text(row["bytes"]),
+                    row["seconds"],
+                ]
             )
         title = f"{checkpoint}: {text}, {tokens} tokens in windows of {window}"
         columns = ("build", "perplexity", "over float32", "mean KL", "same next token", "on disk", "seconds")

@@ -16,11 +16,12 @@ from modelmill.artifact.store import ACCEPTANCE, TOKENIZER, Staging
 from modelmill.artifact.tuning import StoredTuning, path_of, to_bytes
 from modelmill.build.kinds import LANGUAGE
 from modelmill.build.layers import Layers
-from modelmill.build.plan import PACKING, Piece, Plan, gib, layer_of
+from modelmill.build.plan import PACKING, Piece, Plan, layer_of
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan
 from modelmill.core.config import to_dict
 from modelmill.core.errors import AcceptanceError, ArtifactError, CheckpointError, CorruptCheckpoint, UsageError
+from modelmill.core.size import byte_text
 from modelmill.text.tokenizer import load_tokenizer
 from modelmill.weights.held import pack
 
@@ -60,7 +61,11 @@ def build(
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
-            free = f"; the engine needs {gib(plan.weight_bytes)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            free = (
+                f"; the engine needs {byte_text(plan.weight_bytes)}"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT)
+                else ""
+            )
             raise ArtifactError(f"cannot write {out}: {error.strerror}{free}; run the build again to resume") from None
         raise
     finally:

@@ -25,6 +25,7 @@ from modelmill.checkpoint.rename import Resolved, plan_renames, result_info
 from modelmill.core.config import BuildConfig, to_dict
 from modelmill.core.errors import CheckpointError, RequestError, TensorMismatch, UnknownArchitecture, UsageError
 from modelmill.core.find import find, names, nearest
+from modelmill.core.size import byte_text
 from modelmill.core.types import DEFAULTED, SamplingParams
 from modelmill.nn.kv import DTYPES as KV_DTYPES
 from modelmill.nn.kv import KVShape, held_dtype
@@ -32,6 +33,7 @@ from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.layered import Layered
 from modelmill.quant.recipe import Recipe, make_recipe
+from modelmill.quant.still import still_recipe
 from modelmill.weights.held import PackedInfo, packed_info
 
 PACKING = "rows/1"
@@ -169,10 +171,8 @@ class Plan:
         tokens = max(left, 0) // self.token_bytes
         full = tokens // self.max_model_len
         if left <= 0:
-            needed = self.weight_bytes + workspace
-            verdict = (
-                f"does not fit: weights and workspace need {gib(needed)}, the device has {gib(total)}; try -q int8"
-            )
+            needed, there = byte_text(self.weight_bytes + workspace), byte_text(total)
+            verdict = f"does not fit: weights and workspace need {needed}, the device has {there}; try -q int8"
         elif full < 1:
             verdict = f"{self.max_model_len} tokens do not fit; the longest that do: --max-model-len {tokens}"
         else:
@@ -270,12 +270,13 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
 def _still_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, sizes: Any) -> Plan:
     """The same for a model of images: no tokens, so no length, no head and nothing to calibrate on."""
     check_options(config, checkpoint.path)
-    config, reasons = _resolve(checkpoint, config, None, None)
+    recipe = still_recipe(config)
+    config, reasons = _resolve(checkpoint, config, recipe, None)
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
     renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
     model = family.Model(sizes)
-    pieces = tuple(_pieces(checkpoint, config, None, model, renames, family))
-    return Plan(checkpoint, config, family, sizes, 1, pieces, {}, reasons)
+    pieces = tuple(_pieces(checkpoint, config, recipe, model, renames, family))
+    return Plan(checkpoint, config, family, sizes, 1, pieces, {}, reasons, recipe)
 
 
 def find_family(checkpoint: Checkpoint) -> ModuleType:
@@ -302,11 +303,6 @@ def _check_generation(checkpoint: Checkpoint) -> None:
             SamplingParams(**given)
         except RequestError as error:
             raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
-
-
-def gib(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 
 def device_memory(target: str) -> tuple[int, int]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.eyes import Eyes
 from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, facts, note, progress, size, table
+from modelmill.cli.output import emit_json, facts, note, progress, table
 from modelmill.core.config import BuildConfig, option
 from modelmill.core.errors import UsageError
+from modelmill.core.size import byte_text
 
 if TYPE_CHECKING:
     from modelmill.artifact.tuning import StoredTuning
@@ -165,19 +166,23 @@ def show_plan(plan: dict[str, Any]) -> None:
     """The plan for people: what, why, and the memory it takes."""
     build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
     language = plan["kind"] == "language"
-    cache = f"{size(memory['kv_per_token'])} ({size(memory['kv_per_token_8bit'])} in 8 bits)" if language else None
+    cache = (
+        f"{byte_text(memory['kv_per_token'])} ({byte_text(memory['kv_per_token_8bit'])} in 8 bits)"
+        if language
+        else None
+    )
     options = [
         (name, _with_reason(value, reasons.get(name)))
         for name, value in build.items()
         if (value not in (None, {}) or name in reasons) and (language or name in STILL) and _concerns(name, build)
     ]
-    kinds = ", ".join(f"{name} {size(count)}" for name, count in plan["bytes_by_kind"].items())
+    kinds = ", ".join(f"{name} {byte_text(count)}" for name, count in plan["bytes_by_kind"].items())
     facts(
         [
             ("checkpoint", f"{plan['checkpoint']} ({plan['container']})"),
             ("architecture", f"{plan['model_type']}, {_depth(plan)}{plan['tensors']} tensors"),
             ("tokenizer", ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None),
-            ("weights", f"{size(memory['weights'])} ({kinds})"),
+            ("weights", f"{byte_text(memory['weights'])} ({kinds})"),
             ("longest sequence", plan["max_model_len"] if language else None),
             ("layers", _counted(build.get("layer_recipes") or {})),
             *options,
@@ -187,10 +192,10 @@ def show_plan(plan: dict[str, Any]) -> None:
     show_choice(plan["auto"])
     facts(
         [
-            ("device", f"{size(memory['device_total'])}, {size(memory['device_free'])} free now"),
-            ("while building", size(memory["build_peak"])),
-            ("weights at run time", size(memory["weights"])),
-            ("workspace at run time", size(memory["workspace"])),
+            ("device", f"{byte_text(memory['device_total'])}, {byte_text(memory['device_free'])} free now"),
+            ("while building", byte_text(memory["build_peak"])),
+            ("weights at run time", byte_text(memory["weights"])),
+            ("workspace at run time", byte_text(memory["workspace"])),
             ("KV cache per token", cache),
             ("fits", memory["fits"]),
         ],
@@ -219,7 +224,8 @@ def show_choice(found: dict[str, Any] | None) -> None:
         return
     forms = list(found["layers"][0]["kl"])[:-1]
     rows = [
-        [row["layer"], row["form"], size(row["bytes"]), *(row["kl"][form] for form in forms)] for row in found["layers"]
+        [row["layer"], row["form"], byte_text(row["bytes"]), *(row["kl"][form] for form in forms)]
+        for row in found["layers"]
     ]
     table(("layer", "chosen", "size", *(f"KL {form}" for form in forms)), rows, title="Layers, each rounded alone")
     rise = 100 * (math.exp(found["log_perplexity"]) - 1)
@@ -258,7 +264,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
             ("perplexity", perplexity if logits else None),
             ("mean KL to the checkpoint", logits.get("mean_kl")),
             ("next tokens as the checkpoint's", _share(logits.get("agreement"))),
-            ("size", size(report["bytes"]) if "bytes" in report else None),
+            ("size", byte_text(report["bytes"]) if "bytes" in report else None),
         ],
         title="Acceptance",
     )
@@ -280,7 +286,7 @@ def show_masks(report: dict[str, Any]) -> None:
             ("mask logits' error", f"{masks['logits_rel_l2']} of their size (bound {masks['logits_bound']})"),
             ("IoU with the reference", f"{masks['mask_iou_mean']} on average, {masks['mask_iou_least']} at least"),
             ("scores differ by", f"at most {masks['score_difference']}"),
-            ("size", size(report["bytes"])),
+            ("size", byte_text(report["bytes"])),
         ],
         title="Acceptance",
     )

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.cli.options import Common
-from modelmill.cli.output import emit_json, facts, size, table
+from modelmill.cli.output import emit_json, facts, table
 from modelmill.core import env
 from modelmill.core.config import option
+from modelmill.core.size import byte_text
 
 HELP = "Show the environment: devices, versions, kernels available, what is missing and how to get it."
 
@@ -154,17 +155,18 @@ def _disk_free(path: Any) -> int | None:
 def _show(found: dict[str, Any]) -> None:
     cpu = found["cpu"]
     gpus = [
-        f"{g['name']}, {size(g['memory'])}, {size(g['memory_free'])} free, sm {g['capability']}" for g in found["gpus"]
+        f"{g['name']}, {byte_text(g['memory'])}, {byte_text(g['memory_free'])} free, sm {g['capability']}"
+        for g in found["gpus"]
     ]
     facts(
         [
             ("modelmill", f"{found['modelmill']} on Python {found['python']}, {found['system']}"),
             ("CPU", f"{cpu['name']}: {cpu['cores']} cores, {cpu['threads']} threads used, {cpu['capability']}"),
-            ("memory", f"{size(cpu['memory'])}, {size(cpu['memory_free'])} free"),
+            ("memory", f"{byte_text(cpu['memory'])}, {byte_text(cpu['memory_free'])} free"),
             ("GPU", "\n".join(gpus) or "none"),
             ("CUDA", found["cuda"]),
             ("compiler", found["compiler"] or "none"),
-            ("cache", f"{found['cache']['path']}, {size(found['cache']['disk_free'] or 0)} free on its disk"),
+            ("cache", f"{found['cache']['path']}, {byte_text(found['cache']['disk_free'] or 0)} free on its disk"),
             ("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)),
         ]
     )

@@ -11,9 +11,10 @@ from typing import Any
 
 from modelmill.cli.build import show_acceptance
 from modelmill.cli.options import Common
-from modelmill.cli.output import emit_json, facts, progress, size, table
+from modelmill.cli.output import emit_json, facts, progress, table
 from modelmill.core.config import option
 from modelmill.core.errors import ModelmillError
+from modelmill.core.size import byte_text
 
 HELP = "Show what a checkpoint or an engine is: architecture, sizes, dtypes, tokenizer, chat template, acceptance."
 MORE = """Examples:
@@ -190,7 +191,7 @@ def _show(found: dict[str, Any]) -> None:
     still = found["model_type"] == "sam"
     build = found.get("build", {})
     weights = ", ".join(f"{count} {kind}" for kind, count in found.get("weights", {}).items())
-    dtypes = ", ".join(f"{dtype} {size(count)}" for dtype, count in found["bytes_by_dtype"].items())
+    dtypes = ", ".join(f"{dtype} {byte_text(count)}" for dtype, count in found["bytes_by_dtype"].items())
     architectures = ", ".join(found.get("architectures") or [])
     facts(
         [
@@ -198,7 +199,7 @@ def _show(found: dict[str, Any]) -> None:
             ("container", found.get("container")),
             *found["sizes"].items(),
             ("parameters", found["parameters"]),
-            ("tensors", f"{found['tensor_count']}, {size(found['bytes'])} ({dtypes})"),
+            ("tensors", f"{found['tensor_count']}, {byte_text(found['bytes'])} ({dtypes})"),
             ("dtype", build.get("dtype")),
             ("recipe", f"{build['quantization']}: {weights}" if engine else None),
             ("target", build.get("target")),

@@ -101,14 +101,6 @@ def _number_like(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-def size(count: int) -> str:
-    """Bytes for people."""
-    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= step:
-            return f"{count / step:.2f} {unit}"
-    return f"{count} bytes"
-
-
 @contextlib.contextmanager
 def progress(label: str, *, quiet: bool = False) -> Iterator[Progress]:
     """A bar on stderr while the block runs, if stderr is a terminal; yields the function that moves it."""

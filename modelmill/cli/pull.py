@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelmill.cli.options import Common
-from modelmill.cli.output import emit_json, note, progress, size
+from modelmill.cli.output import emit_json, note, progress
 from modelmill.core.config import option
+from modelmill.core.size import byte_text
 
 HELP = "Fetch a checkpoint: the demo model by its short name, or any model of the Hugging Face hub."
 MORE = """Examples:
@@ -39,6 +40,6 @@ def run(args: Args) -> int:
     if args.json:
         emit_json({"name": args.name, "path": str(path), "bytes": count})
     else:
-        note(f"{args.name}: {size(count)}")
+        note(f"{args.name}: {byte_text(count)}")
         print(path)
     return 0

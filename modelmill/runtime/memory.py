@@ -8,6 +8,7 @@ from torch import nn
 
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError
+from modelmill.core.size import byte_text
 from modelmill.nn.kv import KVCache, KVShape, held_dtype
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
@@ -40,10 +41,10 @@ def page_count(
         longest = max(pages, 0) * config.page_size
         source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
         advice = f"--max-model-len {longest} would fit" if longest else "free memory or use a smaller model or dtype"
-        held = f" beside {_size(weights)} of weights" if weights else ""
+        held = f" beside {byte_text(weights)} of weights" if weights else ""
         raise CapacityError(
-            f"one sequence of {max_model_len} tokens needs {_size((per_seq + 1) * size)} of KV cache, "
-            f"{source} {_size(max(given, 0))}{held}; {advice}"
+            f"one sequence of {max_model_len} tokens needs {byte_text((per_seq + 1) * size)} of KV cache, "
+            f"{source} {byte_text(max(given, 0))}{held}; {advice}"
         )
     return pages
 
@@ -124,8 +125,3 @@ def weight_bytes(model: nn.Module) -> int:
         for t in tensors:
             seen[t.data_ptr()] = t.numel() * t.element_size()
     return sum(seen.values())
-
-
-def _size(count: int) -> str:
-    """Bytes for people, in the unit that shows them."""
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB // 8 else f"{count / (1 << 20):.2f} MiB"
