@@ -40,20 +40,24 @@ class Model(Decoder):
     """The decoder with eyes. No recipe quantizes the eyes (``unquantized``)."""
 
     unquantized = (READER,)
+    mean: torch.Tensor
+    std: torch.Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         with torch.device("meta"):
             self.reader = Reader(config.reader)
+        # constants on the device, where a graph of ``read`` finds them
+        self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor(STD).view(3, 1, 1))
         self.image_size = config.reader.tower.image
         self.image_tokens = config.reader.qformer.queries
 
     def read(self, pictures: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Pictures [B, 3, S, S] uint8 → embeddings [B, 32, hidden] in the model's type."""
         like = self.reader.visual_encoder.pos_embed
-        mean, std = (torch.tensor(v, device=pictures.device).view(3, 1, 1) for v in (MEAN, STD))
         # divided by 255 first and in float32, as torchvision's ToTensor and Normalize do
-        x = (pictures.float() / 255 - mean) / std
+        x = (pictures.float() / 255 - self.mean) / self.std
         return self.reader(x.to(like.dtype), Still(ops))
 
 

@@ -357,7 +357,8 @@ def _inserted(
     """Foreign embeddings of the step's tokens, [T, H], and where they stand; (None, None) where there are none."""
     if not any(s.request.inserts for s, _ in work):
         return None, None
-    embeds: torch.Tensor | None = None
+    found: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
     mask = torch.zeros(tokens, dtype=torch.bool)
     start = 0
     for seq, count in work:
@@ -366,16 +367,18 @@ def _inserted(
             high = min(insert.position + insert.length, seq.computed + count)
             if low >= high:
                 continue
-            rows = _rows_of(insert)
-            if embeds is None:
-                embeds = torch.zeros(tokens, rows.shape[1], dtype=rows.dtype)
+            found.append(_rows_of(insert)[low - insert.position : high - insert.position].cpu())
             at = start - seq.computed
-            embeds[at + low : at + high] = rows[low - insert.position : high - insert.position].cpu()
+            places.append(torch.arange(at + low, at + high))
             mask[at + low : at + high] = True
         start += count
-    if embeds is None:
+    if not found:
         return None, None
-    return embeds.to(device), mask.to(device)
+    # what is text needs no way to the device
+    rows = torch.cat(found).to(device)
+    embeds = torch.zeros(tokens, rows.shape[1], dtype=rows.dtype, device=device)
+    embeds[torch.cat(places).to(device)] = rows
+    return embeds, mask.to(device)
 
 
 def _rows_of(insert: Insert) -> torch.Tensor:

@@ -4,32 +4,55 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from modelmill.core import log
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Insert, Request
 from modelmill.ops.shelf import Ops
+from modelmill.runtime.graph import NotRecordable, rehearsed
 
+_log = log.get(__name__)
 # pictures through the eyes at once: more gain nothing on a GPU, and take memory beside the KV pages
-BATCH = 8
+BATCH = 16
+SIZES = (1, 2, 4, 8, BATCH)
 KEPT_BYTES = 64 << 20
 Key = tuple[str, str]
 """A request's cache_salt and a picture's digest."""
+
+
+@dataclass
+class _Graph:
+    """Recorded for a number of pictures, which stand in ``given``."""
+
+    graph: torch.cuda.CUDAGraph
+    given: torch.Tensor
+    out: torch.Tensor
+
+    def replay(self, batch: torch.Tensor) -> torch.Tensor:
+        """What stands behind the batch's pictures is left from before, and nobody reads what becomes of it."""
+        self.given[: len(batch)].copy_(batch)
+        self.graph.replay()
+        return self.out
 
 
 class Eyes:
     """What a model with eyes (``read``, ``image_size``, ``image_tokens``) makes of pictures.
 
     Requests of different salts share no embeddings: how fast a picture is answered would tell that it was seen.
+    graphs: launch them as CUDA graphs, which are recorded when a number of pictures is first met.
     """
 
-    def __init__(self, model: nn.Module, ops: Ops, device: str, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self, model: nn.Module, ops: Ops, device: str, kept_bytes: int = KEPT_BYTES, *, graphs: bool = False
+    ) -> None:
         self._model: Any = model
         self._ops, self._device = ops, device
+        self._graphs: dict[int, _Graph] | None = {} if graphs else None
         self._kept: OrderedDict[Key, torch.Tensor] = OrderedDict()
         self._room = kept_bytes
 
@@ -54,11 +77,48 @@ class Eyes:
         self._keep(found)
         return [_with(request, found) for request in requests]
 
+    def warm_up(self, largest: int = BATCH) -> None:
+        """Record the graphs of up to ``largest`` pictures now, not when they are first needed."""
+        side = getattr(self._model, "image_size", None)
+        for count in (size for size in SIZES if size <= largest and side is not None and self._graphs is not None):
+            self._read([torch.zeros(side, side, 3, dtype=torch.uint8)] * count)
+
+    @torch.inference_mode()
     def _read(self, pictures: list[Any]) -> Iterable[torch.Tensor]:
         """Embeddings on the CPU, where the packer takes them from."""
-        batch = torch.stack([torch.as_tensor(picture) for picture in pictures]).permute(0, 3, 1, 2)
-        with torch.inference_mode():
-            return list(self._model.read(batch.to(self._device), self._ops).cpu())
+        batch = torch.stack([torch.as_tensor(picture) for picture in pictures])
+        return list(self._seen(batch)[: len(pictures)].cpu())
+
+    def _seen(self, batch: torch.Tensor) -> torch.Tensor:
+        """Pictures [B, S, S, 3] uint8 → embeddings [at least B, 32, hidden] on the device."""
+        if self._graphs is not None:
+            size = next(size for size in SIZES if size >= len(batch))
+            try:
+                if size not in self._graphs:
+                    self._graphs[size] = self._record(size, batch)
+                return self._graphs[size].replay(batch)
+            except NotRecordable as error:
+                _log.warning("pictures are read without CUDA graphs: %s", error)
+                self._graphs = None
+        return self._call(batch.to(self._device))
+
+    def _call(self, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._model.read(batch.permute(0, 3, 1, 2), self._ops)
+        return found
+
+    def _record(self, size: int, batch: torch.Tensor) -> _Graph:
+        """Raises NotRecordable where an op waits for the host."""
+        given = torch.zeros(size, *batch.shape[1:], dtype=torch.uint8, device=self._device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._call(given)  # what compiles or allocates at first
+            rehearsed(lambda: self._call(given))
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = self._call(given)
+        return _Graph(graph, given, out)
 
     def _check(self, insert: Insert) -> None:
         size = getattr(self._model, "image_size", None)

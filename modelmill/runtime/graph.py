@@ -95,18 +95,8 @@ class Graphs:
         return self._pick(logits, batch.views.how(len(logits)) if kind == DRAWN else None)
 
     def _rehearse(self, batch: Batch, kind: str) -> None:
-        """Once: an op that waits for the host (a torch reference with ``tolist``) cannot be recorded."""
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            # torch warns that the mode is a prototype
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            self._run(batch, kind)
-        except RuntimeError as error:
-            raise NotRecordable(str(error)) from None
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        """Once."""
+        rehearsed(lambda: self._run(batch, kind))
         self._rehearsed.add(kind)
 
     def _room(self, logits: torch.Tensor) -> torch.Tensor:
@@ -115,6 +105,24 @@ class Graphs:
             shape = (self.sizes[-1], logits.shape[1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
         return self._logits
+
+
+def rehearsed(call: Callable[[], object]) -> None:
+    """Call what will be recorded: an op that waits for the host (a torch reference with ``tolist``) cannot be.
+
+    Raises NotRecordable.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # torch warns that the mode is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        raise NotRecordable(str(error)) from None
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def sizes_upto(largest: int) -> list[int]:

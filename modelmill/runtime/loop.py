@@ -100,7 +100,7 @@ class Loop:
         # the last page is scrap: some variants write padding there
         kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
         packer = Packer(self.scheduler.tables, self.page_size, self.device)
-        self.eyes = Eyes(model, self.ops, self.device)
+        self.eyes = Eyes(model, self.ops, self.device, graphs=cuda and config.cuda_graphs)
         self.sampler = Sampler(self.vocab, self.device, self.ops)
         self.runner = Runner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs, mesh)
         self._overlap = cuda if overlap is None else overlap
@@ -288,6 +288,7 @@ class Loop:
 
     def warm_up(self, largest: int | None = None) -> None:
         """Record the graphs for decoding up to ``largest`` sequences now, not when they are first needed."""
+        self.eyes.warm_up()
         if self.runner.graphs is not None:
             self.runner.warm_up(min(largest or self.config.max_num_seqs, self.runner.graphs.largest))
 
