@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from modelmill.artifact.exchange import exchange
 from modelmill.artifact.manifest import NAME, Manifest
 from modelmill.artifact.shard import Info, ShardReader, ShardWriter
 from modelmill.core.errors import ArtifactError, CorruptArtifact, UsageError
@@ -181,14 +182,21 @@ class Staging:
         _write(self.path / NAME, manifest.to_json().encode())
 
     def publish(self) -> None:
-        """Move the finished engine to its place in one rename; an older engine there is replaced."""
+        """Move the finished engine to its place in one step; an older engine there is replaced.
+
+        Only where the file system cannot exchange two names is there a moment with no engine at its place.
+        """
         (self.path / _JOURNAL).unlink(missing_ok=True)
         old = self.target.parent / f".{self.target.name}.old"
         shutil.rmtree(old, ignore_errors=True)
-        if self.target.exists():
+        if not self.target.exists():
+            os.rename(self.path, self.target)
+        elif exchange(self.path, self.target):
+            self.discard()  # the older engine now; without its journal no build would go on with it
+        else:
             os.rename(self.target, old)
-        os.rename(self.path, self.target)
-        shutil.rmtree(old, ignore_errors=True)
+            os.rename(self.path, self.target)
+            shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
         """Throw the staged folder away (a refused engine must not be resumed)."""
