@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +73,7 @@ class Eyes:
         new = [key for key in wanted if key not in found]
         for start in range(0, len(new), BATCH):
             some = new[start : start + BATCH]
-            found.update(zip(some, self._read([wanted[key] for key in some]), strict=True))
+            found.update(zip(some, self.read([wanted[key] for key in some]), strict=True))
         self._keep(found)
         return [_with(request, found) for request in requests]
 
@@ -81,11 +81,11 @@ class Eyes:
         """Record the graphs of up to ``largest`` pictures now, not when they are first needed."""
         side = getattr(self._model, "image_size", None)
         for count in (size for size in SIZES if size <= largest and side is not None and self._graphs is not None):
-            self._read([torch.zeros(side, side, 3, dtype=torch.uint8)] * count)
+            self.read([torch.zeros(side, side, 3, dtype=torch.uint8)] * count)
 
     @torch.inference_mode()
-    def _read(self, pictures: list[Any]) -> Iterable[torch.Tensor]:
-        """Embeddings on the CPU, where the packer takes them from."""
+    def read(self, pictures: Sequence[Any]) -> list[torch.Tensor]:
+        """Pictures [S, S, 3] uint8 → embeddings [length, H] on the CPU, where the packer takes them from."""
         batch = torch.stack([torch.as_tensor(picture) for picture in pictures])
         return list(self._seen(batch)[: len(pictures)].cpu())
 

@@ -1,0 +1,290 @@
+"""MiniGPT-4's published sizes on the GPU, beside transformers' plain pipeline: a picture and words in, an answer out.
+
+    python benchmarks/minigpt4.py [--sides bfloat16,int4,transformers] [--works request,many,eyes] [--rounds 5]
+                                  [--layers N] [--out FILE.jsonl]
+
+request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. many: 64 of them at once. eyes: the
+tower, the Q-Former and the projection alone, one picture and 16. Every call brings pictures that were not seen before.
+A side's call runs from pixels (ours: bytes; transformers: normalised floats, as its processor gives them) on the host
+to ids on the host. Sides take turns call by call on one card, and their seconds become a figure by one function
+(``statistic.whole``). Weights are drawn at random: the language model is LLaMA-7B's shape with Vicuna's vocabulary.
+Sides of ours: how the language model's matrices are held (``forms.py``; bfloat16: as they are), ``+int8-tower``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.forms import form  # noqa: E402
+from benchmarks.make_checkpoint import LLAMA_7B  # noqa: E402
+from benchmarks.side import prompts_of  # noqa: E402
+from benchmarks.statistic import whole  # noqa: E402
+from modelmill.core.config import RunConfig  # noqa: E402
+from modelmill.core.types import Insert  # noqa: E402
+from modelmill.eval.report import device_name, versions  # noqa: E402
+from modelmill.eval.subjects import greedy_request  # noqa: E402
+from modelmill.models.minigpt4 import MEAN, STD  # noqa: E402
+from modelmill.nn.linear import Linear  # noqa: E402
+from modelmill.nn.trial import draw_weights  # noqa: E402
+from modelmill.runtime.load import build  # noqa: E402
+from modelmill.runtime.loop import Loop  # noqa: E402
+
+TOWER = {"width": 1408, "depth": 39, "heads": 16, "inner": 6144, "image": 224, "patch": 14}
+QFORMER = {
+    "width": 768, "depth": 12, "heads": 12, "inner": 3072, "seen": 1408, "every": 2, "queries": 32,
+}  # fmt: skip
+TEXT, NEW, BEFORE, MANY = 100, 100, 40, 64
+"""Tokens of text and of an answer; how many of the text stand before the picture; requests at once."""
+PEER = "transformers"
+COUNTS = {"request": (1,), "many": (MANY,), "eyes": (1, 16)}
+"""Pictures of a call, each of a request of its own."""
+Prepare = Callable[[int], Callable[[], int]]
+"""A seed for the prompts and pictures → what is timed, which gives the number of tokens that came."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One subject. asks: so many requests at once. eyes: so many pictures, without the language model."""
+
+    name: str
+    asks: Callable[[int], Prepare]
+    eyes: Callable[[int], Prepare]
+    facts: dict[str, Any]
+
+
+def shape(layers: int | None, tower: dict[str, int] = TOWER, qformer: dict[str, int] = QFORMER) -> dict[str, Any]:
+    """The config of MiniGPT-4 in its published sizes; layers: of the language model, to rehearse."""
+    config = LLAMA_7B | {"vocab_size": 32001} | ({} if layers is None else {"num_hidden_layers": layers})
+    return config | {"model_type": "minigpt4", "reader": {"tower": tower, "qformer": qformer}}
+
+
+def drawn(name: str, config: dict[str, Any], device: str) -> nn.Module:
+    """Our model with weights held as a side's name says."""
+    language, _, tower = name.partition("+")
+    kind = "dense" if language == "bfloat16" else language
+    model = build("minigpt4", config)
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    held = {name: form(kind) for name in linears if name.startswith("layers.")}
+    if tower == "int8-tower":
+        held |= {name: form("smoothquant") for name in linears if name.startswith("reader.visual_encoder.blocks.")}
+    elif tower:
+        raise SystemExit(f"{name}: behind the + may stand int8-tower")
+    return draw_weights(model, held, torch.bfloat16, device)
+
+
+def pictures(count: int, seed: int, side: int) -> torch.Tensor:
+    """[count, S, S, 3] uint8 that no other seed gives."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=generator)
+
+
+def ours(name: str, config: dict[str, Any], device: str) -> Side:
+    """A loop around a drawn model."""
+    model = drawn(name, config, device)
+    queries, side = config["reader"]["qformer"]["queries"], config["reader"]["tower"]["image"]
+    length = TEXT + queries + NEW
+    page = 16
+    size = model.kv.page_bytes(page, torch.bfloat16)  # type: ignore[union-attr, operator]
+    told = {"kv_cache_bytes": (MANY + 1) * -(-length // page) * size, "max_num_seqs": MANY, "page_size": page}
+    run = RunConfig(**told, max_model_len=length, device=device, enable_prefix_caching=False)
+    loop = Loop(model, run, max_model_len=length)
+
+    def asks(count: int) -> Prepare:
+        return functools.partial(_requests, loop, count, queries, side)
+
+    def eyes(count: int) -> Prepare:
+        def prepare(seed: int) -> Callable[[], int]:
+            shown = list(pictures(count, seed, side))
+            return lambda: len(loop.eyes.read(shown))
+
+        return prepare
+
+    facts = {"device": device_name(loop.device), "versions": versions(), "kernels": dict(loop.ops.chosen)}
+    return Side(name, asks, eyes, facts)
+
+
+def _requests(loop: Loop, count: int, queries: int, side: int, seed: int) -> Callable[[], int]:
+    prompts = prompts_of([(TEXT, NEW)] * count, seed)
+    shown = pictures(count, seed, side).numpy()
+    requests = []
+    for i, prompt in enumerate(prompts):
+        ids = [*prompt[:BEFORE], *[0] * queries, *prompt[BEFORE:]]
+        insert = Insert(BEFORE, queries, f"{seed}-{i}", shown[i])
+        requests.append(replace(greedy_request(f"{seed}-{i}", ids, NEW), inserts=(insert,)))
+
+    def call() -> int:
+        loop.add_all(requests)
+        tokens = ended = 0
+        while ended < count:
+            for token in loop.step():
+                tokens += token.id is not None
+                ended += token.finish is not None
+        return tokens
+
+    return call
+
+
+def theirs(config: dict[str, Any], device: str) -> Side:
+    """transformers' BLIP-2 with a LLaMA behind it: one static batch through generate()."""
+    import transformers
+
+    from benchmarks.proxy import randomise
+
+    tower, qformer = config["reader"]["tower"], config["reader"]["qformer"]
+    text = transformers.LlamaConfig(
+        **{k: v for k, v in config.items() if k not in ("reader", "model_type", "architectures", "torch_dtype")}
+    )
+    vision = transformers.Blip2VisionConfig(
+        hidden_size=tower["width"], intermediate_size=tower["inner"], num_hidden_layers=tower["depth"],
+        num_attention_heads=tower["heads"], image_size=tower["image"], patch_size=tower["patch"], qkv_bias=True,
+    )  # fmt: skip
+    asking = transformers.Blip2QFormerConfig(
+        hidden_size=qformer["width"], num_hidden_layers=qformer["depth"], num_attention_heads=qformer["heads"],
+        intermediate_size=qformer["inner"], encoder_hidden_size=qformer["seen"],
+        cross_attention_frequency=qformer["every"], layer_norm_eps=1e-12,
+    )  # fmt: skip
+    words = {"text_config": text.to_dict(), "num_query_tokens": qformer["queries"], "image_token_index": 0}
+    told = transformers.Blip2Config(vision_config=vision.to_dict(), qformer_config=asking.to_dict(), **words)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = transformers.Blip2ForConditionalGeneration(told).to(torch.bfloat16).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+    randomise(model)
+    how = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, eos_token_id=None, pad_token_id=0
+    )
+
+    def floats(count: int, seed: int) -> torch.Tensor:
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (MEAN, STD))
+        return (pictures(count, seed, tower["image"]).permute(0, 3, 1, 2).float() / 255 - mean) / std
+
+    def asks(count: int) -> Prepare:
+        def prepare(seed: int) -> Callable[[], int]:
+            prompts = [
+                [*prompt[:BEFORE], *[0] * qformer["queries"], *prompt[BEFORE:]]
+                for prompt in prompts_of([(TEXT, NEW)] * count, seed)
+            ]
+            asked, shown = torch.tensor(prompts), floats(count, seed)
+
+            @torch.inference_mode()
+            def call() -> int:
+                ids, values = asked.to(device), shown.to(device, torch.bfloat16)
+                mask = torch.ones_like(ids)
+                out = model.generate(pixel_values=values, input_ids=ids, attention_mask=mask, generation_config=how)
+                told = out.tolist()
+                return count * (len(told[0]) - (asked.shape[1] if len(told[0]) > NEW else 0))
+
+            return call
+
+        return prepare
+
+    def eyes(count: int) -> Prepare:
+        def prepare(seed: int) -> Callable[[], int]:
+            shown = floats(count, seed)
+
+            @torch.inference_mode()
+            def call() -> int:
+                image = model.vision_model(shown.to(device, torch.bfloat16)).last_hidden_state
+                queries = model.query_tokens.expand(count, -1, -1)
+                asked = model.qformer(query_embeds=queries, encoder_hidden_states=image).last_hidden_state
+                return len(model.language_projection(asked.to(torch.bfloat16)).cpu())
+
+            return call
+
+        return prepare
+
+    found = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
+    return Side(PEER, asks, eyes, {"device": device_name(device), "versions": found})
+
+
+def rows(sides: Sequence[Side], works: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """One row a side and work; sides take turns."""
+    found = []
+    for work, count in [(each, count) for each in works for count in COUNTS[each]]:
+        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+        for turn in range(rounds + 1):
+            for side in sides:
+                prepare = (side.eyes if work == "eyes" else side.asks)(count)
+                took = timed(prepare(turn + 1000 * count), count * (1 if work == "eyes" else NEW), side.name)
+                if turn:  # the first compiles and records
+                    seconds[side.name].append(took)
+        found += [row(work, count, side, seconds[side.name]) for side in sides]
+    return found
+
+
+def timed(call: Callable[[], int], wanted: int, name: str) -> float:
+    """Seconds of one call that must give so many tokens (embeddings)."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    count = call()
+    took = time.perf_counter() - began
+    if count != wanted:
+        raise SystemExit(f"{name} gave {count} where {wanted} were asked for")
+    return took
+
+
+def row(work: str, count: int, side: Side, seconds: Sequence[float]) -> dict[str, Any]:
+    """What is kept of one figure."""
+    figure = whole(seconds, 1e3)
+    told = {
+        "bench": "minigpt4", "work": work, "pictures": count, "subject": side.name, "value": round(figure.value, 3),
+        "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
+        "statistic": "median of whole calls, sides in turn",
+    }  # fmt: skip
+    if work == "many":
+        told["requests_per_s"] = round(count / figure.value * 1e3, 2)
+    print(json.dumps(told), flush=True)
+    return told | {"facts": side.facts}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sides", default=f"bfloat16,int4,{PEER}")
+    parser.add_argument("--works", default="eyes,request,many")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, help="of the language model, to rehearse; such rows are no evidence")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print and record."""
+    options = parse()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = shape(options.layers)
+    names = options.sides.split(",")
+    sides = [theirs(config, device) if name == PEER else ours(name, config, device) for name in names]
+    command = shlex.join(["python", "benchmarks/minigpt4.py", *sys.argv[1:]])
+    found = rows(sides, options.works.split(","), options.rounds)
+    if options.out:
+        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        with options.out.open("a", encoding="utf-8") as sink:
+            for each in found:
+                told = each | each.pop("facts") | {"command": command, "date": date}
+                sink.write(json.dumps(told, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

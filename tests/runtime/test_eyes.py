@@ -1,0 +1,171 @@
+"""What the loop makes of pictures: batches, what is kept, and on a GPU the same through recorded graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from modelmill.core.types import Insert, Request, SamplingParams
+from modelmill.nn.still import Still
+from modelmill.nn.trial import draw_weights
+from modelmill.ops.shelf import Ops, resolve
+from modelmill.runtime.eyes import BATCH, Eyes
+from modelmill.runtime.load import build
+from modelmill.weights import held
+
+SIDE, QUERIES, WIDTH = 4, 2, 3
+TINY = {
+    "tower": {"width": 176, "depth": 3, "heads": 2, "inner": 320, "image": 56, "patch": 14},
+    "qformer": {"width": 64, "depth": 4, "heads": 4, "inner": 96, "seen": 176, "every": 2, "queries": 8},
+}
+PUBLISHED: dict[str, dict[str, int]] = {"tower": {}, "qformer": {}}
+
+
+class Looking(nn.Module):
+    """A model whose embeddings tell the picture's mean; it counts what it reads."""
+
+    image_size, image_tokens = SIDE, QUERIES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def read(self, pictures: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """[B, 3, S, S] → [B, QUERIES, WIDTH]."""
+        assert pictures.shape[1:] == (3, SIDE, SIDE)
+        self.batches.append(len(pictures))
+        return pictures.float().mean((1, 2, 3))[:, None, None].expand(-1, QUERIES, WIDTH)
+
+
+def asked(*pictures: Any, salt: str = "") -> Request:
+    inserts = tuple(Insert(i * QUERIES, QUERIES, f"digest{p.flat[0]}-{p.flat[1]}", p) for i, p in enumerate(pictures))
+    params = SamplingParams(max_tokens=1).resolved({})
+    return Request(id="a", prompt=(0,) * 99, params=params, inserts=inserts, cache_salt=salt)
+
+
+def picture(value: int) -> np.ndarray:
+    return np.full((SIDE, SIDE, 3), value, np.uint8)
+
+
+def test_every_picture_is_read_once_in_batches() -> None:
+    model = Looking()
+    eyes = Eyes(model, resolve("cpu"), "cpu")
+    shown = [picture(i) for i in range(2 * BATCH + 3)]
+    found = eyes.see([asked(*shown[:5]), asked(), asked(*shown)])
+    assert model.batches == [BATCH, BATCH, 3]
+    for request, wanted in zip(found, (shown[:5], [], shown), strict=True):
+        assert [float(insert.handle[0, 0]) for insert in request.inserts] == [float(p.mean()) for p in wanted]
+    again = eyes.see([asked(shown[7])])
+    assert len(model.batches) == 3, "the picture was seen lately"
+    assert torch.equal(again[0].inserts[0].handle, found[2].inserts[7].handle)
+    eyes.see([asked(shown[7], salt="another tenant")])
+    assert model.batches[3:] == [1], "what one tenant has shown is not known to another"
+
+
+def test_only_the_latest_stay() -> None:
+    model = Looking()
+    eyes = Eyes(model, resolve("cpu"), "cpu", kept_bytes=2 * QUERIES * WIDTH * 4)
+    for value in (1, 2, 3, 2, 3, 1):
+        eyes.see([asked(picture(value))])
+    assert model.batches == [1, 1, 1, 1], "two have room; 1 was forgotten"
+    assert eyes.kept == 2 * QUERIES * WIDTH * 4
+
+
+def config_of(sizes: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """Of a MiniGPT-4 whose language model is small."""
+    return {
+        "model_type": "minigpt4", "vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "reader": sizes,
+    }  # fmt: skip
+
+
+def drawn(config: dict[str, Any]) -> Any:
+    """A model in float32 on the CPU; its activations keep near 1."""
+    model: Any = draw_weights(build("minigpt4", config), {}, torch.float32, "cpu")
+    kernel = model.reader.visual_encoder.patch_embed.proj.weight
+    kernel *= kernel[0].numel() ** -0.5
+    return model
+
+
+def moved(plain: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The same model on the GPU in another type."""
+    model: Any = build("minigpt4", config)
+    for name, module in model.named_modules():
+        if hasattr(module, "shape") and hasattr(module, "take"):
+            module.held = held.pack("dense", plain.get_submodule(name).held.weight.to("cuda"), dtype)
+    for name, buffer in list(plain.named_buffers()):
+        parent, _, leaf = name.rpartition(".")
+        kept = name in ("mean", "std") or "ln_vision" in name
+        setattr(model.get_submodule(parent), leaf, buffer.to("cuda", None if kept else dtype))
+    return model.eval()
+
+
+def shown(count: int, side: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return list(torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=generator))
+
+
+@pytest.fixture(scope="module", params=[TINY, PUBLISHED], ids=["tiny", "published"])
+def known(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any], list[torch.Tensor], torch.Tensor]:
+    """(a model on the CPU, its config, pictures, their embeddings in float32)."""
+    config = config_of(request.param)
+    plain = drawn(config)
+    pictures = shown(3, plain.image_size)
+    with torch.inference_mode():
+        wanted = plain.read(torch.stack(pictures).permute(0, 3, 1, 2), resolve("cpu"))
+    return plain, config, pictures, wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 2e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)], ids=str
+)
+def test_on_a_gpu_as_in_float32_on_the_cpu(
+    known: Any, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    plain, config, pictures, wanted = known
+    model, ops = moved(plain, config, dtype), resolve("cuda")
+    for graphs in (True, False):
+        found = Eyes(model, ops, "cuda", graphs=graphs).read(pictures)
+        for ours, theirs in zip(found, wanted, strict=True):
+            off = float((ours.float() - theirs).norm() / theirs.norm())
+            print(f"{dtype}, graphs {graphs}: off by {off:.3g}")
+            assert off <= bound
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_every_number_of_pictures() -> None:
+    config = config_of(TINY)
+    model, ops = moved(drawn(config), config, torch.bfloat16), resolve("cuda")
+    eyes, plain = Eyes(model, ops, "cuda", graphs=True), Eyes(model, ops, "cuda")
+    eyes.warm_up(2)
+    for count in (1, 2, 3, 7, 16, 5, 1):
+        pictures = shown(count, 56)
+        alone = [plain.read([each])[0] for each in pictures]
+        for ours, theirs in zip(eyes.read(pictures), alone, strict=True):
+            assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 2e-2
+
+
+@pytest.mark.gpu
+def test_an_op_that_waits_for_the_host_is_launched_instead(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(TINY)
+    model, ops = moved(drawn(config), config, torch.float32), resolve("cuda")
+    wanted = Eyes(model, ops, "cuda").read(shown(1, 56))
+
+    def waiting(images: torch.Tensor, still: Still) -> torch.Tensor:
+        assert torch.isfinite(images.sum()).item()
+        found: torch.Tensor = type(model.reader).forward(model.reader, images, still)
+        return found
+
+    model.reader.forward = waiting
+    with caplog.at_level("WARNING"):
+        found = Eyes(model, ops, "cuda", graphs=True).read(shown(1, 56))
+    assert torch.equal(found[0], wanted[0])
+    assert "without CUDA graphs" in caplog.text
