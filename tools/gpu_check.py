@@ -23,6 +23,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
 
 COUNT, TOKENS = 20, 64
+KV_BYTES = 1 << 30  # enough for all answers at once, and leaves the card to others
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 
 
@@ -32,7 +33,7 @@ def engine(gguf: Path, target: str, dtype: str, folder: Path) -> LLM:
     started = time.perf_counter()
     report = build_engine(gguf, out, BuildConfig(dtype=dtype, target=target))
     print(f"{out.name}: {report['verdict']}, built in {time.perf_counter() - started:.1f} s", flush=True)
-    return LLM(out, device=target)
+    return LLM(out, device=target, kv_cache_bytes=KV_BYTES)
 
 
 def expect(args: argparse.Namespace) -> int:
