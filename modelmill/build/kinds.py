@@ -17,6 +17,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, UsageError
 from modelmill.core.find import find, names
+from modelmill.quant.still import KNOWN
 
 LANGUAGE, SEGMENTATION = "language", "segmentation"
 
@@ -53,8 +54,15 @@ def dtype_of(family: ModuleType, name: str, dtype: torch.dtype) -> torch.dtype:
 
 def check_options(config: BuildConfig, path: object) -> None:
     """Raise UsageError for options that mean nothing to a model that segments images."""
-    if config.quantization != "none":
-        raise UsageError(f"-q {config.quantization}: {path} segments images, and recipes are for language models")
+    if config.quantization not in KNOWN:
+        raise UsageError(
+            f"-q {config.quantization}: {path} segments images, and this recipe is for language models; "
+            "take -q int8 (weights and activations) or -q fp8"
+        )
+    if config.quantization != "none" and config.activation_scales == "tensor":
+        raise UsageError(
+            f"--activation-scales tensor: {path} segments images, whose activations are scaled by token; leave it out"
+        )
     if config.kv_cache_dtype != "auto":
         raise UsageError(f"--kv-cache-dtype: {path} segments images and has no KV cache; leave it out")
     if config.max_model_len is not None:

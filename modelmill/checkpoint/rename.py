@@ -34,6 +34,7 @@ class Rule:
         "bias_q0v"    the biases of q and of v with zeros between them, for keys that have none
         "fold_weight" a convolution's weight with the batch norm behind it: weight; its weight, running_var
         "fold_bias"   the bias that the batch norm leaves: its bias, weight, running_mean, running_var
+        "pointwise"   a convolution of 1×1 as the matrix that it is: [o, i, 1, 1] -> [o, i]
         so "transpose+part0:0/3" takes q out of GPT-2's c_attn; `STEPS` is the list.
     optional: sources that are all absent make no target instead of an error.
     """
@@ -260,6 +261,13 @@ def _fold_bias(sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __
     return (bias - mean * gain * torch.rsqrt(variance + FOLD_EPS)).to(dtype)
 
 
+def _pointwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
+    shape = _one(shapes)
+    if len(shape) != 4 or shape[2:] != (1, 1):
+        raise TensorMismatch(f"shape {list(shape)} is no convolution of 1×1")
+    return shape[:2]
+
+
 STEPS: dict[str, Step] = {
     "copy": Step(lambda shapes, _: _one(shapes), lambda sources, *_: next(sources)),
     "cat0": Step(_cat_shape(0), _cat(0)),
@@ -272,4 +280,5 @@ STEPS: dict[str, Step] = {
     "bias_q0v": Step(_q0v_shape, _q0v),
     "fold_weight": Step(_fold_shape, _fold_weight),
     "fold_bias": Step(_fold_shape, _fold_bias),
+    "pointwise": Step(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),
 }

@@ -37,19 +37,19 @@ class TinySpec:
 
 
 class Bottleneck(nn.Module):
-    """1×1 → 3×3 by channel → 1×1, added to its input."""
+    """1×1 → 3×3 by channel → 1×1, added to its input; a convolution of 1×1 is a linear layer of each pixel."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         inner = 4 * width
-        self.conv1 = Conv2d(width, inner, 1)
+        self.conv1 = Linear(width, inner, bias=True)
         self.conv2 = Conv2d(inner, inner, 3, pad=1, groups=inner)
-        self.conv3 = Conv2d(inner, width, 1)
+        self.conv3 = Linear(inner, width, bias=True)
 
-    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:  # noqa: ARG002
-        """[B, C, H, W], the same shape."""
-        inner = F.gelu(self.conv2(F.gelu(self.conv1(x))))
-        return F.gelu(x + self.conv3(inner))
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[B, H, W, C], the same shape."""
+        inner = F.gelu(by_pixel(self.conv2, F.gelu(still.linear(self.conv1, x))))
+        return F.gelu(x + still.linear(self.conv3, inner))
 
 
 class Merge(nn.Module):
@@ -57,13 +57,14 @@ class Merge(nn.Module):
 
     def __init__(self, width: int, out: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = Conv2d(width, out, 1)
+        self.conv1 = Linear(width, out, bias=True)
         self.conv2 = Conv2d(out, out, 3, stride=stride, pad=1, groups=out)
-        self.conv3 = Conv2d(out, out, 1)
+        self.conv3 = Linear(out, out, bias=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, C, H, W] → [B, C', H', W']."""
-        return self.conv3(F.gelu(self.conv2(F.gelu(self.conv1(x)))))
+    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+        """[B, H, W, C] → [B, H', W', C']."""
+        inner = F.gelu(by_pixel(self.conv2, F.gelu(still.linear(self.conv1, x))))
+        return still.linear(self.conv3, inner)
 
 
 class TinyAttention(nn.Module):
@@ -111,7 +112,7 @@ class TinyMLP(nn.Module):
 
 
 class TinyBlock(nn.Module):
-    """Attention, added; a convolution by channel, in its place; MLP, added. [B, C, H, W], the same shape."""
+    """Attention, added; a convolution by channel, in its place; MLP, added. [B, H, W, C], the same shape."""
 
     def __init__(self, width: int, heads: int, window: int, eps: float) -> None:
         super().__init__()
@@ -120,12 +121,9 @@ class TinyBlock(nn.Module):
         self.mlp = TinyMLP(width, eps)
 
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
-        """[B, C, H, W], the same shape."""
-        tokens = x.permute(0, 2, 3, 1)
-        tokens = tokens + self.attn(tokens, still)
-        tokens = self.local_conv(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        tokens = tokens + self.mlp(tokens, still)
-        return tokens.permute(0, 3, 1, 2)
+        """[B, H, W, C], the same shape."""
+        x = by_pixel(self.local_conv, x + self.attn(x, still))
+        return x + self.mlp(x, still)
 
 
 class Stage(nn.Module):
@@ -143,14 +141,14 @@ class Stage(nn.Module):
         self.downsample = None if last else Merge(width, spec.widths[index + 1], spec.strides[index])
 
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
-        """[B, C, H, W] → [B, C', H', W']."""
+        """[B, H, W, C] → [B, H', W', C']."""
         for block in self.blocks:
             x = block(x, still)
-        return x if self.downsample is None else self.downsample(x)
+        return x if self.downsample is None else self.downsample(x, still)
 
 
 class Encoder(nn.Module):
-    """An image to its embedding."""
+    """An image to its embedding. Inside, a pixel's channels lie side by side (channels last)."""
 
     def __init__(self, spec: TinySpec) -> None:
         super().__init__()
@@ -164,7 +162,13 @@ class Encoder(nn.Module):
 
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
         """[B, 3, S, S] → [B, 256, S/16, S/16]."""
-        x = self.patch_embed["2"](F.gelu(self.patch_embed["0"](x)))
+        x = x.contiguous(memory_format=torch.channels_last)
+        x = self.patch_embed["2"](F.gelu(self.patch_embed["0"](x))).permute(0, 2, 3, 1)
         for layer in self.layers:
             x = layer(x, still)
-        return self.neck(x)
+        return self.neck(x.permute(0, 3, 1, 2))
+
+
+def by_pixel(conv: Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """A convolution on [B, H, W, C]: what lies channels last is a view of what it reads, and of what it puts out."""
+    return conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

@@ -108,7 +108,9 @@ def describe(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
 
 
 class Model(nn.Module):
-    """The three stages. ``config`` holds the sizes."""
+    """The three stages. ``config`` holds the sizes. Recipes quantize the encoder's linear layers alone."""
+
+    unquantized = ("prompt_encoder.", "mask_decoder.")
 
     def __init__(self, config: SamConfig) -> None:
         super().__init__()
@@ -178,7 +180,8 @@ def _folded(name: str) -> Rule:
         return Rule(name, (name,))
     stem = re.sub(r"patch_embed\.([02])$", r"patch_embed.seq.\1", found[1])
     if found[2] == "weight":
-        return Rule(name, (f"{stem}.c.weight", f"{stem}.bn.weight", f"{stem}.bn.running_var"), "fold_weight")
+        how = "fold_weight+pointwise" if re.search(r"\.conv[13]$", stem) else "fold_weight"
+        return Rule(name, (f"{stem}.c.weight", f"{stem}.bn.weight", f"{stem}.bn.running_var"), how)
     parts = ("bias", "weight", "running_mean", "running_var")
     return Rule(name, tuple(f"{stem}.bn.{part}" for part in parts), "fold_bias")
 

@@ -57,10 +57,44 @@ def test_the_plan_tells_of_memory_without_a_cache(tmp_path: Path) -> None:
     assert told["memory"]["fits"].startswith("one picture needs")
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"max_model_len": 100}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int4"},
+        {"quantization": "smoothquant"},
+        {"quantization": "auto"},
+        {"quantization": "fp8", "activation_scales": "tensor"},
+        {"max_model_len": 100},
+    ],
+)
 def test_options_of_language_models_are_refused(tmp_path: Path, options: dict) -> None:
     with pytest.raises(UsageError, match="segments images"):
         make_plan(open_checkpoint(small_file(tmp_path)), BuildConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"quantization": "int8"}, "w8a8"),
+        ({"quantization": "int8", "activation_scales": "none"}, "int8"),
+        ({"quantization": "fp8"}, "fp8"),
+        ({"quantization": "fp8", "activation_scales": "none"}, "fp8"),
+    ],
+)
+def test_the_encoders_linear_layers_are_quantized_and_nothing_else(tmp_path: Path, options: dict, kind: str) -> None:
+    checkpoint = small_file(tmp_path / "from")
+    build(make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32", **options)), tmp_path / "e", None)
+    artifact = open_artifact(tmp_path / "e")
+    held = artifact.manifest.weights
+    inside = {f"image_encoder.blocks.{i}.{name}" for i in range(2) for name in _LINEARS}
+    assert {name for name, how in held.items() if how == kind} == inside
+    assert {how for name, how in held.items() if name not in inside} == {"dense"}
+    scale = artifact.tensor("image_encoder.blocks.0.attn.qkv.scale")
+    assert scale.dtype == torch.float32
+    assert torch.equal(artifact.tensor("image_encoder.neck.0.weight"), small_state()["image_encoder.neck.0.weight"])
+
+
+_LINEARS = ("attn.qkv", "attn.proj", "mlp.lin1", "mlp.lin2")
 
 
 def test_a_file_of_nobody_without_config(tmp_path: Path) -> None:

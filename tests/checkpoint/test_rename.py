@@ -151,3 +151,11 @@ def test_a_plan_exists_exactly_when_both_sides_agree(wanted, available):
             plan_renames(rules, [], available)
         listed = str(caught.value)
         assert all(f"{n}" in listed for n in set(wanted) ^ set(available))
+
+
+def test_a_convolution_of_one_pixel_is_a_matrix() -> None:
+    weight = torch.randn(3, 5, 1, 1)
+    found = apply(Resolved("t", ("w",), "pointwise"), {"w": weight}.__getitem__)
+    assert torch.equal(found, weight[:, :, 0, 0])
+    with pytest.raises(TensorMismatch, match="no convolution of 1×1"):
+        apply(Resolved("t", ("w",), "pointwise"), {"w": torch.zeros(3, 5, 3, 3)}.__getitem__)

@@ -169,7 +169,7 @@ class SamReference:
                     y = F.gelu(self._convolved(f"{path}.conv1", x))
                     y = F.gelu(self._convolved(f"{path}.conv2", y, pad=1, groups=y.shape[1]))
                     y = F.gelu(x + self._convolved(f"{path}.conv3", y))
-                    yield Stage(path, index, f"blocks.{i}", (x,), (y,))
+                    yield Stage(path, index, f"blocks.{i}", (by_pixel(x),), (by_pixel(y),))
                     x = y
                     continue
                 tokens = x.permute(0, 2, 3, 1)
@@ -188,7 +188,7 @@ class SamReference:
                 y = F.gelu(self._convolved(f"{path}.conv1", x))
                 y = F.gelu(self._convolved(f"{path}.conv2", y, 1 if index == 2 else 2, 1, y.shape[1]))
                 y = self._convolved(f"{path}.conv3", y)
-                yield Stage(path, index, "downsample", (x,), (y,))
+                yield Stage(path, index, "downsample", (by_pixel(x),), (by_pixel(y),))
                 x = y
         yield from self._neck(x)
 
@@ -212,6 +212,11 @@ class SamReference:
                 done = self.linear(f"{path}.proj", mixed).view(window, window, channels)
                 out[0, top : top + window, left : left + window] = done
         return out[:, :height, :width]
+
+
+def by_pixel(x: Tensor) -> Tensor:
+    """[B, C, H, W] → [B, H, W, C], as the engine's modules read and put it out."""
+    return x.permute(0, 2, 3, 1)
 
 
 def _stretched(table: Tensor, length: int) -> Tensor:
