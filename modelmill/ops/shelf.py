@@ -38,6 +38,7 @@ OPS = (
     "rope_cache",
     "paged_attention",
     "silu_mul",
+    "silu_mul_quant",
     "gelu_tanh",
     "linear",
     "int8_linear",
@@ -54,7 +55,7 @@ OPS = (
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed. What decode does not do:
 _ALONE = (
-    *("rms_norm_quant", "add_rms_norm_quant", "quantize", "w8a8_linear", "fp8_linear"),
+    *("rms_norm_quant", "add_rms_norm_quant", "silu_mul_quant", "quantize", "w8a8_linear", "fp8_linear"),
     *("cluster_quant", "clustered_linear", "argmax", "sample", "image_attention"),
 )
 SPANS = {"decode": tuple(op for op in OPS if op not in _ALONE), "gated_linear": ("linear", "silu_mul")}
@@ -78,6 +79,7 @@ class Ops:
     rope_cache: Callable[..., torch.Tensor]
     paged_attention: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
+    silu_mul_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     gelu_tanh: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     int8_linear: Callable[..., torch.Tensor]
@@ -98,6 +100,11 @@ class Ops:
     def norms_quantize(self) -> bool:
         """Whether a norm that puts out 8 bits is faster than the two ops, one after the other."""
         return self.chosen["add_rms_norm_quant"] != "torch"
+
+    @property
+    def gates_quantize(self) -> bool:
+        """The same of SwiGLU's gate."""
+        return self.chosen["silu_mul_quant"] != "torch"
 
 
 def reference(op: str) -> Callable[..., Any]:

@@ -103,6 +103,13 @@ class Held:
             x = Quantized(*ops.quantize(x, self.VALUES, self.factor), x.dtype)
         return self.multiplied(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
+    def matmul_gated(self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
+        """Of silu(first half) · second half of [T, 2·K], rounded to 8 bits in the same pass; None: not in one."""
+        if self.floats or not ops.gates_quantize:
+            return None
+        x = Quantized(*ops.silu_mul_quant(gate_up, self.VALUES, self.factor), gate_up.dtype)
+        return self.multiplied(x, self.input_scale if x.scale is None else x.scale, bias, ops)
+
     def multiplied(self, x: Quantized, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """The product with activations in 8 bits."""
         return ops.w8a8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)

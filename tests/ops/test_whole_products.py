@@ -17,17 +17,37 @@ from modelmill.ops.w8a8_linear import drawn, w8a8_linear
 
 ROUNDING = 2.0**-24
 VARIANTS = ["torch", *(name for name in shelf.variants("w8a8_linear") if name != "cuda")]
+# The kernels of a GPU, and what the shelf makes of them
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton on a GPU", "the shelf on a GPU")]
 MOST_INTERPRETED = 8_000  # sums: the interpreter runs one program after another
 
 
 def kernel(variant: str) -> Callable[..., torch.Tensor]:
     if variant == "torch":
         return w8a8_linear
+    if variant.endswith("GPU"):
+        ops = shelf.resolve("cuda", {"w8a8_linear": "triton"} if variant.startswith("triton") else None)
+        assert ops.chosen["w8a8_linear"] != "torch"
+        return on_gpu(ops.w8a8_linear)
     module = shelf.variants("w8a8_linear")[variant]
     reason = module.available("cpu")
     if reason is not None:
         pytest.skip(reason)
     return module.run
+
+
+def on_gpu(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """With tensors of the CPU; what the kernel does not write is NaN."""
+
+    def moved(**args: Any) -> torch.Tensor:
+        args = {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in args.items()}
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return run(**args).cpu()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return moved
 
 
 def fake_quantized(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
@@ -54,11 +74,11 @@ def float64_noise(args: dict[str, torch.Tensor]) -> torch.Tensor:
     return fake_quantized(**terms) * args["x"].shape[1] * 2.0**-52
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *ON_GPU])
 @pytest.mark.parametrize("rows", [1, 7, 64, 1000])
-@pytest.mark.parametrize("columns", [576, 100, 33])
+@pytest.mark.parametrize("columns", [576, 100, 33, 48])
 def test_the_kernel_is_the_fake_quantized_product(variant: str, rows: int, columns: int) -> None:
-    run, n = kernel(variant), 70
+    run, n = kernel(variant), 70 if columns != 48 else 72
     if variant == "triton":
         n = max(3, min(n, MOST_INTERPRETED // rows))
     for per_token, per_channel in ((True, True), (False, True), (True, False)):
@@ -67,7 +87,7 @@ def test_the_kernel_is_the_fake_quantized_product(variant: str, rows: int, colum
         check(run, args, bias)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *ON_GPU])
 def test_ends_of_the_range_and_rows_of_nothing(variant: str) -> None:
     """Sums as large as they can be (a row of −127 times −127), −128 of a foreign file, rows and columns of 0."""
     run, k = kernel(variant), 260
@@ -78,7 +98,7 @@ def test_ends_of_the_range_and_rows_of_nothing(variant: str) -> None:
     assert not run(**args, dtype=torch.float32)[2].any()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *ON_GPU])
 def test_a_long_sum_does_not_overflow(variant: str) -> None:
     """127 · 127 · 40,001 is 645 million: far beyond what float16, or a sum of 24 bits, holds."""
     k = 40_001

@@ -10,7 +10,7 @@ import torch
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import knows_fp8
 from modelmill.ops.triton.linear import tile
-from modelmill.ops.triton.products8 import tile8
+from modelmill.ops.triton.products8 import tile8, vector8
 
 FP8 = torch.float8_e4m3fn
 MANY = 256  # tokens from which torch's product is asked
@@ -52,6 +52,8 @@ def run(
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     if x_scale is None:
         tile(x, weight, scale, bias, out)
+    elif x.shape[0] == 1:
+        vector8(x, weight, scale, x_scale, bias, out)
     else:
         tile8(x, weight, scale, x_scale, bias, out)
     return out

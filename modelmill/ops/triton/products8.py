@@ -1,8 +1,8 @@
 """Products of 8-bit activations with 8-bit weights: int8 in whole numbers, fp8 with sums in float32.
 
-One token and int8: ``vector8`` multiplies four bytes in an instruction, no tensor core. Otherwise ``tile8``: tensor
-cores, the weight as the left operand, so that its rows fill an instruction that a few tokens would leave empty. Scales
-and bias come in once, in float32, before the one rounding.
+One token: ``vector8`` holds a few whole rows of the weight in flight; of int8 it multiplies four in an instruction. No
+tensor core. Otherwise ``tile8``: tensor cores, the weight as the left operand, so that its rows fill an instruction
+that a few tokens would leave empty. Scales and bias come in once, in float32, before the one rounding.
 """
 
 from __future__ import annotations
@@ -96,54 +96,92 @@ def vector8(
     x_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    strip: Sizes | None = None,
 ) -> None:
-    """The same for x [1, K] int8; K a multiple of 4, rows of x and weight packed."""
+    """The same for x [1, K]; int8: K a multiple of 4, rows of x and weight packed and at addresses in fours.
+
+    strip: as ``strip8`` gives it; default: by shape.
+    """
     n, k = weight.shape
-    words = k // 4
-    block = min(512, max(8, power_of_two(words)))
-    rows = 2 if n > 16384 else 1
+    whole = x.dtype is torch.int8
+    if whole:
+        x, weight, k = x.view(torch.int32), weight.view(torch.int32), k // 4
+    rows, block, warps = strip or strip8(n, weight.shape[1], whole)
+    block = min(block, power_of_two(max(k, 8)))
     _vector8[(triton.cdiv(n, rows),)](
-        x.view(torch.int32), weight.view(torch.int32), scale, x_scale, x if bias is None else bias, out, n, words,
-        BIAS=bias is not None, ASSEMBLY=not INTERPRETED, BLOCK_N=rows, BLOCK=block,
-        num_warps=max(1, min(4, block // 128)), **launch(x.device, 1),
+        x, weight, scale, x_scale, x if bias is None else bias, out, n, k, weight.stride(0),
+        BIAS=bias is not None, WHOLE=whole, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0, ONCE=k <= block,
+        BLOCK_N=rows, BLOCK_K=block, num_warps=max(1, min(warps, rows * block // 32)), **launch(x.device, 1),
     )  # fmt: skip
+
+
+def strip8(n: int, k: int, whole: bool) -> Sizes:
+    """(rows of the weight a program, columns at a time (of int8: fours of them), warps) for one token."""
+    if whole:
+        return (1, 1024, 4) if n <= 16384 else (2, 1024, 4)
+    return (1, 4096, 4) if n <= 16384 else (2, 4096, 8)
 
 
 @triton.jit
 def _vector8(
-    x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr, n, words,
-    BIAS: tl.constexpr, ASSEMBLY: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr, n, k, stride,
+    BIAS: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.minimum(row, n - 1)
-    column = tl.arange(0, BLOCK)
-    source = weight_ptr + held.to(tl.int64)[:, None] * words + column[None, :]
-    # The weight is used once in a step; its first block is on its way before x may be read.
-    w = tl.load(source, mask=(column < words)[None, :], other=0, eviction_policy="evict_first")
+    column = tl.arange(0, BLOCK_K)
+    source = weight_ptr + held.to(tl.int64)[:, None] * stride + column[None, :]
+    # The weight is used once in a step; its first block, and its scales, are on their way before x may be read.
+    w = _once(source, column < k, EVEN)
+    scale = tl.load(scale_ptr + held)
     enter(EARLY)
-    total = tl.zeros([BLOCK_N, BLOCK], tl.int32)
-    for start in range(0, words, BLOCK):
-        left = words - start
-        ahead = tl.load(
-            source + (start + BLOCK), mask=(column < left - BLOCK)[None, :], other=0, eviction_policy="evict_first"
-        )
-        x = tl.load(x_ptr + start + column, mask=column < left, other=0)
-        total = _added(w, tl.broadcast_to(x[None, :], [BLOCK_N, BLOCK]), total, ASSEMBLY)
-        w = ahead
-    out = tl.sum(total, axis=1).to(tl.float32) * tl.load(x_scale_ptr) * tl.load(scale_ptr + held)
+    if ONCE:
+        total = _added(w, x_ptr + column, column < k, WHOLE, ASSEMBLY, EVEN)
+    else:
+        total = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.int32 if WHOLE else tl.float32)
+        for start in range(0, k, BLOCK_K):
+            ahead = _once(source + (start + BLOCK_K), column < k - start - BLOCK_K, False)
+            total += _added(w, x_ptr + start + column, column < k - start, WHOLE, ASSEMBLY, EVEN)
+            w = ahead
+    out = tl.sum(total, axis=1).to(tl.float32) * tl.load(x_scale_ptr) * scale
     if BIAS:
         out += tl.load(bias_ptr + held).to(tl.float32)
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=row < n)
 
 
 @triton.jit
-def _added(w, x, total, ASSEMBLY: tl.constexpr):
-    """total + the products of the four bytes of each int32 of w and x."""
+def _once(source, inside, EVEN: tl.constexpr):
+    """Weights that no other program reads."""
+    if EVEN:
+        return tl.load(source, eviction_policy="evict_first")
+    else:  # noqa: RET505  what stands after a return is compiled as well
+        return tl.load(source, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _added(w, x_ptr, inside, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr):
+    """w [N, K] times x [K], eight neighbours, which one thread holds, added: [N, K / 8]. WHOLE: words of four int8."""
+    if EVEN:
+        x = tl.load(x_ptr)
+    else:
+        x = tl.load(x_ptr, mask=inside, other=0.0)
+    if WHOLE:
+        products = _words(w, tl.broadcast_to(x[None, :], w.shape), ASSEMBLY)
+    else:
+        products = w.to(tl.float32) * x.to(tl.float32)[None, :]
+    return tl.sum(tl.reshape(products, [w.shape[0], w.shape[1] // 8, 8]), axis=2)
+
+
+@triton.jit
+def _words(w, x, ASSEMBLY: tl.constexpr):
+    """The sum of the products of the four bytes of each int32."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", args=[w, x, total], dtype=tl.int32, is_pure=True, pack=1
+            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", args=[w, x], dtype=tl.int32, is_pure=True, pack=1
         )
-    else:  # noqa: RET505  what stands after a return is compiled as well
+    else:  # noqa: RET505
+        total = tl.zeros(w.shape, tl.int32)
         for byte in tl.static_range(4):
             total += ((w << (24 - 8 * byte)) >> 24) * ((x << (24 - 8 * byte)) >> 24)
         return total

@@ -1,0 +1,37 @@
+"""Products of many rows in fp8 on Hopper (products8.cu); few rows, or activations as they are, are Triton's work."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cuda import products8
+from modelmill.ops.cuda.products8 import available as available
+
+FEW = 64  # rows up to which
+
+
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> bool:
+    """As ``products8.supports``, more than a few rows of fp8."""
+    if x_scale is None or x.shape[0] <= FEW:
+        return False
+    return products8.supports(x, weight, scale, x_scale, dtype, bias)
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference, but that tensor cores keep fewer bits of the sums than float32 has."""
+    assert x_scale is not None, "as supports says"
+    return products8.run(x, weight, scale, x_scale, dtype, bias)

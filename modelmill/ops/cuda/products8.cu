@@ -1,0 +1,212 @@
+// Products of many rows of 8-bit activations with 8-bit weights, scaled where they are stored:
+// out[t, n] = sum_k x[t, k] · w[n, k] · x_scale[t] · scale[n] (+ bias[n]).
+//
+// A block of threads is three warpgroups, one block a multiprocessor. One thread of the first has the copy engine bring
+// slabs of 128 columns of x and w into a ring in shared memory, tile after tile without a pause; the other two multiply
+// (wgmma) and store. With TAKE_TURNS each of the two has tiles of its own: one stores while the other multiplies. Else
+// they share a tile, each half of its rows.
+//
+// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 64, 128, 256), TAKE_TURNS (0, 1), STAGES, FP8, and
+// the output: HALF (float16), WIDE (float32), else bfloat16.
+#include "hopper8.cuh"
+
+constexpr int THREADS = 384, WORKERS = 2, SLAB = 128;
+constexpr int MY_ROWS = 64 * MT, BM = TAKE_TURNS ? MY_ROWS : WORKERS * MY_ROWS;
+constexpr u32 X_BYTES = BM * SLAB, STAGE_BYTES = X_BYTES + BN * SLAB, EIGHT = 1024; // EIGHT: 8 rows of 128 bytes
+constexpr int READERS = TAKE_TURNS ? 4 : 8; // warps that read a stage
+constexpr int BAND = 2048 / BM;             // tiles of x that are served together, while they lie in the cache
+
+struct Work {
+    const float *scale, *x_scale;
+    const void *bias; // of the output's type, or null
+    void *out;
+    int tokens, n, slabs, each; // each: whether x_scale is one a token; else one for all
+};
+static_assert(sizeof(Work) == 48, "products8.py packs 48 bytes");
+
+struct Barriers {
+    u64 full[STAGES], empty[STAGES];
+};
+
+extern __shared__ __align__(1024) unsigned char shared[];
+
+// Where tile number ``index`` begins: bands of rows of x, and in each all of w, a few rows of w after the other.
+__device__ inline void place(const Work &work, int index, int &row, int &column) {
+    const int down = (work.tokens + BM - 1) / BM, across = (work.n + BN - 1) / BN;
+    const int band = index / (BAND * across), left = index - band * BAND * across;
+    const int high = down - band * BAND < BAND ? down - band * BAND : BAND;
+    row = (band * BAND + left % high) * BM;
+    column = left / high * BN;
+}
+
+__device__ inline int tiles(const Work &work) { return ((work.tokens + BM - 1) / BM) * ((work.n + BN - 1) / BN); }
+
+__device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work &work, Barriers &barriers) {
+    const u32 base = shared_address(shared);
+    const int count = tiles(work);
+    int stage = 0;
+    u32 parity = 1;
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+        int row, column;
+        place(work, index, row, column);
+        for (int slab = 0; slab < work.slabs; ++slab) {
+            const u32 target = base + stage * STAGE_BYTES, full = shared_address(&barriers.full[stage]);
+            wait(shared_address(&barriers.empty[stage]), parity);
+            arrive_expecting(full, STAGE_BYTES);
+            load_box(target, x_map, full, slab * SLAB, row);
+            load_box(target + X_BYTES, w_map, full, slab * SLAB, column);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+    }
+}
+
+__device__ inline float2 read_pair(const float *from) {
+    float2 got;
+    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(got.x), "=f"(got.y) : "l"(from));
+    return got;
+}
+
+__device__ inline float2 bias_pair(const Work &work, int column) {
+    float2 got = {0.0f, 0.0f};
+    if (work.bias == nullptr) return got;
+#ifdef WIDE
+    got = read_pair(static_cast<const float *>(work.bias) + column);
+#else
+    const u32 both = *reinterpret_cast<const u32 *>(static_cast<const unsigned short *>(work.bias) + column);
+#ifdef HALF
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+        : "=f"(got.x), "=f"(got.y)
+        : "r"(both));
+#else
+    got.x = __uint_as_float(both << 16), got.y = __uint_as_float(both & 0xFFFF0000u);
+#endif
+#endif
+    return got;
+}
+
+// Of four words a lane, word j of lane q becomes word q of lane j, among the four lanes of a quad.
+__device__ inline void exchange(u32 (&w)[4], int q) {
+    u32 a = __shfl_xor_sync(~0u, q & 1 ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, q & 1 ? w[2] : w[3], 1);
+    if (q & 1) w[0] = a, w[2] = b;
+    else w[1] = a, w[3] = b;
+    a = __shfl_xor_sync(~0u, q & 2 ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, q & 2 ? w[1] : w[3], 2);
+    if (q & 2) w[0] = a, w[1] = b;
+    else w[2] = a, w[3] = b;
+}
+
+// A warpgroup's 64 rows from ``row``, BN columns from ``column``.
+__device__ inline void store(const Work &work, Sum (&d)[BN / 2], int row, int column) {
+    const int lane = threadIdx.x % 32, q = lane % 4;
+    const int first = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    float by[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int token = first + 8 * half;
+        by[half] = work.x_scale[work.each && token < work.tokens ? token : 0];
+    }
+#pragma unroll
+    for (int four = 0; four < BN / 32; ++four) {
+#ifndef WIDE
+        u32 words[2][4];
+#endif
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int at = column + 32 * four + 8 * j + 2 * q, i = 4 * (4 * four + j);
+            float2 scale = {0.0f, 0.0f}, bias = {0.0f, 0.0f};
+            if (at < work.n) scale = read_pair(work.scale + at), bias = bias_pair(work, at);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float a = static_cast<float>(d[i + 2 * half]) * by[half] * scale.x + bias.x;
+                const float b = static_cast<float>(d[i + 2 * half + 1]) * by[half] * scale.y + bias.y;
+#ifdef WIDE
+                const int token = first + 8 * half;
+                if (token < work.tokens && at < work.n)
+                    *reinterpret_cast<float2 *>(static_cast<float *>(work.out) + u64(token) * work.n + at) = {a, b};
+#else
+                words[half][j] = rounded_pair(a, b);
+#endif
+            }
+        }
+#ifndef WIDE
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            exchange(words[half], q);
+            const int token = first + 8 * half, at = column + 32 * four + 8 * q;
+            const uint4 eight = {words[half][0], words[half][1], words[half][2], words[half][3]};
+            if (token < work.tokens && at < work.n)
+                *reinterpret_cast<uint4 *>(static_cast<unsigned short *>(work.out) + u64(token) * work.n + at) = eight;
+        }
+#endif
+    }
+}
+
+__device__ void multiply(const Work &work, Barriers &barriers, int worker) {
+    const u32 base = shared_address(shared) + (TAKE_TURNS ? 0 : worker * MY_ROWS * SLAB);
+    const int count = tiles(work), lane = threadIdx.x % 32;
+    Sum d[MT][BN / 2];
+    int turn = 0;
+    for (int index = blockIdx.x; index < count; index += gridDim.x, ++turn) {
+        if (TAKE_TURNS && turn % WORKERS != worker) continue;
+        const int before = turn * work.slabs;
+        int stage = before % STAGES, last = 0;
+        u32 parity = before / STAGES % 2;
+        for (int slab = 0; slab < work.slabs; ++slab) {
+            const u64 a = along_rows(base + stage * STAGE_BYTES, EIGHT);
+            const u64 b = along_rows(shared_address(shared) + stage * STAGE_BYTES + X_BYTES, EIGHT);
+            wait(shared_address(&barriers.full[stage]), parity);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) changed(d[m]);
+            products_begin();
+#pragma unroll
+            for (int step = 0; step < SLAB / 32; ++step) // descriptors count in 16 bytes
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+                    product8(d[m], a + m * (64 * SLAB / 16) + step * 2, b + step * 2, slab + step > 0);
+            products_end();
+            if (slab > 0) {
+                products_wait<1>();
+                if (lane == 0) arrive(shared_address(&barriers.empty[last]));
+            }
+            last = stage;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        products_wait<0>();
+#pragma unroll
+        for (int m = 0; m < MT; ++m) changed(d[m]);
+        if (lane == 0) arrive(shared_address(&barriers.empty[last]));
+        int row, column;
+        place(work, index, row, column);
+        if (!TAKE_TURNS) row += worker * MY_ROWS;
+#pragma unroll
+        for (int m = 0; m < MT; ++m) store(work, d[m], row + 64 * m, column);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+    const __grid_constant__ Work work) {
+    Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE_BYTES);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&barriers.full[i]), 1);
+            barrier_init(shared_address(&barriers.empty[i]), READERS);
+        }
+        barriers_ready();
+        prefetch_map(x_map);
+        prefetch_map(w_map);
+    }
+    __syncthreads();
+    // Placed before the kernel in front has ended: nothing that it writes, and nothing that it may still read, is
+    // touched before this.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    // 40 + 2 · 232 = 3 · 168, what the block began with.
+    if (group == 0) {
+        keep_registers<40>();
+        if (threadIdx.x == 0) load(x_map, w_map, work, barriers);
+    } else {
+        take_registers<232>();
+        multiply(work, barriers, group - 1);
+    }
+}

@@ -1,0 +1,109 @@
+"""Products of many rows of 8-bit activations with 8-bit weights, scaled where they are stored (products8.cu)."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from modelmill.core.errors import MissingDependency
+from modelmill.ops.cuda import build, launch
+
+KINDS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
+OUTPUTS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("WIDE",)}
+# Sizes of products8.cu.
+THREADS, SLAB, BARRIER_BYTES, SHARED_BYTES = 384, 128, 16, 227 << 10
+Form = tuple[int, int, int]  # MT, BN, TAKE_TURNS
+# A tile's rows of x and of w, and what a multiprocessor makes of it beside the largest.
+FORMS: dict[Form, tuple[int, int, float]] = {
+    (2, 128, 1): (128, 128, 1.0),
+    (1, 256, 0): (128, 256, 1.0),
+    (1, 128, 1): (64, 128, 0.85),
+    (1, 64, 1): (64, 64, 0.6),
+}
+
+
+def available(kind: str) -> str | None:
+    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    reason = build.available(kind)
+    if reason is None:
+        try:
+            build.compiled("products8", macros((2, 128, 1), torch.int8, torch.bfloat16))
+        except MissingDependency as problem:
+            reason = str(problem)
+    return reason
+
+
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> bool:
+    """x [T, K] and weight [N, K] of one 8-bit type and packed, K a multiple of 16 and N of 8; bias of the output's."""
+    if x.dim() != 2 or not x.numel() or x.dtype not in KINDS or weight.dtype != x.dtype or dtype not in OUTPUTS:
+        return False
+    floats = all(s.dtype == torch.float32 and s.is_contiguous() for s in (scale, x_scale))
+    copied = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight)) and x.is_cuda
+    biased = bias is None or (bias.dtype == dtype and bias.is_contiguous() and bias.data_ptr() % 8 == 0)
+    return floats and copied and biased and x.shape[1] % 16 == 0 and weight.shape[0] % 8 == 0
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    form: Form | None = None,
+) -> torch.Tensor:
+    """(x · weightᵀ) · x_scale · scale (+ bias), [T, N] of ``dtype``; x_scale [T] or [1]."""
+    (tokens, k), n = x.shape, weight.shape[0]
+    out = torch.empty((tokens, n), dtype=dtype, device=x.device)
+    device = x.get_device()
+    form = form or chosen(tokens, n, launch.multiprocessors(device))
+    down, across, _ = FORMS[form]
+    blocks = min(-(-tokens // down) * -(-n // across), launch.multiprocessors(device))
+    pointers = (scale.data_ptr(), x_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    work = struct.pack("=4Q4i", *pointers, tokens, n, -(-k // SLAB), x_scale.numel() > 1)
+    with torch.cuda.device(device):
+        kernel = launch.kernel("products8", "products8", macros(form, x.dtype, dtype), THREADS, _shared(form), device)
+        kernel.launch(blocks, _map(x, down), _map(weight, across), work, early=True)
+    return out
+
+
+def chosen(tokens: int, n: int, processors: int) -> Form:
+    """The form whose rounds of tiles take the least time."""
+
+    def cost(form: Form) -> float:
+        down, across, rate = FORMS[form]
+        rounds = -(-(-(-tokens // down) * -(-n // across)) // processors)
+        return rounds * down * across / rate
+
+    return min(FORMS, key=cost)
+
+
+def macros(form: Form, kind: torch.dtype, dtype: torch.dtype) -> tuple[str, ...]:
+    """Of the kernel for inputs of ``kind`` and outputs of ``dtype``."""
+    mt, bn, turns = form
+    return (f"MT={mt}", f"BN={bn}", f"TAKE_TURNS={turns}", f"STAGES={_stages(form)}", *KINDS[kind], *OUTPUTS[dtype])
+
+
+def _stages(form: Form) -> int:
+    down, across, _ = FORMS[form]
+    return min(12, SHARED_BYTES // (SLAB * (down + across) + BARRIER_BYTES))
+
+
+def _shared(form: Form) -> int:
+    down, across, _ = FORMS[form]
+    return _stages(form) * (SLAB * (down + across) + BARRIER_BYTES)
+
+
+def _map(matrix: torch.Tensor, rows: int) -> bytes:
+    """A matrix [R, K] as the copy engine sees it; it takes 128 columns of ``rows`` rows at a time."""
+    sizes = (matrix.shape[1], matrix.shape[0])
+    return launch.tensor_map(matrix.data_ptr(), torch.uint8, sizes, (matrix.shape[1],), (SLAB, rows))

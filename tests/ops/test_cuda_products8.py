@@ -1,0 +1,130 @@
+"""Products of many rows in 8 bits on Hopper: every form of the kernel, sizes around its tiles, every output."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops import fp8_linear, w8a8_linear
+from modelmill.ops.cuda import build, products8
+from tests.ops.test_whole_products import fake_quantized, float64_noise
+
+FORMS = list(products8.FORMS)
+NVCC = shutil.which("nvcc")
+
+
+def _need() -> None:
+    reason = products8.available("cuda")
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _run(args: dict[str, Any], **more: Any) -> torch.Tensor:
+    """On the GPU; what the kernel does not write is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return products8.run(**args, **more)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 64, 129, 1000, 2100])
+def test_whole_numbers_are_exact_but_for_the_scales(form: products8.Form, rows: int) -> None:
+    """Channels × 30, K not a multiple of 128, N not of a tile: float64 but for three roundings of float32."""
+    _need()
+    for k, n, biased in ((16, 8, False), (592, 72, True), (1040, 520, False), (4096, 1032, True)):
+        args = w8a8_linear.drawn(rows, k, n, device="cuda", per_token=rows != 7)
+        right = fake_quantized(**args)
+        most = 3.01 * 2.0**-24 * right.abs() + float64_noise(args)
+        bias = torch.randn(n, device="cuda") if biased else None
+        if bias is not None:
+            right = right + bias.double()
+            most = most + 1.01 * 2.0**-24 * (right.abs() + most)
+        mine = _run(args, dtype=torch.float32, bias=bias, form=form).double()
+        assert bool(((mine - right).abs() <= most).all()), f"{k} {n}: {float((mine - right).abs().max())}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits_are_the_wide_ones_rounded(form: products8.Form, dtype: torch.dtype) -> None:
+    _need()
+    for rows, k, n in ((5, 592, 72), (300, 1040, 520)):
+        args = w8a8_linear.drawn(rows, k, n, device="cuda")
+        bias = torch.randn(n, device="cuda", dtype=dtype)
+        wide = _run(args, dtype=torch.float32, bias=bias.float(), form=form)
+        assert torch.equal(_run(args, dtype=dtype, bias=bias, form=form), wide.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("rows", [1, 200, 1000])
+def test_fp8(form: products8.Form, rows: int) -> None:
+    _need()
+    for k, n in ((592, 72), (4096, 1032)):
+        args = fp8_linear.drawn(rows, k, n, device="cuda")
+        right = fp8_linear.fp8_linear(**{a: t.double() for a, t in args.items()}, dtype=torch.float64)
+        mine = _run(args, dtype=torch.float32, form=form).double()
+        assert float((mine - right).norm() / right.norm()) < 2e-3
+
+
+@pytest.mark.gpu
+def test_long_sums_do_not_overflow() -> None:
+    _need()
+    x = torch.full((130, 40_000), 127, dtype=torch.int8, device="cuda")
+    weight = torch.full((16, 40_000), -127, dtype=torch.int8, device="cuda")
+    one = torch.ones(16, device="cuda")
+    mine = _run({"x": x, "weight": weight, "scale": one, "x_scale": one[:1]}, dtype=torch.float32)
+    assert bool((mine == -127 * 127 * 40_000).all())
+
+
+def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
+    x, weight = torch.zeros(80, 48, dtype=torch.int8), torch.zeros(16, 48, dtype=torch.int8)
+    scale, bias = torch.ones(16), torch.zeros(16, dtype=torch.bfloat16)
+
+    def served(x: Any, weight: torch.Tensor = weight, bias: Any = bias, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return products8.supports(x, weight, scale, scale[:1], dtype, bias)
+
+    def seen(x: torch.Tensor, **more: Any) -> Any:
+        """A tensor that says it were on a GPU."""
+        names = ("dim", "numel", "dtype", "shape", "is_contiguous", "data_ptr")
+        return SimpleNamespace(**{n: getattr(x, n) for n in names}, is_cuda=True, **more)
+
+    assert served(seen(x))
+    assert not served(x)
+    assert not served(seen(x[:, :40].contiguous()), weight[:, :40].contiguous())
+    assert not served(seen(x[:, :32]), weight[:, :32])
+    assert not served(seen(x), weight[:9])
+    assert not served(seen(x), dtype=torch.float16)
+    assert not served(seen(x.float()), weight.float())
+    assert served(seen(x), bias=None, dtype=torch.float16)
+
+
+def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
+    assert products8.chosen(4096, 12288, 132) == (2, 128, 1)
+    down, across, _ = products8.FORMS[products8.chosen(65, 4096, 132)]
+    assert down * across < 128 * 128
+    for form in FORMS:
+        assert products8._shared(form) <= products8.SHARED_BYTES
+        assert products8._stages(form) >= 4
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forms_compile_without_spills(form: products8.Form, tmp_path: Path) -> None:
+    kind, dtype = (torch.float8_e4m3fn, torch.float16) if form[1] == 64 else (torch.int8, torch.bfloat16)
+    macros = [f"-D{m}" for m in products8.macros(form, kind, dtype)]
+    target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *macros]
+    command = [str(NVCC), "-cubin", *target, "-o", str(tmp_path / "out"), str(build.FOLDER / "products8.cu")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    assert "serialized" not in done.stderr
