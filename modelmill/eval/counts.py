@@ -31,6 +31,8 @@ class Count:
 
 def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any) -> Count:
     """The count of a call of an op of the shelf with these arguments and this result."""
+    if result is None:  # a spanning op that leaves the work to those that it spans
+        return Count()
     given = _signature(op).bind(*args, **named).arguments
     out = nbytes(*_tensors(result))
     if op.endswith("linear"):
@@ -38,7 +40,7 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
         read = "x" if "x" in given else "q"
         x = given[read]
         held = nbytes(*_tensors([value for name, value in given.items() if name != read]))
-        columns = result.shape[-1] * (2 if op == "gated_linear" else 1)
+        columns = result.shape[-1] * (2 if op.startswith("gated") else 1)
         return Count(nbytes(x) + held + out, held, 2 * x.numel() * columns)
     if op == "paged_attention":
         return attention(given, out)

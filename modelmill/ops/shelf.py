@@ -53,12 +53,20 @@ OPS = (
     "image_attention",
 )
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
-# that it spans comes from the same shelf, so that a kernel switched by hand is never bypassed. What decode does not do:
+# that it spans comes from the same shelf (or from another where that shelf has none of it), so that a kernel switched
+# by hand is never bypassed. What decode does not do:
 _ALONE = (
     *("rms_norm_quant", "add_rms_norm_quant", "silu_mul_quant", "quantize", "w8a8_linear", "fp8_linear"),
     *("cluster_quant", "clustered_linear", "argmax", "sample", "image_attention"),
 )
-SPANS = {"decode": tuple(op for op in OPS if op not in _ALONE), "gated_linear": ("linear", "silu_mul")}
+SPANS = {
+    "decode": tuple(op for op in OPS if op not in _ALONE),
+    "gated_linear": ("linear", "silu_mul"),
+    "gated_int8_linear": ("int8_linear", "silu_mul"),
+    "gated_int4_linear": ("int4_linear", "silu_mul"),
+}
+# Spanning ops that give None for arguments that they do not serve: the ops that they span are faster than a reference.
+_PARTIAL = ("gated_int8_linear", "gated_int4_linear")
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
@@ -67,7 +75,8 @@ PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 class Ops:
     """The chosen callables, one per op; ``chosen`` names each variant for printing.
 
-    decode, gated_linear: None where no variant spans their ops.
+    decode, gated_…: None where no variant spans their ops. gated_int8_linear and gated_int4_linear give None for
+    arguments that they leave to those.
     """
 
     rms_norm: Callable[..., torch.Tensor]
@@ -95,6 +104,8 @@ class Ops:
     chosen: Mapping[str, str]
     decode: Callable[..., torch.Tensor] | None = None
     gated_linear: Callable[..., torch.Tensor] | None = None
+    gated_int8_linear: Callable[..., torch.Tensor | None] | None = None
+    gated_int4_linear: Callable[..., torch.Tensor | None] | None = None
 
     @property
     def norms_quantize(self) -> bool:
@@ -150,29 +161,39 @@ def resolve(device: str, overrides: Mapping[str, str] | None = None, tuning: Tun
         wanted = (overrides[op],) if op in overrides else PREFERENCE[kind]
         picked[op], chosen[op] = _pick(op, wanted, kind, tuning, forced=op in overrides)
     for op, spanned in SPANS.items():
-        found = _pick_span(op, {chosen[o] for o in spanned}, kind, overrides.get(op), tuning)
-        chosen[op] = "torch" if found is None else chosen["linear"]
+        found = _pick_span(op, {o: chosen[o] for o in spanned}, kind, overrides.get(op), tuning)
+        chosen[op] = "torch" if found is None else chosen[spanned[0]]
         picked[op] = found
     return Ops(**picked, chosen=chosen)
 
 
 def _pick_span(
-    op: str, shelves: set[str], kind: str, wanted: str | None, tuning: Tuning | None
+    op: str, spanned: Mapping[str, str], kind: str, wanted: str | None, tuning: Tuning | None
 ) -> Callable[..., Any] | None:
     """The variant of a spanning op where all that it spans comes from its shelf; None leaves the work to those ops.
 
-    wanted "torch" switches it off. Raises UsageError where another shelf is wanted and cannot serve.
+    spanned: the variants of those. wanted "torch" switches it off. Raises UsageError where another shelf is wanted and
+    cannot serve.
     """
     if wanted == "torch":
         return None
-    shelf = next(iter(shelves)) if len(shelves) == 1 else None
+    shelf = _shelf_of(spanned)
     offered = variants(op).get(shelf or "")
     reason = "no such variant" if offered is None else offered.available(kind)
     if reason is None and offered is not None and wanted in (None, shelf):
-        return _guarded(offered, _tuned(op, offered, tuning), reference(op))
+        plain = (lambda *_, **__: None) if op in _PARTIAL else reference(op)
+        return _guarded(offered, _tuned(op, offered, tuning), plain)
     if wanted is not None:
         raise UsageError(f"--kernel {op}={wanted} cannot be used on {kind}: it needs what it spans from the same shelf")
     return None
+
+
+def _shelf_of(spanned: Mapping[str, str]) -> str | None:
+    """The shelf that the first of these ops comes from, where the others do, too, or that shelf has none of them."""
+    shelf = next(iter(spanned.values()))
+    strays = [op for op, variant in spanned.items() if variant != shelf]
+    same = all(spanned[op] != "torch" and shelf not in variants(op) for op in strays)
+    return shelf if same and shelf != "torch" else None
 
 
 def _pick(

@@ -72,6 +72,11 @@ class Held(Grouped):
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         return ops.int4_linear(in_order(x, self.order), self.weight, self.scale, self.offset, self.group, bias)
 
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
+        if ops.gated_int4_linear is None:
+            return None
+        return ops.gated_int4_linear(in_order(x, self.order), self.weight, self.scale, self.offset, self.group, bias)
+
     def codes(self) -> torch.Tensor:
         """[N, K] uint8, columns as held."""
         return codes_of(self.weight, self.columns)

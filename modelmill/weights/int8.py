@@ -43,8 +43,8 @@ class Held:
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         return ops.int8_linear(x, self.weight, self.scale, bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:  # noqa: ARG002
-        return None
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
+        return None if ops.gated_int8_linear is None else ops.gated_int8_linear(x, self.weight, self.scale, bias)
 
     def dense(self) -> torch.Tensor:
         return self.weight.float() * self.scale[:, None]

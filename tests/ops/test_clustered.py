@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import ModuleType
 
@@ -38,6 +39,7 @@ def _statistics(x: torch.Tensor) -> Statistics:
     return Statistics(len(x), x.T @ x / len(x), size.mean(0), size.amax(0), *ends, x[:64])
 
 
+@functools.cache
 def _held(bits: str, mode: str, columns: int, n: int) -> Held:
     generator = torch.Generator().manual_seed(columns)
     weight = torch.randn(n, columns, generator=generator) * columns**-0.5
@@ -73,6 +75,27 @@ def _kernels() -> list[tuple[str, ModuleType]]:
     return [("torch", clustered_linear), *shelf.variants("clustered_linear").items()]
 
 
+def _check(module: ModuleType, name: str, held: Held, rows: int, device: str) -> bool:
+    """Whether the kernel serves this; its output against the plain product, channel by channel."""
+    columns, n = held.shape[1], held.shape[0]
+    x = _inputs(rows, columns, rows + 2)
+    q, step = cluster_quant.cluster_quant(x, held.order, held.factor, held.zero, held.bits, held.group)
+    expected, size = _plain(held, q, step)
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
+    there = held.to(device)
+    used = there.step if step is None else step.to(device)
+    grids = (there.weight, there.scale, there.offset, there.group)
+    args = (q.to(device), *grids, used, there.constant, bias.to(device), torch.float32)
+    if name != "torch" and not getattr(module, "supports", lambda *_: True)(*args):
+        return False
+    got = (module.run if name != "torch" else module.clustered_linear)(*args).cpu().double()
+    off = (got - bias.double() - expected).abs()
+    # float32: a sum of as many parts as there are groups, each rounded a few times
+    bound = 2.0**-23 * (8 * size + expected.abs() + bias.abs() + 1e-6)
+    assert bool((off <= bound).all()), f"{rows} rows: {float((off / bound).max()):.3g} of the bound"
+    return True
+
+
 @pytest.mark.parametrize("name", [name for name, _ in _kernels()])
 @pytest.mark.parametrize(("columns", "n"), SHAPES)
 @pytest.mark.parametrize(("bits", "mode"), FORMS)
@@ -80,20 +103,24 @@ def test_the_product_is_the_fake_quantized_one(name: str, columns: int, n: int, 
     module = dict(_kernels())[name]
     if name != "torch" and module.available("cpu") is not None:
         pytest.skip(module.available("cpu"))
-    run = module.run if name != "torch" else module.clustered_linear
-    held = _held(bits, mode, columns, n)
     for rows in ROWS if name != "triton" else (1, 7):
-        x = _inputs(rows, columns, rows + 2)
-        q, step = cluster_quant.cluster_quant(x, held.order, held.factor, held.zero, held.bits, held.group)
-        expected, size = _plain(held, q, step)
-        bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
-        used = held.step if step is None else step
-        grids = (held.weight, held.scale, held.offset, held.group)
-        got = run(q, *grids, used, held.constant, bias, torch.float32).double()
-        off = (got - bias.double() - expected).abs()
-        # float32: a sum of as many parts as there are groups, each rounded a few times
-        bound = 2.0**-23 * (8 * size + expected.abs() + bias.abs() + 1e-6)
-        assert bool((off <= bound).all()), f"{rows} rows: {float((off / bound).max()):.3g} of the bound"
+        _check(module, name, _held(bits, mode, columns, n), rows, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, _ in _kernels()])
+@pytest.mark.parametrize(("columns", "n"), [*SHAPES, (4100, 40)])
+@pytest.mark.parametrize(("bits", "mode"), FORMS)
+def test_the_product_on_the_gpu_is_the_fake_quantized_one(
+    name: str, columns: int, n: int, bits: str, mode: str
+) -> None:
+    module = dict(_kernels())[name]
+    if name != "torch" and module.available("cuda") is not None:
+        pytest.skip(module.available("cuda"))
+    held = _held(bits, mode, columns, n)
+    served = [_check(module, name, held, rows, "cuda") for rows in ROWS]
+    if not any(served):
+        pytest.skip("the kernel leaves these shapes to another")
 
 
 @pytest.mark.parametrize(("bits", "mode"), FORMS)

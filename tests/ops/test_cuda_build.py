@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelmill.core.errors import MissingDependency
-from modelmill.ops.cuda import build, int4_linear, launch, paged_attention
+from modelmill.ops.cuda import build, clustered_linear, int4_linear, launch, paged_attention
 
 NVCC = build.nvcc()
 FORMS = (
@@ -118,19 +118,34 @@ def test_prefill_attention_compiles_without_spills(macros: tuple[str, ...], tmp_
     assert "serialized" not in done.stderr
 
 
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
-@pytest.mark.parametrize(("_", "tiles", "wide"), int4_linear.TILES)
-@pytest.mark.parametrize("dtype", int4_linear.TYPES)
-def test_int4_compiles_without_spills(dtype: torch.dtype, _: int, tiles: int, wide: int, tmp_path: Path) -> None:
+def _compiles_without_spills(source: str, macros: tuple[str, ...], out: Path) -> None:
     assert NVCC is not None
     assert NVCC.path is not None
-    for offset in (True, False):
-        macros = [f"-D{m}" for m in int4_linear._macros(dtype, tiles, wide, offset=offset)]
-        target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *macros]
-        command = [NVCC.path, "-cubin", *target, "-o", str(tmp_path / "out"), str(build.FOLDER / "int4_linear.cu")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *(f"-D{m}" for m in macros)]
+    command = [NVCC.path, "-cubin", *target, "-o", str(out), str(build.FOLDER / source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("tokens", [most for most, _ in int4_linear.FORMS])
+@pytest.mark.parametrize("gated", [False, True])
+def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) -> None:
+    form = int4_linear.form_of(tokens)
+    for offset, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        macros = int4_linear._macros(dtype, form, offset=offset, gated=gated)
+        _compiles_without_spills("int4_linear.cu", macros, tmp_path / "out")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("kind", clustered_linear.FORMS, ids=str)
+@pytest.mark.parametrize("tokens", [most for most, _ in clustered_linear.FORMS[torch.int8]])
+def test_clustered_compiles_without_spills(kind: torch.dtype, tokens: int, tmp_path: Path) -> None:
+    form, packed = clustered_linear.form_of(tokens, kind), kind is torch.uint8
+    for dtype, dynamic in ((torch.bfloat16, False), (torch.float32, True)):
+        macros = clustered_linear._macros(dtype, form, packed=packed, offset=packed, wide=dynamic, dynamic=dynamic)
+        _compiles_without_spills("clustered_linear.cu", macros, tmp_path / "out")
 
 
 def test_structures_of_the_driver_have_their_sizes() -> None:

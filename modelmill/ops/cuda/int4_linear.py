@@ -8,13 +8,11 @@ import torch
 
 from modelmill.core.errors import MissingDependency
 from modelmill.ops.cuda import build, launch
+from modelmill.ops.cuda.narrow_weights import RUN, THREADS, TYPES, Form, fits, shift
 
-TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
-# Sizes of int4_linear.cu.
-PIECE, RUN, THREADS = 128, 32, 256
-# rows of x up to … → tiles of 8 of them, warps along N: with many rows a block takes more of N, as x is read by each
-TILES = ((8, 1, 1), (16, 2, 1), (32, 4, 2), (64, 8, 4))
-MOST = TILES[-1][0]
+# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
+FORMS = ((8, Form(1, 1, 4, 2)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1)))
+MOST = FORMS[-1][0]
 
 
 def available(kind: str) -> str | None:
@@ -22,10 +20,15 @@ def available(kind: str) -> str | None:
     reason = build.available(kind)
     if reason is None:
         try:
-            build.compiled("int4_linear", _macros(torch.bfloat16, 1, 1, offset=True))
+            build.compiled("int4_linear", _macros(torch.bfloat16, form_of(1), offset=True, gated=False))
         except MissingDependency as problem:
             reason = str(problem)
     return reason
+
+
+def form_of(tokens: int) -> Form:
+    """How the kernel for so many rows of x is compiled."""
+    return next(form for most, form in FORMS if tokens <= most)
 
 
 def supports(
@@ -37,13 +40,14 @@ def supports(
     bias: torch.Tensor | None = None,
 ) -> bool:
     """Up to 64 rows in 16 bits, K a multiple of 32, groups of 128, 256, 512 … columns or of all, float16 scales."""
-    if x.dim() != 2 or not 0 < x.shape[0] <= MOST or x.dtype not in TYPES or not x.is_cuda:
+    if x.dim() != 2 or not 0 < x.shape[0] <= MOST or x.dtype.itemsize != 2 or not x.is_cuda:
         return False
     grids = [t for t in (scale, offset) if t is not None]
     packed = all(t.dtype == torch.float16 and t.is_contiguous() for t in grids) and weight.is_contiguous()
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     biased = bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
-    return packed and aligned and biased and _shift(group, x.shape[1]) is not None and x.shape[1] % RUN == 0
+    whole = shift(group, x.shape[1]) is not None and x.shape[1] % RUN == 0
+    return packed and aligned and biased and whole and fits(form_of(x.shape[0]), scale.shape[1])
 
 
 def run(
@@ -55,28 +59,33 @@ def run(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference; sums in float32."""
+    return product(x, weight, scale, offset, group, bias, gated=False)
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool,
+) -> torch.Tensor:
+    """The output [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
     rows = weight.shape[0]
-    out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
-    _, tiles, wide = next(each for each in TILES if tokens <= each[0])
+    out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
+    form = form_of(tokens)
+    groups = scale.shape[1]
     with torch.cuda.device(x.device):
-        macros = _macros(x.dtype, tiles, wide, offset=offset is not None)
-        kernel = launch.kernel("int4_linear", "int4_linear", macros, THREADS, 0, x.get_device())
-        tensors = (x, weight, scale, offset, bias, out)
-        pointers = [0 if t is None else t.data_ptr() for t in tensors]
-        strides = (x.stride(0), scale.shape[1], rows, _shift(group, columns))
-        work = struct.pack("=6Q7i", *pointers, tokens, rows, columns // RUN, *strides)
-        kernel.launch(-(-rows // (16 * wide)), work, early=True)
+        macros = _macros(x.dtype, form, offset=offset is not None, gated=gated)
+        kernel = launch.kernel("int4_linear", "int4_linear", macros, THREADS, form.shared(groups), x.get_device())
+        pointers = [0 if t is None else t.data_ptr() for t in (x, weight, scale, offset, bias, out)]
+        counts = (tokens, rows, columns // RUN, x.stride(0), groups, shift(group, columns))
+        kernel.launch(form.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), early=True)
     return out
 
 
-def _macros(dtype: torch.dtype, tiles: int, wide: int, *, offset: bool) -> tuple[str, ...]:
-    return (f"NT={tiles}", f"RW={wide}", f"OFFSET={int(offset)}", *TYPES[dtype])
-
-
-def _shift(group: int, columns: int) -> int | None:
-    """How many pieces share a scale, as a power of two; None where it is none."""
-    if group >= columns:
-        return 30
-    pieces = group // PIECE
-    return pieces.bit_length() - 1 if group % PIECE == 0 and pieces & (pieces - 1) == 0 else None
+def _macros(dtype: torch.dtype, form: Form, *, offset: bool, gated: bool) -> tuple[str, ...]:
+    return (*form.macros, f"OFFSET={int(offset)}", f"GATED={int(gated)}", "WIDE=0", *TYPES[dtype])

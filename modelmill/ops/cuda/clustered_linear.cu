@@ -1,0 +1,166 @@
+// Products of a few rows of clustered integers with 8- or 4-bit weights, at the speed of memory:
+// y[t, n] = sum over groups g of step_g * (scale * (q_g . w_g) + offset * (sum of q_g)) + constant[n] (+ bias[n]),
+// the parts in brackets whole numbers (ops/clustered_linear.py), for up to 8 * NT rows of q.
+//
+// The four threads of a quad take 128 columns of two weight rows, 16 bytes at a time: their registers are the left
+// operand of mma.m16n8k32 as they come. Which column a slot along K stands for is free, as long as q comes in the same
+// order. Packed codes (PACKED: byte j of 16 has column j in its low half, column j + 16 in its high half) become bytes by
+// one mask. A piece's sums are whole numbers below 2^24, which float32 holds exactly; each is flushed at once.
+//
+// Every warp has DEPTH pieces on their way before q may be read.
+//
+// Macros: those of narrow_weights.cuh, PACKED, OFFSET (4 bit alone), DYNAMIC (a step for each row of q and group).
+#include "narrow_weights.cuh"
+
+#ifndef DEPTH
+#define DEPTH (PACKED ? (NT <= 2 ? 4 : 2) : 2)
+#endif
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
+constexpr int LOADS = PACKED ? 1 : 2; // of 16 bytes, for a thread's part of a weight row's piece
+constexpr u32 ONES = 0x01010101u;
+
+struct Work {
+    const uint4 *q;
+    const uint4 *weight;
+    const Grid *scale, *offset; // [N, groups]
+    const float *step;          // [groups] or [T, groups]
+    const float *constant;      // [N], or null
+    const Out *bias;            // or null
+    Out *out;
+    int tokens, rows, columns, groups;
+    int shift; // pieces of 128 columns that share a scale, as a power of two
+};
+
+// d += a . b, 16 x 32 times 32 x 8.
+__device__ inline void multiply(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Where this thread reads, at its part of the first piece.
+struct Place {
+    const uint4 *low, *high;
+    const float2 *grid_low, *grid_high;
+    const uint4 *q[NT]; // null: no such row of q
+};
+
+struct Piece {
+    uint4 low[LOADS], high[LOADS];
+};
+
+__device__ inline void fetch(Piece &piece, const Place &at, int number) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        piece.low[i] = once(at.low + 4 * (LOADS * number + i));
+        piece.high[i] = once(at.high + 4 * (LOADS * number + i));
+    }
+}
+
+// part, sums += two words of two weight rows (eight columns of a thread) times as many of q.
+__device__ inline void add_words(int (&part)[4], int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    multiply(part, a0, a1, a2, a3, b0, b1);
+    if (OFFSET) {
+        multiply(sums, ONES, ONES, ONES, ONES, b0, b1);
+    }
+}
+
+__device__ inline void load_q(u32 (&q)[8], const uint4 *from, int number) {
+    // packed: 32 neighbouring columns; else 16, and the 16 that are 64 further on
+    const uint4 zero = {0, 0, 0, 0};
+    const uint4 first = from ? from[8 * number] : zero, second = from ? from[8 * number + (PACKED ? 1 : 4)] : zero;
+    const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        q[i] = words[i];
+    }
+}
+
+__device__ inline void add(float (&total)[NT][4], const Piece &piece, const Place &at, int number, int group,
+                           const float *steps, int groups, int tokens) {
+    const float2 first = at.grid_low[group], second = at.grid_high[group];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        u32 q[8];
+        load_q(q, at.q[n], number);
+        int part[4] = {}, sums[4] = {};
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const u32 low[4] = {piece.low[i].x, piece.low[i].y, piece.low[i].z, piece.low[i].w};
+            const u32 high[4] = {piece.high[i].x, piece.high[i].y, piece.high[i].z, piece.high[i].w};
+            if (PACKED) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    add_words(part, sums, low[j] & 0x0F0F0F0Fu, high[j] & 0x0F0F0F0Fu, (low[j] >> 4) & 0x0F0F0F0Fu,
+                              (high[j] >> 4) & 0x0F0F0F0Fu, q[j], q[j + 4]);
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    add_words(part, sums, low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1], q[4 * i + 2 * j],
+                              q[4 * i + 2 * j + 1]);
+                }
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            float mine = first.x * static_cast<float>(part[c]), other = second.x * static_cast<float>(part[2 + c]);
+            if (OFFSET) {
+                mine += first.y * static_cast<float>(sums[c]);
+                other += second.y * static_cast<float>(sums[c]);
+            }
+            if (DYNAMIC) {
+                const int token = min(8 * n + 2 * static_cast<int>(threadIdx.x % 4) + c, tokens - 1);
+                const float step = steps[static_cast<long long>(token) * groups + group];
+                mine *= step;
+                other *= step;
+            }
+            total[n][c] += mine;
+            total[n][2 + c] += other;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) clustered_linear(const __grid_constant__ Work w) {
+    extern __shared__ float2 grids[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, place = lane % 4;
+    const int along_n = warp % RW, along_k = warp / RW, mine = along_n * 16 + quad;
+    const long long low = row_of(mine, w.rows), high = row_of(mine + 8, w.rows);
+    const int width = w.columns / (PACKED ? 32 : 16), pieces = w.columns / COLUMNS;
+    Place at = {w.weight + low * width + place, w.weight + high * width + place, grids + mine * (w.groups + 1),
+                grids + (mine + 8) * (w.groups + 1)};
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int token = quad + 8 * n;
+        const uint4 *row = w.q + static_cast<long long>(token) * (w.columns / 16) + place * (PACKED ? 2 : 1);
+        at.q[n] = token < w.tokens ? row : nullptr;
+    }
+    Piece ahead[DEPTH];
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) {
+        if (along_k + s * KW < pieces) {
+            fetch(ahead[s], at, along_k + s * KW);
+        }
+    }
+    // static steps are the weight's own; those of the tokens are not known yet
+    stage_grids(grids, w.scale, OFFSET ? w.offset : nullptr, DYNAMIC ? nullptr : w.step, w.rows, w.groups);
+    enter(w.tokens);
+    float total[NT][4] = {};
+    for (int start = along_k; start < pieces; start += DEPTH * KW) {
+#pragma unroll
+        for (int s = 0; s < DEPTH; ++s) {
+            const int number = start + s * KW, next = number + DEPTH * KW;
+            if (number < pieces) {
+                const Piece piece = ahead[s];
+                if (next < pieces) {
+                    fetch(ahead[s], at, next);
+                }
+                add(total, piece, at, number, number >> w.shift, w.step, w.groups, w.tokens);
+            }
+        }
+    }
+    finish(total, w.constant, w.bias, w.out, w.rows, w.tokens);
+}

@@ -1,0 +1,131 @@
+// What products of a few rows of x with 4- or 8-bit weights share: which rows of the weight a block has, its scales in
+// shared memory, and how the warps' sums become the output.
+//
+// A block has 8 warps: RW of them take 16 weight rows each, the other factor splits K. A quad of threads holds rows
+// `quad` and `quad + 8` of its warp's 16; where GATED the first eight are of the gate and the others the same rows of
+// the half below, so that one thread has both at the end.
+//
+// Macros: NT (tiles of 8 rows of x), RW (warps along N), GATED, WIDE (scales are float32), and what hopper.cuh tells.
+#pragma once
+#include "hopper.cuh"
+
+typedef unsigned short u16;
+
+constexpr int WARPS = 8, KW = WARPS / RW, THREADS = 32 * WARPS, COLUMNS = 128;
+
+__device__ inline float widened(u16 half_bits) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half_bits));
+    return wide;
+}
+
+#ifdef FLOAT
+typedef float Out;
+__device__ inline float value(float x) { return x; }
+__device__ inline float rounded(float x) { return x; }
+#else
+typedef u16 Out;
+__device__ inline float value(u16 bits) {
+#ifdef HALF
+    return widened(bits);
+#else
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+#endif
+}
+__device__ inline u16 rounded(float wide) {
+    u16 bits;
+    asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(bits) : "f"(wide));
+    return bits;
+}
+#endif
+
+#if WIDE
+typedef float Grid;
+__device__ inline float grid_value(float x) { return x; }
+#else
+typedef u16 Grid;
+__device__ inline float grid_value(u16 bits) { return widened(bits); }
+#endif
+
+// Weights are used once in a step: they should not push x out of the nearest cache.
+__device__ inline uint4 once(const uint4 *from) {
+    uint4 got;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w)
+                 : "l"(from));
+    return got;
+}
+
+// Of the block's weight rows, 0 … 16 RW − 1, the one in memory; those past the end repeat the last.
+__device__ inline int row_of(int mine, int rows) {
+    if (GATED) {
+        const int own = (blockIdx.x * RW + mine / 16) * 8 + mine % 8, half = rows / 2;
+        return min(own, half - 1) + (mine % 16 >= 8 ? half : 0);
+    }
+    return min(static_cast<int>(blockIdx.x) * RW * 16 + mine, rows - 1);
+}
+
+// {scale, offset} of the block's rows, as float32, a row `groups + 1` pairs apart (then no two rows of a quad's column
+// share a bank). step: what both are multiplied with in each group, or null.
+__device__ inline void stage_grids(float2 *to, const Grid *scale, const Grid *offset, const float *step, int rows,
+                                   int groups) {
+    for (int i = threadIdx.x; i < 16 * RW * groups; i += THREADS) {
+        const int mine = i / groups, g = i - mine * groups;
+        const long long at = static_cast<long long>(row_of(mine, rows)) * groups + g;
+        const float by = step ? step[g] : 1.0f;
+        to[mine * (groups + 1) + g] = {grid_value(scale[at]) * by, offset ? grid_value(offset[at]) * by : 0.0f};
+    }
+    __syncthreads();
+}
+
+// With one row of x a step is many small blocks, which may fill whatever is free; with more rows they would crowd.
+__device__ inline void enter(int tokens) {
+    if (NT == 1 && tokens == 1) {
+        asm volatile("griddepcontrol.launch_dependents;");
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (tokens > 1) {
+        asm volatile("griddepcontrol.launch_dependents;");
+    }
+}
+
+// A sum over the warps along K, with what is added to each output.
+__device__ inline float summed(const float (&kept)[WARPS][NT * 4][32], int r, int i, int l, const float *constant,
+                               const Out *bias, int row) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < KW; ++k) {
+        sum += kept[k * RW + r][i][l];
+    }
+    if (constant) {
+        sum += constant[row];
+    }
+    return bias ? sum + value(bias[row]) : sum;
+}
+
+// The block's outputs from each warp's sums: total[n][c] is of tile n of x, row quad + 8 (c / 2), column 2 place + c % 2.
+__device__ inline void finish(const float (&total)[NT][4], const float *constant, const Out *bias, Out *out, int rows,
+                              int tokens) {
+    __shared__ float kept[WARPS][NT * 4][32];
+#pragma unroll
+    for (int i = 0; i < NT * 4; ++i) {
+        kept[threadIdx.x / 32][i][threadIdx.x % 32] = total[i / 4][i % 4];
+    }
+    __syncthreads();
+    constexpr int EACH = GATED ? 2 : 4; // values that a thread of the product holds of a tile, or pairs of them
+    const int wide = GATED ? rows / 2 : rows;
+    for (int at = threadIdx.x; at < RW * NT * EACH * 32; at += THREADS) {
+        const int l = at % 32, e = at / 32 % EACH, n = at / (32 * EACH) % NT, r = at / (32 * EACH * NT), i = n * 4 + e;
+        const int row = (blockIdx.x * RW + r) * (GATED ? 8 : 16) + l / 4 + (e >= 2 ? 8 : 0);
+        const int token = n * 8 + l % 4 * 2 + e % 2;
+        if (row < wide && token < tokens) {
+            Out result = rounded(summed(kept, r, i, l, constant, bias, row));
+            if (GATED) {
+                const float gate = value(result);
+                const float up = value(rounded(summed(kept, r, i + 2, l, constant, bias, row + wide)));
+                result = rounded(gate / (1.0f + __expf(-gate)) * up);
+            }
+            out[static_cast<long long>(token) * wide + row] = result;
+        }
+    }
+}

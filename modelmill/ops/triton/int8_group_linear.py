@@ -1,0 +1,86 @@
+"""Products with 8-bit weights in groups: whole numbers of x's type meet the tensor cores, scaled group by group."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.early import enter, launch
+
+CHUNK = 128  # columns of a product at most
+MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
+# (rows of x up to which, rows of x and of the weight a program, stages, warps)
+SIZES = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4), (1 << 31, 128, 128, 3, 8))
+
+
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> bool:
+    """Any number of rows in 16 bit, up to 16 in float32; groups of multiples of 32 columns, rows contiguous."""
+    if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or weight.stride(1) != 1:
+        return False
+    grids = scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())
+    return grids and group % 32 == 0 and (x.dtype != torch.float32 or x.shape[0] <= MOST_FLOAT32)
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference; sums in float32."""
+    tokens, k = x.shape
+    n = weight.shape[0]
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    block_t, block_n, stages, warps = next(sizes[1:] for sizes in SIZES if tokens <= sizes[0])
+    _int8_group[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
+        x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
+        tokens, n, k, x.stride(0), weight.stride(0), scale.stride(0),
+        OFFSET=offset is not None, BIAS=bias is not None, GROUP=group, CHUNK=math.gcd(group, CHUNK),
+        BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps, **launch(x.device, tokens),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _int8_group(
+    x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride, grid_stride,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows past the end repeat the last one: their results are not stored
+    held = tl.minimum(row, n - 1).to(tl.int64)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.arange(0, CHUNK)
+    weight_at = weight_ptr + held[:, None] * stride + column[None, :]
+    x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
+    live = (token < tokens)[None, :]
+    enter(EARLY)
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in range(0, k, CHUNK):
+        inside = column < k - start
+        w = tl.load(weight_at + start, mask=inside[None, :], other=0)
+        x = tl.load(x_at + start, mask=live & inside[:, None], other=0.0)
+        part = tl.dot(w.to(x.dtype), x, input_precision="ieee")
+        scale = tl.load(scale_ptr + held * grid_stride + start // GROUP).to(tl.float32)
+        total += part * scale[:, None]
+        if OFFSET:
+            offset = tl.load(offset_ptr + held * grid_stride + start // GROUP).to(tl.float32)
+            total += offset[:, None] * tl.sum(x.to(tl.float32), axis=0)[None, :]
+    if BIAS:
+        total += tl.load(bias_ptr + held).to(tl.float32)[:, None]
+    target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
