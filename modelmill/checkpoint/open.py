@@ -5,18 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from modelmill.checkpoint import blip2
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.delta import DeltaContainer
 from modelmill.checkpoint.folder import read_json, tokenizer_files
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
-from modelmill.checkpoint.joined import CHAT, GENERATION, Joined, chat_file, checked, config_of, is_joined, parts_of
+from modelmill.checkpoint.joined import (
+    CHAT,
+    GENERATION,
+    LANGUAGE,
+    Joined,
+    chat_file,
+    checked,
+    config_of,
+    is_joined,
+    parts_of,
+)
 from modelmill.checkpoint.packed import Form, Packed
 from modelmill.checkpoint.prequantized import SIDE_FILES, Prequantized, scheme_of
 from modelmill.checkpoint.pth import INDEX as PTH_INDEX
@@ -24,6 +35,7 @@ from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.safetensors import INDEX as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
+from modelmill.core.quote import quoted
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -130,6 +142,8 @@ def open_checkpoint(path: Path, *, delta: Path | None = None, vision: Sequence[P
         language, vision, settings = parts_of(path)
         return _join(path, _summed(language, delta), vision, settings)
     base = _summed(path, delta)
+    if base.model_type in (blip2.TYPE, *blip2.INSTRUCTED) and not vision:
+        return _blip2(base)
     if not vision:
         return base
     for file in (Path(f) for f in vision if Path(f).suffix == ".json"):
@@ -155,6 +169,24 @@ def _join(path: Path, language: Checkpoint, files: Sequence[Path], settings: Map
         side_files=side,
         language=language,
     )
+
+
+def _blip2(found: Checkpoint) -> Checkpoint:
+    """transformers' BLIP-2 as the parts of a MiniGPT-4."""
+    config, text = blip2.configs_of(found.config, found.path)
+    view = blip2.Parts(found.view)
+    depth = config["reader"]["tower"]["depth"]
+    if depth != view.blocks:  # of MiniGPT-4's tower the last block is left out, of this none
+        raise CheckpointError(
+            f"{found.path}: config.json: num_hidden_layers of the tower is {quoted(depth, 40)}, the weights have "
+            f"{view.blocks} layers"
+        )
+    words = blip2.Behind(view, LANGUAGE)
+    side = dict(found.side_files)
+    language = replace(found, config=text, raw=words, view=words)
+    if side:
+        side[CHAT] = blip2.chat_file(config["reader"]["qformer"]["queries"])
+    return replace(found, config=config, raw=view, view=view, side_files=side, language=language)
 
 
 def _summed(path: Path, delta: Path | None) -> Checkpoint:

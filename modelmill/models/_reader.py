@@ -1,20 +1,18 @@
 """From images to embeddings that a language model takes as inputs: tower, norm, Q-Former, projection.
 
-MiniGPT-4 keeps them in three files (EVA's ViT-g, BLIP-2's Q-Former, its own projection), transformers' BLIP-2 in one.
+MiniGPT-4 keeps them in three files (EVA's ViT-g, BLIP-2's Q-Former, its own projection), transformers' BLIP-2 in one
+under other names (``checkpoint.blip2``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.errors import UnknownArchitecture
 from modelmill.models._eva import EvaSpec, Tower
 from modelmill.models._qformer import QFormer, QFormerSpec
 from modelmill.nn.conv import PlainNorm
@@ -33,7 +31,6 @@ class ReaderSpec:
     qformer: QFormerSpec
     out: int
     norm_eps: float = 1e-5
-    layout: str = "original"
 
 
 class Reader(nn.Module):
@@ -58,52 +55,17 @@ class Reader(nn.Module):
         return still.linear(self.proj, self.qformer(wide.to(seen.dtype), still))
 
 
-def configure(raw: Mapping[str, Any]) -> ReaderSpec:
-    """Sizes from transformers' Blip2Config."""
-    vision, qformer, text = (raw.get(k) for k in ("vision_config", "qformer_config", "text_config"))
-    if not all(isinstance(part, Mapping) for part in (vision, qformer, text)):
-        raise UnknownArchitecture("config.json of a blip-2 model lacks vision_config, qformer_config or text_config")
-    assert isinstance(vision, Mapping)
-    assert isinstance(qformer, Mapping)
-    assert isinstance(text, Mapping)
-    tower = EvaSpec(
-        width=int(vision.get("hidden_size", 1408)),
-        depth=int(vision.get("num_hidden_layers", 39)),
-        heads=int(vision.get("num_attention_heads", 16)),
-        inner=int(vision.get("intermediate_size", 6144)),
-        image=int(vision.get("image_size", 224)),
-        patch=int(vision.get("patch_size", 14)),
-        eps=float(vision.get("layer_norm_eps", 1e-6)),
-    )
-    asking = QFormerSpec(
-        width=int(qformer.get("hidden_size", 768)),
-        depth=int(qformer.get("num_hidden_layers", 12)),
-        heads=int(qformer.get("num_attention_heads", 12)),
-        inner=int(qformer.get("intermediate_size", 3072)),
-        seen=int(qformer.get("encoder_hidden_size", tower.width)),
-        every=int(qformer.get("cross_attention_frequency", 2)),
-        queries=int(raw.get("num_query_tokens", 32)),
-        eps=float(qformer.get("layer_norm_eps", 1e-12)),
-    )
-    # transformers' norm behind the tower has the tower's eps
-    return ReaderSpec(tower, asking, int(text["hidden_size"]), tower.eps, "transformers")
-
-
 def rules(spec: ReaderSpec) -> list[Rule]:
-    """Every tensor of the reader, from the names of the checkpoint's layout."""
+    """Every tensor of the reader, from the names of the published files."""
     with torch.device("meta"):
         reader = Reader(spec)
     names = [name for name, _ in reader.named_buffers()]
     names += [f"{name}.weight" for name, module in reader.named_modules() if isinstance(module, Linear)]
-    if spec.layout == "transformers":
-        return [Rule(name, (_spelled(name, _TRANSFORMERS),)) for name in sorted(names)]
     return [_original(name) for name in sorted(names)]
 
 
 def drops(spec: ReaderSpec) -> list[str]:
     """The tower's last block and heads, the Q-Former's text branch, other projections."""
-    if spec.layout == "transformers":
-        return [r"language_model\..*"]
     return [
         rf"(visual_encoder\.)?blocks\.{spec.tower.depth}\..*",
         r"(visual_encoder\.)?(norm|fc_norm|head)\..*",
@@ -120,21 +82,6 @@ _ORIGINAL = (
     (r"^qformer\.norm\.", "Qformer.bert.embeddings.LayerNorm."),
     (r"^qformer\.layer\.", "Qformer.bert.encoder.layer."),
     (r"^proj\.", "llama_proj."),
-)
-_TRANSFORMERS = (
-    (r"^visual_encoder\.cls_token$", "vision_model.embeddings.class_embedding"),
-    (r"^visual_encoder\.pos_embed$", "vision_model.embeddings.position_embedding"),
-    (r"^visual_encoder\.patch_embed\.proj\.", "vision_model.embeddings.patch_embedding."),
-    (r"^visual_encoder\.blocks\.(\d+)\.norm", r"vision_model.encoder.layers.\1.layer_norm"),
-    (r"^visual_encoder\.blocks\.(\d+)\.attn\.proj\.", r"vision_model.encoder.layers.\1.self_attn.projection."),
-    (r"^visual_encoder\.blocks\.(\d+)\.attn\.", r"vision_model.encoder.layers.\1.self_attn."),
-    (r"^visual_encoder\.blocks\.", "vision_model.encoder.layers."),
-    (r"^ln_vision\.", "vision_model.post_layernorm."),
-    (r"^qformer\.query_tokens$", "query_tokens"),
-    (r"^qformer\.norm\.", "qformer.layernorm."),
-    (r"^qformer\.layer\.(\d+)\.(attention|crossattention)\.self\.", r"qformer.encoder.layer.\1.\2.attention."),
-    (r"^qformer\.layer\.", "qformer.encoder.layer."),
-    (r"^proj\.", "language_projection."),
 )
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.errors import CheckpointError
+from modelmill.core.errors import CheckpointError, UnknownArchitecture
+from modelmill.core.find import find
+from modelmill.core.quote import quoted
 from modelmill.models import _reader, llama
 from modelmill.models._eva import EvaSpec
 from modelmill.models._qformer import QFormerSpec
-from modelmill.models._raw import whole
+from modelmill.models._raw import positive, whole
 from modelmill.models._reader import MEAN, STD, Reader, ReaderSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.still import Still
@@ -27,6 +29,8 @@ PREFIXES = ("",)
 KEPT = (r"reader\.ln_vision\.(weight|bias)",)
 READER = "reader."
 LANGUAGE = "llama_model."  # in front of the decoder's tensors (checkpoint.joined)
+SPOKEN = ("llama", "mistral", "qwen2", "qwen3")
+"""Language models that may stand behind the eyes: the plain decoder in all of them, under the same names."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +66,34 @@ class Model(Decoder):
 
 
 def configure(raw: Mapping[str, Any]) -> Config:
-    """Sizes of both halves. Raises CheckpointError where those of the eyes are missing or do not fit together."""
-    decoder = llama.configure(raw)
+    """Sizes of both halves. Raises CheckpointError where those of the eyes are missing or do not fit together,
+    UnknownArchitecture where the language model is none of ``SPOKEN``."""
     told = raw.get("reader")
     if not isinstance(told, Mapping):
         raise CheckpointError('config.json: of a minigpt4 lacks "reader", the sizes of its eyes')
-    tower = EvaSpec(**_sizes(told.get("tower"), EvaSpec()))
-    qformer = QFormerSpec(**_sizes(told.get("qformer"), QFormerSpec()))
+    spoken = told.get("language", "llama")
+    family = find("modelmill.models", str(spoken)) if spoken in SPOKEN else None
+    if family is None:
+        raise UnknownArchitecture(
+            f"the language model behind the eyes is of model_type {quoted(spoken, 60)}; known there are "
+            f"{', '.join(SPOKEN)}"
+        )
+    decoder = family.configure(raw)
+    eps = told.get("eps", {})
+    if not isinstance(eps, Mapping):
+        raise CheckpointError('config.json: "eps" of the eyes is no table')
+    tower = EvaSpec(**_sizes(told.get("tower"), EvaSpec()), eps=positive(eps, "tower", default=EvaSpec.eps))
+    qformer = QFormerSpec(
+        **_sizes(told.get("qformer"), QFormerSpec()), eps=positive(eps, "qformer", default=QFormerSpec.eps)
+    )
     for name, spec in (("tower", tower), ("qformer", qformer)):
         if spec.width % spec.heads:
             raise CheckpointError(f"the {name}'s width {spec.width} does not divide into {spec.heads} heads")
     if tower.image % tower.patch:
         raise CheckpointError(f"pictures of {tower.image} pixels do not divide into patches of {tower.patch}")
     shared = {each.name: getattr(decoder, each.name) for each in fields(decoder)}
-    return Config(**shared, reader=ReaderSpec(tower, qformer, decoder.hidden))
+    between = positive(eps, "between", default=ReaderSpec.norm_eps)
+    return Config(**shared, reader=ReaderSpec(tower, qformer, decoder.hidden, between))
 
 
 def rules(config: Config) -> list[Rule]:

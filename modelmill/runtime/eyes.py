@@ -79,8 +79,8 @@ class Eyes:
 
     def warm_up(self, largest: int = BATCH) -> None:
         """Record the graphs of up to ``largest`` pictures now, not when they are first needed."""
-        side = getattr(self._model, "image_size", None)
-        for count in (size for size in SIZES if size <= largest and side is not None and self._graphs is not None):
+        side = getattr(self._model, "image_size", 0)
+        for count in (size for size in SIZES if size <= largest and side and self._graphs is not None):
             self.read([torch.zeros(side, side, 3, dtype=torch.uint8)] * count)
 
     @torch.inference_mode()

@@ -1,4 +1,5 @@
-"""MiniGPT-4's conversations: Vicuna's turns between ``###``, with pictures where the prompt says ``<ImageHere>``.
+"""MiniGPT-4's conversations: Vicuna's turns between ``###``, with pictures where the prompt says ``<ImageHere>``;
+and BLIP-2's questions, with the pictures in front.
 
 The prompt is cut at the pictures and every piece is tokenized by itself, BOS in front of the first alone; a picture
 takes as many places as it has embeddings. Facts: Vision-CAIR/MiniGPT-4, conversation/conversation.py, first release
@@ -28,6 +29,7 @@ OPEN, CLOSE, HERE = "<Img>", "</Img>", "<ImageHere>"
 # what stands at the end for the model to go on: the first release, and upstream's later one with a space more
 ASKS = {"first": "Assistant:", "current": "Assistant: "}
 MOST_IMAGES = 32
+MINIGPT4, BLIP2 = "minigpt4", "blip-2"
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,14 @@ class ImageChat:
         """
         ids: list[int] = []
         pictures: list[tuple[int, Picture]] = []
+        begun = False
         for piece in self._pieces(messages, add_generation_prompt, tools, options):
             if isinstance(piece, Picture):
                 pictures.append((len(ids), piece))
                 ids += [0] * self.tokens
             else:
-                ids += self._tokenizer.encode(piece, bos=not ids)
+                ids += self._tokenizer.encode(piece, bos=not begun)
+                begun = True
         if len(pictures) > MOST_IMAGES:
             raise RequestError(f"{len(pictures)} pictures are more than the {MOST_IMAGES} that a conversation may hold")
         return ids, pictures
@@ -132,18 +136,57 @@ class ImageChat:
         return _merged(pieces)
 
 
+class Questions(ImageChat):
+    """BLIP-2 was trained on a picture with words behind it, and is asked "Question: … Answer:" (Li et al. 2023, §4).
+
+    All pictures stand in front, then BOS and the turns; a picture without words is described.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
+        super().__init__(tokenizer, tokens)
+        self.stop_strings = ("\n",)
+
+    def _pieces(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any] | None,
+    ) -> list[str | Picture]:
+        # what may be said, and by whom, is as there
+        super()._pieces(messages, add_generation_prompt, tools, options)
+        contents, plain = _split(messages)
+        pictures: list[str | Picture] = [part for parts in contents for part in parts if isinstance(part, Picture)]
+        turns: list[str] = []
+        for message in checked(plain):
+            text = message["content"].strip()
+            if message["role"] == "user" and text:
+                turns.append(f"Question: {text}")
+            elif message["role"] == "assistant":
+                turns.append(f"Answer: {text.removesuffix('.')}.")
+            elif text:
+                turns.append(text)
+        if add_generation_prompt and turns and turns[-1].startswith("Question: "):
+            turns.append("Answer:")
+        return [*pictures, " ".join(turns)]
+
+
 def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageChat:
     """From image_chat.json beside the tokenizer's files. Raises TemplateError where it says nothing that is known."""
     told = read_json(files, FILE)
     tokens, prompt = told.get("tokens"), told.get("prompt")
-    if told.get("format") != "minigpt4" or type(tokens) is not int or not 0 < tokens < 65536 or prompt not in ASKS:
+    known = told.get("format") == BLIP2 or (told.get("format") == MINIGPT4 and prompt in ASKS)
+    if not known or type(tokens) is not int or not 0 < tokens < 65536:
         raise TemplateError(f"{FILE} describes no known format of conversations with pictures; rebuild the engine")
-    return ImageChat(tokenizer, tokens, prompt)
+    return Questions(tokenizer, tokens) if told["format"] == BLIP2 else ImageChat(tokenizer, tokens, prompt)
 
 
 def with_prompt(files: Mapping[str, bytes], prompt: str) -> bytes:
-    """image_chat.json with the other way of asking."""
-    return json.dumps({**read_json(files, FILE), "prompt": prompt}).encode()
+    """image_chat.json with the other way of asking. Raises TemplateError where there is only one."""
+    told = read_json(files, FILE)
+    if told.get("format") != MINIGPT4:
+        raise TemplateError(f"this model is asked in one way only; leave out the template {prompt!r}")
+    return json.dumps({**told, "prompt": prompt}).encode()
 
 
 def _split(messages: object) -> tuple[list[list[str | Picture]], Any]:

@@ -32,6 +32,8 @@ class ReaderReference:
         self.tower, self.asking = told["tower"], told["qformer"]
         self.patch = int(self._source.get(f"{EYES}.patch_embed.proj.weight").shape[-1])
         self.size = self.patch * round((self._source.get(f"{EYES}.pos_embed").shape[1] - 1) ** 0.5)
+        eps: Mapping[str, float] = told.get("eps", {})
+        self.eps = {"tower": TOWER_NORM, "between": NORM, "qformer": QFORMER_NORM, **eps}
         self.norms: list[Norm] = []
 
     def normalised(self, picture: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ class ReaderReference:
         for stage in self._vit(x):
             yield stage
         seen = stage.expected[0]
-        normed = self._norm(("reader.ln_vision", "ln_vision"), seen, NORM, None, "ln_vision")
+        normed = self._norm(("reader.ln_vision", "ln_vision"), seen, self.eps["between"], None, "ln_vision")
         yield Stage("reader.ln_vision", None, "ln_vision", (seen,), (normed,))
         asked = self._get("query_tokens")
         for stage in self._qformer(asked, normed):
@@ -63,7 +65,7 @@ class ReaderReference:
         for i in range(int(self.tower["depth"])):
             ours, theirs = f"reader.visual_encoder.blocks.{i}", f"{EYES}.blocks.{i}"
             before = stream
-            normed = self._norm((f"{ours}.norm1", f"{theirs}.norm1"), stream, TOWER_NORM, i, "tower.norm1")
+            normed = self._norm((f"{ours}.norm1", f"{theirs}.norm1"), stream, self.eps["tower"], i, "tower.norm1")
             yield Stage(f"{ours}.norm1", i, "tower.norm1", (stream,), (normed,))
             q, k, v = self._qkv(theirs, normed)
             yield _flat(f"{ours}.attn.qkv", i, "tower.qkv", normed, torch.cat((q, k, v), -1))
@@ -72,7 +74,7 @@ class ReaderReference:
             yield _flat(f"{ours}.attn.proj", i, "tower.proj", inner, mixed)
             yield Stage(f"{ours}.attn", i, "tower.attn", (normed,), (mixed,))
             stream = stream + mixed
-            normed = self._norm((f"{ours}.norm2", f"{theirs}.norm2"), stream, TOWER_NORM, i, "tower.norm2")
+            normed = self._norm((f"{ours}.norm2", f"{theirs}.norm2"), stream, self.eps["tower"], i, "tower.norm2")
             yield Stage(f"{ours}.norm2", i, "tower.norm2", (stream,), (normed,))
             inner = self._linear(f"{theirs}.mlp.fc1", normed)
             yield _flat(f"{ours}.mlp.fc1", i, "tower.fc1", normed, inner)
@@ -89,7 +91,7 @@ class ReaderReference:
 
     def _qformer(self, x: Tensor, seen: Tensor) -> Iterator[Stage]:
         start = self._norm(
-            ("reader.qformer.norm", f"{WORDS}.embeddings.LayerNorm"), x, QFORMER_NORM, None, "qformer.norm"
+            ("reader.qformer.norm", f"{WORDS}.embeddings.LayerNorm"), x, self.eps["qformer"], None, "qformer.norm"
         )
         yield Stage("reader.qformer.norm", None, "qformer.norm", (x,), (start,))
         x = start
@@ -127,7 +129,7 @@ class ReaderReference:
         ours, theirs = names
         total = self._linear(f"{theirs}.dense", x) + residual
         return self._norm(
-            (f"{ours}.LayerNorm", f"{theirs}.LayerNorm"), total, QFORMER_NORM, layer, f"qformer.{module}.norm"
+            (f"{ours}.LayerNorm", f"{theirs}.LayerNorm"), total, self.eps["qformer"], layer, f"qformer.{module}.norm"
         )
 
     def _norm(self, names: tuple[str, str], x: Tensor, eps: float, layer: int | None, module: str) -> Tensor:
