@@ -6,6 +6,7 @@
 |---|---|---|
 | decode | time per token at five batch sizes and prompts, Qwen-7B's shape, bfloat16 | vLLM |
 | first | first token of 1,024 and 4,096 tokens, batch 1 | vLLM |
+| warm | the same once more; for after `decode`, whose last line heats the card | vLLM |
 | trace | 500 requests of a conversation trace, all at once (--trace FILE.csv) | vLLM |
 | startup | process start to first token | vLLM |
 | eager | decode at batch 1 | transformers |
@@ -15,7 +16,8 @@
 --peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is one); otherwise
 --peer-python: an interpreter that has vLLM; with neither, only ours is measured. The model is made and built once in
 --work. Both sides live on the card together and take turns call by call, with the same ids; only the trace and the
-start-up, which need the whole card, give it to one side after the other. Both sides' seconds become a figure by the
+start-up, which need the whole card, give it to one side after the other. The parts that share the card run in the
+order in which they are named: "first decode warm" begins on a cool card. Both sides' seconds become a figure by the
 same function (``benchmarks/statistic.py``). A row a side is appended to --out as soon as it is known.
 """
 
@@ -40,7 +42,7 @@ from benchmarks.side import Lengths, Side  # noqa: E402
 from benchmarks.stage import ALONE, OURS, SHARED, Stage  # noqa: E402
 from benchmarks.statistic import Figure, ratio  # noqa: E402
 from benchmarks.targets import CPU_MUST, TARGETS  # noqa: E402
-from benchmarks.works import PARTS, PEER_OF, Work, in_turn, warm_up, works_of  # noqa: E402
+from benchmarks.works import FIRSTS, PARTS, PEER_OF, Work, in_turn, warm_up, works_of  # noqa: E402
 
 CPU_SIDES = ("ours", "llamacpp")
 
@@ -71,7 +73,7 @@ class Bench:
         with self.stage.opened(self.names(parts[0]), shape, SHARED, 64) as sides:
             for part in parts:
                 for work in works_of(part):
-                    rounds = self.options.rounds * (3 if part == "first" else 1)
+                    rounds = self.options.rounds * (3 if part in FIRSTS else 1)
                     self.tell(part, work, in_turn(work, sides, rounds), {side.name: side.facts for side in sides})
 
     def trace(self) -> None:
@@ -236,7 +238,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "table", help="where models are made and logs lie")
     parser.add_argument("--trace", type=Path, help="csv with ContextTokens and GeneratedTokens")
     parser.add_argument("--requests", type=int, default=500, help="of the trace")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of a line (first: three times as many)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measured rounds of a line (first, warm: three times as many)"
+    )
     parser.add_argument("--starts", type=int, default=2, help="counted starts of each side")
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=JSON", help="trace: ours with RunConfig fields"
@@ -257,7 +261,7 @@ def main() -> None:
     bench = Bench(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        shared = [part for part in ("decode", "first") if part in options.parts]
+        shared = [part for part in options.parts if part in ("decode", *FIRSTS)]
         if shared:
             bench.together(shared, "qwen-7b")
         for part, shape in (("eager", "qwen-7b"), ("gpt2", "gpt2-medium")):

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from benchmarks.side import Lengths, Side
 from benchmarks.statistic import LONG, SHORT, Figure, per_token, whole
 
-PARTS = ("decode", "first", "trace", "startup", "eager", "gpt2", "cpu")
+PARTS = ("decode", "first", "warm", "trace", "startup", "eager", "gpt2", "cpu")
 PEER_OF = {"eager": "transformers", "gpt2": "transformers"}
 DECODES = {"decode": ((1, 128), (1, 4096), (8, 1024), (64, 128), (64, 1024)), "eager": ((1, 128),), "gpt2": ((1, 128),)}
+FIRSTS = ("first", "warm")
 STATISTICS = {
     "per_token": f"(median of calls with {LONG} tokens - median with {SHORT}) / {LONG - SHORT}; spread over rounds",
     "whole": "median of whole calls; spread over rounds",
@@ -40,8 +41,8 @@ class Work:
 
 def works_of(part: str) -> list[Work]:
     """The lines of a part whose sides take turns call by call."""
-    if part == "first":
-        return [Work(f"first-{prompt}", (prompt,), (1,)) for prompt in (1024, 4096)]
+    if part in FIRSTS:
+        return [Work(f"{part}-{prompt}", (prompt,), (1,)) for prompt in (1024, 4096)]
     return [Work(f"{part}-{batch}x{prompt}", (prompt,) * batch) for batch, prompt in DECODES[part]]
 
 

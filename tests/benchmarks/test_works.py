@@ -48,6 +48,12 @@ def test_the_first_token_is_a_whole_call_in_milliseconds() -> None:
     assert found["ours"].value == pytest.approx(1000.0)
 
 
+def test_the_warm_part_is_the_first_token_under_names_of_its_own() -> None:
+    warm, first = works_of("warm"), works_of("first")
+    assert [(work.prompts, work.outputs) for work in warm] == [(work.prompts, work.outputs) for work in first]
+    assert not {work.name for work in warm} & set(TARGETS), "the table keeps the line that was measured first"
+
+
 def test_a_statistic_is_told_in_words() -> None:
     assert f"{LONG} tokens" in works_of("decode")[0].statistic
     assert "whole" in works_of("first")[0].statistic
