@@ -11,6 +11,7 @@ from torch import nn
 from modelmill.nn.conv import ChannelNorm, Conv2d, PlainNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.still import Still
+from modelmill.ops.eight_bit import Quantized
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,11 @@ class Patches(nn.Module):
         self.proj = Conv2d(3, spec.width, spec.patch, stride=spec.patch)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, 3, S, S] → [B, H, W, C]."""
-        return self.proj(x).permute(0, 2, 3, 1)
+        """[B, 3, S, S] → [B, H, W, C]: a convolution that never reads a pixel twice is a product."""
+        batch, _, height, width = x.shape
+        side, weight = self.proj.stride, self.proj.weight.flatten(1)
+        parts = x.reshape(batch, 3, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(parts.flatten(3), weight, self.proj.bias)
 
 
 class VitAttention(nn.Module):
@@ -61,13 +65,14 @@ class VitAttention(nn.Module):
         for name in ("rel_pos_h", "rel_pos_w"):
             self.register_buffer(name, torch.empty(2 * side - 1, spec.width // spec.heads, device="meta"))
 
-    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[B, H, W, C], the same shape.
 
         Windows over the edge hold zeros there, put in after the norm, so that q, k and v of those tokens are the bias.
         """
-        batch, height, width, channels = x.shape
-        qkv = still.linear(self.qkv, x).view(batch, height, width, 3, self.heads, channels // self.heads)
+        qkv = still.linear(self.qkv, x)
+        batch, height, width, channels = qkv.shape
+        qkv = qkv.view(batch, height, width, 3, self.heads, channels // (3 * self.heads))
         assert self.qkv.bias is not None
         tall, wide = (height, width) if self.window is None else (self.window, self.window)
         mixed = still.ops.image_attention(
@@ -85,9 +90,9 @@ class VitMLP(nn.Module):
         self.lin1 = Linear(spec.width, spec.inner, bias=True)
         self.lin2 = Linear(spec.inner, spec.width, bias=True)
 
-    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[…, C], the same shape."""
-        return still.linear(self.lin2, F.gelu(still.linear(self.lin1, x)))
+        return still.linear(self.lin2, still.gelu(self.lin1, x, self.lin2))
 
 
 class VitBlock(nn.Module):
@@ -102,8 +107,17 @@ class VitBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
         """[B, H, W, C], the same shape."""
-        x = x + self.attn(self.norm1(x), still)
-        return x + self.mlp(self.norm2(x), still)
+        x, branch = self.flow(x, None, still)
+        return x + branch
+
+    def flow(self, x: torch.Tensor, branch: torch.Tensor | None, still: Still) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: what the stream holds, and the branch that is still to be added to it. Returns the next of both.
+
+        A norm reads what the addition before it writes, so one op does both.
+        """
+        normed, x = self.norm1.added(x, branch, self.attn.qkv, still)
+        normed, x = self.norm2.added(x, self.attn(normed, still), self.mlp.lin1, still)
+        return x, self.mlp(normed, still)
 
 
 class Encoder(nn.Module):
@@ -122,9 +136,11 @@ class Encoder(nn.Module):
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
         """[B, 3, S, S] → [B, 256, S/16, S/16]."""
         x = self.patch_embed(x) + self.pos_embed
+        branch: torch.Tensor | None = None
         for block in self.blocks:
-            x = block(x, still)
-        return self.neck(x.permute(0, 3, 1, 2))
+            assert isinstance(block, VitBlock), "blocks are all of one kind"
+            x, branch = block.flow(x, branch, still)
+        return self.neck((x if branch is None else x + branch).permute(0, 3, 1, 2))
 
 
 def make_neck(width: int, out: int) -> nn.Sequential:

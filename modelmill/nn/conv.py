@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modelmill.nn.linear import Linear
+from modelmill.nn.still import Still
+from modelmill.ops.eight_bit import Quantized
+
 
 class Conv2d(nn.Module):
     """A convolution; with ``up`` the transposed one, whose stride enlarges."""
@@ -44,12 +48,9 @@ class ChannelNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, C, H, W], the same shape."""
-        wide = x.float()
-        mean = wide.mean(1, keepdim=True)
-        centred = wide - mean
-        spread = (centred * centred).mean(1, keepdim=True)
-        normed = centred * torch.rsqrt(spread + self.eps)
-        return (normed * self.weight.float()[:, None, None] + self.bias.float()[:, None, None]).to(x.dtype)
+        by_pixel = x.permute(0, 2, 3, 1)
+        normed = F.layer_norm(by_pixel, by_pixel.shape[-1:], self.weight, self.bias, self.eps)
+        return normed.permute(0, 3, 1, 2)
 
 
 class PlainNorm(nn.Module):
@@ -67,3 +68,20 @@ class PlainNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, C], the same shape."""
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+    def added(
+        self, x: torch.Tensor, branch: torch.Tensor | None, then: Linear, still: Still
+    ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
+        """(the norm of x + branch in the form that ``then`` takes, x + branch); branch None: of x."""
+        ops, wanted = still.ops, still.wanted(then)
+        if branch is None:
+            normed = ops.layer_norm(x, self.weight, self.bias, self.eps)
+            if wanted is None:
+                return normed, x
+            return Quantized(*ops.quantize(normed, wanted.kind, wanted.factor), x.dtype), x
+        if wanted is None:
+            return ops.add_layer_norm(branch, x, self.weight, self.bias, self.eps)
+        values, scale, total = ops.add_layer_norm_quant(
+            branch, x, self.weight, self.bias, self.eps, wanted.kind, wanted.factor
+        )
+        return Quantized(values, scale, x.dtype), total

@@ -35,11 +35,16 @@ OPS = (
     "add_rms_norm_quant",
     "quantize",
     "layer_norm",
+    "add_layer_norm",
+    "add_layer_norm_quant",
     "rope_cache",
     "paged_attention",
     "silu_mul",
     "silu_mul_quant",
     "gelu_tanh",
+    "gelu",
+    "gelu_quant",
+    "gelu_linear",
     "linear",
     "int8_linear",
     "int4_linear",
@@ -58,6 +63,7 @@ OPS = (
 _ALONE = (
     *("rms_norm_quant", "add_rms_norm_quant", "silu_mul_quant", "quantize", "w8a8_linear", "fp8_linear"),
     *("cluster_quant", "clustered_linear", "argmax", "sample", "image_attention"),
+    *("add_layer_norm", "add_layer_norm_quant", "gelu", "gelu_quant", "gelu_linear"),
 )
 SPANS = {
     "decode": tuple(op for op in OPS if op not in _ALONE),
@@ -85,11 +91,16 @@ class Ops:
     add_rms_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
     quantize: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     layer_norm: Callable[..., torch.Tensor]
+    add_layer_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    add_layer_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
     rope_cache: Callable[..., torch.Tensor]
     paged_attention: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
     silu_mul_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     gelu_tanh: Callable[..., torch.Tensor]
+    gelu: Callable[..., torch.Tensor]
+    gelu_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    gelu_linear: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     int8_linear: Callable[..., torch.Tensor]
     int4_linear: Callable[..., torch.Tensor]

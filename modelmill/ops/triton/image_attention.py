@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton import relative_attention
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import power_of_two
 
@@ -47,6 +48,15 @@ def run(
     tall, wide = (height, width) if window is None else (window, window)
     rows, columns = triton.cdiv(height, tall), triton.cdiv(width, wide)
     out = torch.empty((batch, height, width, heads * dim), dtype=qkv.dtype, device=qkv.device)
+    if rel_h is not None and rel_w is not None and (window is not None or width in (16, 32, 64, 128)):
+        rel_h, rel_w = rel_h.to(qkv.dtype).contiguous(), rel_w.to(qkv.dtype).contiguous()
+        assert fill is not None or (height % tall == 0 and width % wide == 0), "windows over the edge need a fill"
+        if window is None:
+            relative_attention.whole(qkv, rel_h, rel_w, out)
+        else:
+            outer = None if fill is None else fill.to(qkv.dtype).contiguous()
+            relative_attention.windowed(qkv, window, outer, rel_h, rel_w, out)
+        return out
     kind, by_row, by_column = NONE.value, qkv, qkv
     if rel_h is not None and rel_w is not None:
         kind = RELATIVE.value

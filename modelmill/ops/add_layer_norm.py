@@ -1,0 +1,35 @@
+"""Residual add and LayerNorm in one pass: the residual stream is read and written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.layer_norm import layer_norm
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+SHAPES = ((1, 768), (7, 1024), (3, 100), (300, 40))
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (layer_norm(x + residual), x + residual), the sum rounded to x's dtype first.
+
+    x, residual: [..., H], same dtype and shape. weight, bias: [H].
+    """
+    total = x + residual
+    return layer_norm(total, weight, bias, eps), total
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Usual and odd widths, few rows and many, with a residual of ten times the branch's scale."""
+    for rows, width in (*SHAPES, *(() if device == "cpu" else ((4096, 1280),))):
+        x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
+        residual = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=10.0)
+        weight = randn(width, device=device, dtype=dtype, seed=width) + 1
+        bias = randn(width, device=device, dtype=dtype, seed=width + 1)
+        args = {"x": x, "residual": residual, "weight": weight, "bias": bias, "eps": 1e-6}
+        yield Case(f"{rows}x{width}", args, 4 * nbytes(x) + nbytes(weight, bias))

@@ -1,0 +1,25 @@
+"""GELU by the error function, as vision transformers use it (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """x · Φ(x), Φ the normal distribution; any shape."""
+    return F.gelu(x)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """SAM's inner width and an odd one."""
+    shapes = ((1, 5120), (7, 101), (64, 3072)) if device == "cpu" else ((1, 5120), (7, 101), (4096, 5120))
+    for rows, width in shapes:
+        x = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=2.0)
+        yield Case(f"{rows}x{width}", {"x": x}, 2 * nbytes(x))

@@ -1,0 +1,21 @@
+"""Residual add and LayerNorm: two reads and two writes a value."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.layer_norms import fits, norm
+
+
+def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> bool:
+    """As ``layer_norms.fits``, x and residual alike."""
+    return x.dtype == residual.dtype and x.shape == residual.shape and fits(x)
+
+
+def run(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference."""
+    out, _, total = norm(x, residual, weight, bias, eps)
+    return out, total
