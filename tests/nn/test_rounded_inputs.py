@@ -37,15 +37,23 @@ def drawn(kind: str, static: bool, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_and_unfused_give_the_same_bits(kind: str, static: bool, dtype: torch.dtype) -> None:
     plain = shelf.resolve("cpu", dict.fromkeys(shelf.OPS, "torch"))
-    seen = []
+    seen: list[Any] = []
+    gates: list[Any] = []
 
     def norm(*args: Any) -> Any:
         seen.append(args[4])
         return shelf.reference("add_rms_norm_quant")(*args)
 
-    fused = replace(plain, add_rms_norm_quant=norm, chosen={**plain.chosen, "add_rms_norm_quant": "triton"})
+    def gate(*args: Any) -> Any:
+        gates.append(args[1])
+        return shelf.reference("silu_mul_quant")(*args)
+
+    chosen = {**plain.chosen, "add_rms_norm_quant": "triton", "silu_mul_quant": "triton"}
+    fused = replace(plain, add_rms_norm_quant=norm, silu_mul_quant=gate, chosen=chosen)
     assert fused.norms_quantize
+    assert fused.gates_quantize
     assert not plain.norms_quantize
+    assert not plain.gates_quantize
     model = drawn(kind, static, dtype)
     with torch.inference_mode():
         step = trial_step(model, plain, (2, 5, 20))
@@ -56,5 +64,6 @@ def test_fused_and_unfused_give_the_same_bits(kind: str, static: bool, dtype: to
         mine = model(replace(step, ops=fused))
         assert torch.equal(mine, right)
         assert len(seen) == 3, "all norms but the first (which has no residual) and the last"
+        assert len(gates) == 2
         model(replace(step, ops=fused, whole=False))
-        assert len(seen) == 3, "who watches modules sees floating point"
+        assert (len(seen), len(gates)) == (3, 2), "who watches modules sees floating point"

@@ -41,6 +41,14 @@ __device__ inline void changed(int (&d)[COUNT]) {
              "%120, %121, %122, %123, %124, %125, %126, %127"
 
 // add = 0: D is set instead.
+__device__ inline void product8(Sum (&d)[16], u64 a, u64 b, int add) {
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k32" KINDS
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add" SIGNS "; }"
+                 : KEEP_16(d, 0)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
 __device__ inline void product8(Sum (&d)[32], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k32" KINDS "{" NAMES_32 "}, %32, %33, add" SIGNS "; }"

@@ -6,7 +6,7 @@
 // (wgmma) and store. With TAKE_TURNS each of the two has tiles of its own: one stores while the other multiplies. Else
 // they share a tile, each half of its rows.
 //
-// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 64, 128, 256), TAKE_TURNS (0, 1), STAGES, FP8, and
+// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 256), TAKE_TURNS (0, 1), STAGES, FP8, and
 // the output: HALF (float16), WIDE (float32), else bfloat16.
 #include "hopper8.cuh"
 
@@ -41,15 +41,33 @@ __device__ inline void place(const Work &work, int index, int &row, int &column)
 
 __device__ inline int tiles(const Work &work) { return ((work.tokens + BM - 1) / BM) * ((work.n + BN - 1) / BN); }
 
+// Placed before the kernel in front has ended: nothing that it writes, and nothing that it may still read, is touched
+// before this returns.
+__device__ inline void enter() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work &work, Barriers &barriers) {
     const u32 base = shared_address(shared);
     const int count = tiles(work);
-    int stage = 0;
-    u32 parity = 1;
-    for (int index = blockIdx.x; index < count; index += gridDim.x) {
-        int row, column;
+    int row, column;
+    place(work, blockIdx.x, row, column);
+    // The first weights are on their way before x may be read.
+    const int ahead = work.slabs < STAGES ? work.slabs : STAGES;
+    for (int slab = 0; slab < ahead; ++slab) {
+        const u32 full = shared_address(&barriers.full[slab]);
+        arrive_expecting(full, STAGE_BYTES);
+        load_box(base + slab * STAGE_BYTES + X_BYTES, w_map, full, slab * SLAB, column);
+    }
+    enter();
+    for (int slab = 0; slab < ahead; ++slab)
+        load_box(base + slab * STAGE_BYTES, x_map, shared_address(&barriers.full[slab]), slab * SLAB, row);
+    int stage = ahead % STAGES, first = ahead;
+    u32 parity = ahead == STAGES ? 0 : 1;
+    for (int index = blockIdx.x; index < count; index += gridDim.x, first = 0) {
         place(work, index, row, column);
-        for (int slab = 0; slab < work.slabs; ++slab) {
+        for (int slab = first; slab < work.slabs; ++slab) {
             const u32 target = base + stage * STAGE_BYTES, full = shared_address(&barriers.full[stage]);
             wait(shared_address(&barriers.empty[stage]), parity);
             arrive_expecting(full, STAGE_BYTES);
@@ -196,10 +214,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
         prefetch_map(w_map);
     }
     __syncthreads();
-    // Placed before the kernel in front has ended: nothing that it writes, and nothing that it may still read, is
-    // touched before this.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     // 40 + 2 · 232 = 3 · 168, what the block began with.
     if (group == 0) {
@@ -207,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
         if (threadIdx.x == 0) load(x_map, w_map, work, barriers);
     } else {
         take_registers<232>();
+        enter();
         multiply(work, barriers, group - 1);
     }
 }

@@ -20,6 +20,7 @@ FORMS: dict[Form, tuple[int, int, float]] = {
     (1, 256, 0): (128, 256, 1.0),
     (1, 128, 1): (64, 128, 0.85),
     (1, 64, 1): (64, 64, 0.6),
+    (1, 32, 1): (64, 32, 0.4),
 }
 
 
@@ -95,7 +96,7 @@ def macros(form: Form, kind: torch.dtype, dtype: torch.dtype) -> tuple[str, ...]
 
 def _stages(form: Form) -> int:
     down, across, _ = FORMS[form]
-    return min(12, SHARED_BYTES // (SLAB * (down + across) + BARRIER_BYTES))
+    return min(16, SHARED_BYTES // (SLAB * (down + across) + BARRIER_BYTES))
 
 
 def _shared(form: Form) -> int:

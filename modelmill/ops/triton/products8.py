@@ -16,6 +16,8 @@ from modelmill.ops.triton.device import INTERPRETED, power_of_two, shared_bytes
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.sizes import Sizes
 
+AHEAD = 16  # tokens up to which a block of weights is worth its registers before x is there
+
 
 def tile8(
     x: torch.Tensor,
@@ -34,7 +36,7 @@ def tile8(
     _tile8[(triton.cdiv(n, block_n) * blocks,)](
         x, weight, scale, x_scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0), blocks,
-        BIAS=bias is not None, EACH=x_scale.numel() > 1, WHOLE=x.dtype == torch.int8,
+        BIAS=bias is not None, EACH=x_scale.numel() > 1, WHOLE=x.dtype == torch.int8, AHEAD=tokens <= AHEAD,
         BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
         num_stages=stages, num_warps=warps, **launch(x.device, tokens),
     )  # fmt: skip
@@ -52,7 +54,7 @@ def _sizes(tokens: int) -> Sizes:
 def _tile8(
     x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr,
     tokens, n, k, x_stride, stride, out_stride, blocks,
-    BIAS: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -64,19 +66,20 @@ def _tile8(
     read = tl.minimum(token, tokens - 1).to(tl.int64)
     weight_at = weight_ptr + held[:, None] * stride + column[None, :]
     x_at = x_ptr + read[None, :] * x_stride + column[:, None]
+    # The first block is on its way before x may be read, and multiplied last: the loop need not wait for it.
+    if AHEAD:
+        first = tl.load(weight_at, mask=(column < k)[None, :], other=0 if WHOLE else 0.0)
     enter(EARLY)
+    if AHEAD:
+        first_x = tl.load(x_at, mask=(column < k)[:, None], other=0 if WHOLE else 0.0)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if WHOLE else tl.float32)
-    for start in range(0, k, BLOCK_K):
+    for start in range(BLOCK_K if AHEAD else 0, k, BLOCK_K):
         inside = column < k - start
-        if WHOLE:
-            w = tl.load(weight_at + start, mask=inside[None, :], other=0)
-            x = tl.load(x_at + start, mask=inside[:, None], other=0)
-            total = tl.dot(w, x, total, out_dtype=tl.int32)
-        else:
-            w = tl.load(weight_at + start, mask=inside[None, :], other=0.0)
-            x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
-            # Hopper adds fp8's products with few bits: every 128 columns their sum is added in float32
-            total = tl.dot(w, x, total, max_num_imprecise_acc=128)
+        w = tl.load(weight_at + start, mask=inside[None, :], other=0 if WHOLE else 0.0)
+        x = tl.load(x_at + start, mask=inside[:, None], other=0 if WHOLE else 0.0)
+        total = _multiplied(w, x, total, WHOLE)
+    if AHEAD:
+        total = _multiplied(first, first_x, total, WHOLE)
     out = total.to(tl.float32)
     if EACH:
         out *= tl.load(x_scale_ptr + read)[None, :]
@@ -87,6 +90,15 @@ def _tile8(
         out += tl.load(bias_ptr + held).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < tokens)[None, :])
+
+
+@triton.jit
+def _multiplied(w, x, total, WHOLE: tl.constexpr):
+    if WHOLE:
+        return tl.dot(w, x, total, out_dtype=tl.int32)
+    else:  # noqa: RET505  what stands after a return is compiled as well
+        # Hopper adds fp8's products with few bits: every 128 columns their sum is added in float32
+        return tl.dot(w, x, total, max_num_imprecise_acc=128)
 
 
 def vector8(
