@@ -1,16 +1,19 @@
 """Serves the conversation trace with the loop alone and says where the GPU's time goes, step by step.
 
-    python benchmarks/trace_steps.py qwen-7b --trace azure_conversation_trace.csv [--order longest] [--budget 8192]
-        [--kv auto] [--save FILE.jsonl]
+    python benchmarks/trace_steps.py qwen-7b --trace azure_conversation_trace.csv [--order together] [--budget 8192]
+        [--as dense:auto --as smoothquant:int8 …] [--runs 1] [--save FILE.jsonl]
 
 Seeded random weights, no text, no engine on disk. Steps are grouped by what they hold: single tokens only (by how many
 sequences) or chunks of prompts beside them (by tokens). For each group: its time by CUDA events, and what the
-memory and the tensor cores would need for the same reads and products.
+memory and the tensor cores (in bfloat16) would need for the same reads and products. --as WEIGHTS:KV: how weights,
+and keys and values, are held, several one after the other on the same card. Each is warmed up with the same requests at
+an eighth of their lengths.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -26,16 +29,20 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.forms import FORMS  # noqa: E402
 from benchmarks.step import copy_rate, random_model, weight_bytes  # noqa: E402
+from benchmarks.works import warm_up  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.eval.texts import read_trace  # noqa: E402
+from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.runtime.loop import Loop  # noqa: E402
 from modelmill.runtime.scheduler import Schedule  # noqa: E402
 
-FLOPS = 700e12  # products of many rows on an H200 that is warm
+FLOPS = 700e12  # bfloat16 products of many rows on an H200 that is warm
 ORDERS: dict[str, Callable[[tuple[int, int]], Any] | None] = {
     "arrival": None,
+    "together": None,  # as LLM.generate hands them in: the loop puts the longest answers first
     "longest": lambda work: -work[1],
     "total": lambda work: -(work[0] + work[1]),
 }
@@ -79,15 +86,21 @@ def watch(loop: Loop) -> list[Kept]:
     return kept
 
 
-def serve(loop: Loop, work: list[tuple[int, int]], seed: int) -> float:
-    """Seconds to serve all of ``work`` at once."""
+def serve(loop: Loop, work: list[tuple[int, int]], seed: int, *, together: bool = False) -> float:
+    """Seconds to serve all of ``work`` at once; together: handed in with one call."""
     draw = random.Random(seed)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
+    requests = []
     for number, (prompt, new) in enumerate(work):
         ids = [draw.randrange(5, 30000) for _ in range(prompt)]
         params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-        loop.add(Request(id=f"{seed}-{number}", prompt=tuple(ids), params=params))
+        requests.append(Request(id=f"{seed}-{number}", prompt=tuple(ids), params=params))
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    if together:
+        loop.add_all(requests)
+    else:
+        for request in requests:
+            loop.add(request)
     while loop.has_work:
         loop.step()
     torch.cuda.synchronize()
@@ -98,7 +111,7 @@ def table(kept: list[Kept], loop: Loop, rate: float) -> list[dict[str, Any]]:
     """One row per group: steps, seconds, and the floor of its reads and products in seconds."""
     model = loop.model
     weights, token = weight_bytes(model), loop.runner.kv.nbytes / (loop.runner.kv.pages * loop.page_size)
-    each = 2 * weights / 2  # two operations a weight, two bytes a weight
+    each = 2 * sum(m.shape[0] * m.shape[1] for m in model.modules() if isinstance(m, Linear))  # operations a token
     rows: dict[str, dict[str, Any]] = {}
     for step in kept:
         row = rows.setdefault(step.group, {"group": step.group, "steps": 0, "s": 0.0, "keys_s": 0.0, "products_s": 0.0})
@@ -109,31 +122,37 @@ def table(kept: list[Kept], loop: Loop, rate: float) -> list[dict[str, Any]]:
     return [rows[g] for g in sorted(rows)]
 
 
-@torch.inference_mode()
-def main() -> None:
-    """Serve, print and record."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--order", action="append", choices=sorted(ORDERS))
+    parser.add_argument("--as", dest="forms", action="append", metavar="WEIGHTS:KV", help=", ".join(FORMS))
+    parser.add_argument("--runs", type=int, default=1, help="of each, after its warm-up")
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--save", type=Path)
-    options = parser.parse_args()
-    work = [tuple(w) for w in read_trace(options.trace, options.requests, 4096)]
-    model = random_model(options.shape)
-    rate = copy_rate()
+    return parser.parse_args()
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace, weights: str, kv: str, work: list[tuple[int, int]], rate: float) -> None:
+    """Serve with weights, keys and values held in one way; print and record."""
+    model = random_model(options.shape, weights)
     config = RunConfig(
-        max_num_seqs=256, max_num_batched_tokens=options.budget, enable_prefix_caching=False, max_model_len=4096
-    )
+        max_num_seqs=256, max_num_batched_tokens=options.budget, enable_prefix_caching=False, max_model_len=4096,
+        kv_cache_dtype=kv,
+    )  # fmt: skip
     loop = Loop(model, config)
     loop.warm_up()
-    serve(loop, work[:8], 1)
+    serve(loop, warm_up(work), 1, together=True)
     kept = watch(loop)
-    for number, name in enumerate(options.order or ["arrival"]):
+    for number, name in enumerate((options.order or ["together"]) * options.runs):
         order = ORDERS[name]
         kept.clear()
-        seconds = serve(loop, work if order is None else sorted(work, key=order), 2 + number)
+        done = work if order is None else sorted(work, key=order)
+        seconds = serve(loop, done, 2 + number, together=name == "together")
         rows = table(kept, loop, rate)
         for row in rows:
             print(
@@ -145,15 +164,28 @@ def main() -> None:
         floor = sum(r["keys_s"] + r["products_s"] for r in rows)
         line = {
             "figure": "trace.loop_s", "value": seconds, "gpu_s": gpu, "floor_s": floor, "order": name,
+            "weights": weights, "kv": kv, "requests_per_s": len(work) / seconds, "kernels": dict(loop.ops.chosen),
             "preemptions": loop.stats().preemptions, "pages": loop.num_pages, "groups": rows, "shape": options.shape,
             "copy_gbps": round(rate / 1e9), "command": "python benchmarks/trace_steps.py " + " ".join(sys.argv[1:]),
             "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
-        print(json.dumps({k: v for k, v in line.items() if k != "groups"}), flush=True)
+        print(json.dumps({k: v for k, v in line.items() if k not in ("groups", "kernels")}), flush=True)
         if options.save:
             with options.save.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    """Each way of holding weights, keys and values in turn."""
+    options = parse()
+    work = read_trace(options.trace, options.requests, 4096)
+    rate = copy_rate()
+    for form in options.forms or ["dense:auto"]:
+        weights, _, kv = form.partition(":")
+        measure(options, weights, kv or "auto", work, rate)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
