@@ -8,7 +8,7 @@ of our own go through the whole engine, and embedding, mask logits, masks and sc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,22 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.own_encoder import own_matrices, weight_findings
 from modelmill.accept.reference.sam import SamReference, check_names
 from modelmill.accept.reference.sam_decoder import SamDecoder
+from modelmill.accept.reference.stage import Stage
 from modelmill.accept.stages import Judge, row_of, short
 from modelmill.accept.tolerances_segment import embedding_bound, logits_bound
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
+from modelmill.vision.masks import mask_iou
 from modelmill.vision.open import open_eye
 from modelmill.vision.prompts import Prompt, arranged
 from modelmill.vision.segment import Eye
 
 Progress = Callable[[str, int, int], None]
 STEPS = ("encoder", "norms", "prompts and masks", "whole")
+SLACK = 1e-3  # a mask of few pixels changes by one
 SURE = 0.999  # of the pixels whose logits are clear of 0, so many must fall on the reference's side
 
 
@@ -48,9 +52,13 @@ def compare_segmentation(
         if progress is not None:
             progress(f"acceptance: {STEPS[min(step, len(STEPS) - 1)]}", step, len(STEPS))
 
-    reference = SamReference(checkpoint)
-    check_names(reference)
-    judge = Judge(eye.model, eye.still, str(eye.device), artifact.manifest.build["dtype"], in_encoder)
+    true = SamReference(checkpoint)
+    check_names(true)
+    own = own_matrices(eye.model)
+    reference = SamReference(checkpoint, own) if own else true
+    build = artifact.manifest.build
+    judge = Judge(eye.model, eye.still, str(eye.device), build["dtype"], in_encoder)
+    judge.findings += weight_findings(true, eye.model, own, build["dtype"])
     picture = sample_picture(eye.image)
     told(0)
     embedding = judge.stages(reference.encoder(reference.normalised(picture)))[0]
@@ -65,7 +73,10 @@ def compare_segmentation(
     told(1)
     judge.norms(reference.norms)
     told(3)
-    whole = _whole(eye, judge, picture, prompts, embedding, logits, scores)
+    if own:
+        embedding = _last(true.encoder(true.normalised(picture)))[0]
+        logits, scores = _last(SamDecoder(true).decoder(embedding, places, sparse, dense))
+    whole = _whole(eye, build["dtype"], build["quantization"], picture, prompts, (embedding, logits, scores))
     told(4)
     return _report(artifact, judge, whole)
 
@@ -106,27 +117,39 @@ def sample_prompts(side: int) -> list[Prompt]:
     return [Prompt(((x, y),), (1,)) for x, y in places]
 
 
+def _last(stages: Iterator[Stage]) -> tuple[Tensor, ...]:
+    """What the last of them puts out."""
+    expected: tuple[Tensor, ...] = ()
+    for stage in stages:
+        expected = stage.expected
+    return expected
+
+
 def _whole(
-    eye: Eye, judge: Judge, picture: Tensor, prompts: list[Prompt], embedding: Tensor, logits: Tensor, scores: Tensor
+    eye: Eye, dtype: str, recipe: str, picture: Tensor, prompts: list[Prompt], right: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, Any]:
-    """A picture and its prompts through the engine as a user asks them, against the reference's masks."""
-    dtype = judge.dtype
+    """A picture and its prompts through the engine as a user asks them. right: embedding, logits, scores in float32."""
     seen = eye.see(picture)
-    told = compare_tensors("embedding", seen.embedding, embedding)
+    told = compare_tensors("embedding", seen.embedding, right[0])
+    logits = right[1]
     ours, ours_scores = (x.cpu() for x in eye.decode(seen, prompts))
     off = compare_tensors("logits", ours, logits)
-    bound, most = embedding_bound(dtype), logits_bound(dtype)
+    bound, most = embedding_bound(dtype, recipe), logits_bound(dtype, recipe)
     margin = 2 * most * float(logits.pow(2).mean().sqrt())
     sure = logits.abs() > margin
     same = ((ours > 0) == (logits > 0)) & ours.isfinite()
     share = float(same[sure].float().mean()) if bool(sure.any()) else 1.0
-    common, either = ((ours > 0) & (logits > 0)).sum((-2, -1)), ((ours > 0) | (logits > 0)).sum((-2, -1))
-    overlap = torch.where(either > 0, common / either.clamp(min=1), torch.ones_like(common, dtype=torch.float32))
-    difference = (ours_scores - scores).abs()
+    overlap = mask_iou(ours > 0, logits > 0)
+    # a mask is as steady as its logits: cut a margin higher and lower, the reference's own lie this far apart
+    steady = mask_iou(logits > margin / 2, logits > -margin / 2)
+    difference = (ours_scores - right[2]).abs()
     broken = {
         f"embedding off by {told.rel_l2:.2g}, bound {bound:.2g}": not told.rel_l2 <= bound,
         f"mask logits off by {off.rel_l2:.2g}, bound {most:.2g}": not off.rel_l2 <= most,
         f"{100 * (1 - share):.2g} % of the clear mask pixels differ": not share >= SURE,
+        f"IoU of the masks {float(overlap.mean()):.3f}, bound {float(steady.mean()):.3f}": not bool(
+            overlap.mean() >= steady.mean() - SLACK
+        ),
     }
     return {
         "embedding_rel_l2": told.rel_l2,
@@ -138,8 +161,10 @@ def _whole(
         "clear_pixels_equal": share,
         "mask_iou_mean": float(overlap.mean()),
         "mask_iou_least": float(overlap.min()),
+        "mask_iou_bound": float(steady.mean()) - SLACK,
         "score_difference": float(difference.max()),
         "prompts": len(prompts),
+        "finite": told.finite and off.finite,
         "broken": [what for what, wrong in broken.items() if wrong],
         "ok": not any(broken.values()),
     }
@@ -158,6 +183,11 @@ def _report(artifact: Artifact, judge: Judge, whole: dict[str, Any]) -> dict[str
         if not math.isfinite(first.row.max_abs):
             verdict = f"overflow at {where}, module {first.module}"
             reason = f"{verdict}: it is not finite in {manifest.build['dtype']}; build with --dtype bfloat16"
+    elif not whole["finite"]:
+        verdict = "overflow between the modules"
+        reason = (
+            f"{verdict}: what they add up to is not finite in {manifest.build['dtype']}; build with --dtype bfloat16"
+        )
     elif not whole["ok"]:
         verdict = "bug between the modules: every module is right alone, the whole is not"
         reason = f"{verdict} ({'; '.join(whole['broken'])}); try another --dtype"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from modelmill.accept.engine import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.reference.stage import Norm, Stage
-from modelmill.accept.tolerances_segment import stage_bound
+from modelmill.accept.tolerances_segment import ROUNDED, stage_bound
 from modelmill.nn.still import Still
 
 
@@ -32,11 +32,11 @@ class Judge:
         """Compare each; returns the reference's last outputs, one a stage or several of the last."""
         kept: list[Tensor] = []
         for stage in stages:
-            outputs = self.call(stage.path, stage.given)
+            outputs, kind = self.call(stage.path, stage.given), self._kind(stage.path)
             kept = [*kept, *stage.expected][-last:]
             parts = ("",) if len(outputs) == 1 else tuple(f".{i}" for i in range(len(outputs)))
             for part, ours, expected in zip(parts, outputs, stage.expected, strict=True):
-                self._note(stage.path + part, stage.layer, stage.module + part, ours, expected)
+                self._note(stage.path + part, stage.layer, stage.module + part, ours, expected, kind)
         return kept
 
     def norms(self, norms: Sequence[Norm]) -> None:
@@ -65,10 +65,19 @@ class Judge:
     def _type(self, path: str) -> torch.dtype:
         return getattr(torch, self.dtype) if self._rough(path) else torch.float32
 
-    def _note(self, name: str, layer: int | None, module: str, ours: Tensor, expected: Tensor) -> None:
+    def _kind(self, path: str) -> str:
+        """How the matrices below a module round its activations: "none", or the kind of weight that does."""
+        found = _at(self.model, path)
+        below: list[Any] = list(found.modules()) if isinstance(found, nn.Module) else []
+        kinds = {str(module.held.kind) for module in below if hasattr(module, "held")}
+        return next(iter(sorted(kinds & set(ROUNDED))), "none")
+
+    def _note(
+        self, name: str, layer: int | None, module: str, ours: Tensor, expected: Tensor, kind: str = "none"
+    ) -> None:
         dtype = self.dtype if self._rough(name) else "float32"
         row = compare_tensors(name, ours, expected)
-        self.findings.append(Finding(name, layer, module, row, stage_bound(dtype)))
+        self.findings.append(Finding(name, layer, module, row, stage_bound(dtype, kind)))
 
 
 def _at(model: nn.Module, path: str) -> Any:

@@ -21,40 +21,50 @@ from modelmill.vision.open import open_eye
 from modelmill.weights.held import from_tensors
 from tests.models.sam_seeded import small_file, small_state
 
-DTYPES = ("float32", "float16", "bfloat16")
+CASES = (
+    *("float32", "float16", "bfloat16"),
+    *("float32-int8", "float16-int8", "bfloat16-int8", "float32-fp8", "bfloat16-fp8"),
+)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Artifact, Checkpoint]]:
-    """An engine in each dtype, built and judged."""
+    """An engine in each dtype, plain and with each recipe, built and judged."""
     from modelmill.build.plan import make_plan
 
     folder = tmp_path_factory.mktemp("sam")
     source = small_file(folder)
     found = {}
-    for dtype in DTYPES:
-        report = build_engine(source, folder / f"{dtype}.engine", BuildConfig(dtype=dtype))
+    for case in CASES:
+        dtype, _, recipe = case.partition("-")
+        config = BuildConfig(dtype=dtype, quantization=recipe or "none")
+        report = build_engine(source, folder / f"{case}.engine", config)
         assert report["accepted"], report["reason"]
-        plan = make_plan(open_checkpoint(source), BuildConfig(dtype=dtype))
-        found[dtype] = (open_artifact(folder / f"{dtype}.engine"), plan.checkpoint)
+        plan = make_plan(open_checkpoint(source), config)
+        found[case] = (open_artifact(folder / f"{case}.engine"), plan.checkpoint)
     return found
 
 
 def test_the_report_tells_of_embedding_masks_and_scores(made: dict) -> None:
-    for dtype, (artifact, _) in made.items():
+    for case, (artifact, _) in made.items():
+        dtype, _, recipe = case.partition("-")
         report = artifact.acceptance()
         masks = report["masks"]
         assert report["verdict"] == "numerical noise"
         assert 0 < masks["embedding_rel_l2"] < masks["embedding_bound"]
-        assert masks["mask_iou_mean"] > {"float32": 0.999, "float16": 0.98, "bfloat16": 0.93}[dtype]
-        assert masks["score_difference"] < 0.1
+        least = {"int8": 0.93, "fp8": 0.84}.get(recipe, {"float32": 0.999, "float16": 0.98, "bfloat16": 0.93}[dtype])
+        assert masks["mask_iou_mean"] > max(least, masks["mask_iou_bound"])
+        assert masks["score_difference"] < (0.35 if recipe else 0.1)
+        rows = {row["name"] for row in report["layers"]}
+        assert ("image_encoder.blocks.1.mlp.lin2.weight" in rows) == bool(recipe)
         assert {"attn", "mlp", "norm1.eps", "sparse", "masks.0"} <= {row["module"] for row in report["layers"]}
 
 
 def _scaled(model) -> None:
     linear = model.image_encoder.blocks[1].mlp.lin2
-    weight = linear.held.tensors()["weight"]
-    linear.held = from_tensors("dense", {"weight": weight * 1.05})
+    kind, tensors = linear.held.kind, linear.held.tensors()
+    part = "weight" if kind == "dense" else "scale"
+    linear.held = from_tensors(kind, tensors | {part: tensors[part] * 1.05})
 
 
 def _swapped(model) -> None:
@@ -84,7 +94,7 @@ def _token(model) -> None:
     rows.weight = rows.weight.roll(1, 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("fault", "where"),
     [
@@ -97,17 +107,29 @@ def _token(model) -> None:
         (_token, (None, "masks.0")),
     ],
 )
-def test_planted_faults_are_named(made: dict, dtype: str, fault: Callable, where: tuple) -> None:
-    artifact, checkpoint = made[dtype]
+def test_planted_faults_are_named(made: dict, case: str, fault: Callable, where: tuple) -> None:
+    artifact, checkpoint = made[case]
     eye = open_eye(artifact, "cpu")
     fault(eye.model)
     report = compare_segmentation(artifact, eye, checkpoint)
     assert not report["accepted"]
+    if fault is _scaled and "-" in case:  # what is held is compared with the checkpoint's
+        where = (1, "mlp.lin2.weight")
     assert (report["layer"], report["module"]) == where, report["reason"]
 
 
-def test_what_connects_the_modules_is_judged(made: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    artifact, checkpoint = made["float32"]
+def test_matrices_in_each_others_place_are_named(made: dict) -> None:
+    artifact, checkpoint = made["bfloat16-int8"]
+    eye = open_eye(artifact, "cpu")
+    blocks = eye.model.image_encoder.blocks
+    blocks[0].attn.proj.held, blocks[1].attn.proj.held = blocks[1].attn.proj.held, blocks[0].attn.proj.held
+    report = compare_segmentation(artifact, eye, checkpoint)
+    assert (report["layer"], report["module"]) == (0, "attn.proj.weight"), report["reason"]
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "bfloat16-int8", "float32-fp8"])
+def test_what_connects_the_modules_is_judged(made: dict, case: str) -> None:
+    artifact, checkpoint = made[case]
     eye = open_eye(artifact, "cpu")
     eye.model.image_encoder.pos_embed = eye.model.image_encoder.pos_embed.transpose(1, 2)
     report = compare_segmentation(artifact, eye, checkpoint)
@@ -124,6 +146,17 @@ def test_an_overflow_in_float16_is_refused_and_nothing_written(tmp_path: Path) -
         build_engine(tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float16"))
     assert not (tmp_path / "big.engine").exists()
     assert build_engine(tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float32"))["accepted"]
+
+
+def test_an_overflow_between_the_modules_is_called_one(made: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact, checkpoint = made["float16"]
+    eye = open_eye(artifact, "cpu")
+    embed = eye.model.embed
+    monkeypatch.setattr(eye.model, "embed", lambda x, still: embed(x, still) * 1e5)
+    report = compare_segmentation(artifact, eye, checkpoint)
+    assert not report["accepted"]
+    assert "overflow between the modules" in report["reason"]
+    assert "--dtype bfloat16" in report["reason"]
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelmill.accept.reference.dense import Affine
 from modelmill.accept.reference.source import Opened, Source
 from modelmill.accept.reference.stage import Norm, Stage
 from modelmill.core.errors import TensorMismatch
@@ -22,9 +23,13 @@ NORM_BATCH = 1e-5
 
 
 class SamReference:
-    """A checkpoint's three stages. Raises TensorMismatch where tensors are missing."""
+    """A checkpoint's three stages. Raises TensorMismatch where tensors are missing.
 
-    def __init__(self, checkpoint: Opened) -> None:
+    own: matrices by the engine's paths that stand in the place of the checkpoint's (accept.own_encoder).
+    """
+
+    def __init__(self, checkpoint: Opened, own: Mapping[str, Affine] | None = None) -> None:
+        self._own = own or {}
         names = checkpoint.raw.names()
         self.foreign = "vision_encoder.pos_embed" in names
         self._prefix = next((p for p in ("", "module.", "model.") if f"{p}mask_decoder.iou_token.weight" in names), "")
@@ -61,16 +66,25 @@ class SamReference:
 
     def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
         """A norm, remembered so that its eps can be judged on small inputs."""
-        parts = path.split(".")
-        layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
-        module = ".".join(parts[3:] if layer is not None else parts[1:])
+        layer, module = layer_of(path)
         found = Norm(path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module)
         if all(n.path != path for n in self.norms):
             self.norms.append(found)
         return found(x)
 
+    def matrix(self, path: str) -> Affine:
+        """A linear layer of the checkpoint: [out, in] and [out]; a convolution of 1×1 with its batch norm is one."""
+        if not self._source.has(self._name(f"{path}.c.weight")):
+            return Affine(self.get(f"{path}.weight"), self.get(f"{path}.bias"))
+        factor = self.get(f"{path}.bn.weight") / (self.get(f"{path}.bn.running_var") + NORM_BATCH).sqrt()
+        weight = self.get(f"{path}.c.weight")[:, :, 0, 0] * factor[:, None]
+        return Affine(weight, self.get(f"{path}.bn.bias") - self.get(f"{path}.bn.running_mean") * factor)
+
     def linear(self, path: str, x: Tensor) -> Tensor:
-        return x @ self.get(f"{path}.weight").t() + self.get(f"{path}.bias")
+        """[…, in] → […, out]."""
+        weight, bias, seen = self._own.get(path) or self.matrix(path)
+        y = (x if seen is None else seen(x)) @ weight.t()
+        return y if bias is None else y + bias
 
     # -- encoder ----------------------------------------------------------------------------------------------------
 
@@ -151,6 +165,8 @@ class SamReference:
 
     def _convolved(self, path: str, x: Tensor, stride: int = 1, pad: int = 0, groups: int = 1) -> Tensor:
         """A convolution and the batch norm behind it, each by itself."""
+        if path in self._own:
+            return self.linear(path, by_pixel(x)).permute(0, 3, 1, 2)
         x = F.conv2d(x, self.get(f"{path}.c.weight"), None, stride, pad, groups=groups)
         mean, variance = self.get(f"{path}.bn.running_mean"), self.get(f"{path}.bn.running_var")
         weight, bias = self.get(f"{path}.bn.weight"), self.get(f"{path}.bn.bias")
@@ -212,6 +228,13 @@ class SamReference:
                 done = self.linear(f"{path}.proj", mixed).view(window, window, channels)
                 out[0, top : top + window, left : left + window] = done
         return out[:, :height, :width]
+
+
+def layer_of(path: str) -> tuple[int | None, str]:
+    """The number of the encoder's layer that a module of the engine stands in, None outside; and its name in there."""
+    parts = path.split(".")
+    layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
+    return layer, ".".join(parts[3:] if layer is not None else parts[1:])
 
 
 def by_pixel(x: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""Quantized image encoders are judged in two halves, as accept.own does it for language models.
+
+Their arithmetic: the reference computes with the matrices that the engine holds, and rounds activations where the
+engine does. Their weights: what is held against the checkpoint's own, batch norms folded in, matrix by matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from modelmill.accept.engine import Finding
+from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.own import central_gain
+from modelmill.accept.reference import Affine
+from modelmill.accept.reference.sam import SamReference, layer_of
+from modelmill.accept.tolerances import weight_bound
+
+
+def own_matrices(model: nn.Module) -> dict[str, Affine]:
+    """What quantized linear layers hold, by path, on the CPU in float32; empty where none is quantized."""
+    found = {}
+    for path, module in model.named_modules():
+        weight = getattr(module, "held", None)
+        if weight is not None and weight.kind != "dense":
+            held = weight.to("cpu")
+            bias = None if module.bias is None else module.bias.float().cpu()
+            found[path] = Affine(held.dense(), bias, getattr(held, "seen", None))
+    return found
+
+
+def weight_findings(true: SamReference, model: nn.Module, own: dict[str, Affine], dtype: str) -> Iterator[Finding]:
+    """Every quantized matrix against the checkpoint's: rounding neither turns a matrix, nor swaps two, nor scales one.
+
+    true: the reference with the checkpoint's own weights.
+    """
+    for path, held in own.items():
+        layer, module = layer_of(path)
+        expected = true.matrix(path).weight
+        kind = model.get_submodule(path).held.kind  # type: ignore[union-attr]
+        row = compare_tensors(f"{path}.weight", held.weight, expected)
+        if row.finite:
+            row = replace(row, gain=central_gain(held.weight, expected))
+        yield Finding(f"{path}.weight", layer, f"{module}.weight", row, weight_bound(dtype, kind))  # type: ignore[arg-type]
