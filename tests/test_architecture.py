@@ -22,7 +22,7 @@ MAY = {
     "artifact": {"core", "weights"},
     "models": {"core", "ops", "nn", "checkpoint.rename"},
     "runtime": {"core", "parallel", "ops", "weights", "nn", "artifact"},
-    "vision": {"core", "ops", "nn", "artifact", "runtime.load"},
+    "vision": {"core", "ops", "nn", "artifact", "runtime.load", "runtime.graph"},
     "quant": {"core", "weights", "nn"},
     "build": {"core", "checkpoint", "weights", "nn", "quant", "artifact", "text.tokenizer", "ops"},
     "accept": {"core", "runtime", "vision", "nn.still", "checkpoint", "artifact", "text"},

@@ -16,9 +16,12 @@ from modelmill.vision.everything import Crop, Everything, crops_of, cut_off, gri
 from modelmill.vision.image import as_image, fitted, pixels
 from modelmill.vision.known import KEPT_BYTES, Known, Seen, digest_of
 from modelmill.vision.prompts import Prompt, alike, arranged
+from modelmill.vision.recorded import Recorded
 
 THRESHOLD = 0.0
 _PIXELS = 1 << 26  # mask pixels enlarged at a time
+_BATCHES = (8, 4, 1)  # pictures that are embedded at once; more gain nothing
+_FEW = 8  # prompts whose decoding is many small kernels, worth a graph of its own
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Eye:
         self._mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(3, 1, 1)
         self.known = Known(kept)
+        self.recorded = Recorded(on=self.device.type == "cuda")
         self.looks = 0  # pictures embedded so far
 
     def see(self, image: Any) -> Seen:
@@ -85,30 +89,49 @@ class Eye:
                 part = pixels(pictures[i], size).to(self.device).float()
                 batch[row, :, : size[1], : size[0]] = ((part - self._mean) / self._std).to(self.dtype)
             self.looks += len(new)
-            embedded = self.model.embed(batch, self.still).float()  # type: ignore[operator]
+            embedded = self._embedded(batch)
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
-                seen = Seen(embedded[row : row + 1].clone(), pictures[i].size, size, keys[i])
+                seen = Seen(embedded[row], pictures[i].size, size, keys[i])
                 found[keys[i]] = seen
                 self.known.keep(seen)
         return [found[key] for key in keys]
 
+    def _embedded(self, batch: torch.Tensor) -> list[torch.Tensor]:
+        """Normalised, padded pictures [B, 3, S, S] → B embeddings [1, 256, G, G] float32."""
+
+        def embed(part: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self.model.embed(part, self.still).float(),)  # type: ignore[operator]
+
+        found: list[torch.Tensor] = []
+        while len(found) < len(batch):
+            size = next(n for n in _BATCHES if n <= len(batch) - len(found))
+            (out,) = self.recorded("embed", embed, batch[len(found) : len(found) + size])
+            found += [row.clone() for row in out.split(1)]
+        return found
+
     @torch.inference_mode()
     def decode(self, seen: Seen, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [N, 4, 4·G, 4·G] and predicted IoUs [N, 4] on the device, float32: the single mask, then the three."""
-        logits: list[torch.Tensor | None] = [None] * len(prompts)
-        scores: list[torch.Tensor | None] = [None] * len(prompts)
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        places: list[int] = []
         for group in alike(prompts):
             part = [prompts[i] for i in group]
             points, labels = arranged(part, seen.size, seen.fitted)
-            given = None
+            given = [seen.embedding, points.to(self.device), labels.to(self.device)]
             if part[0].mask is not None:
-                given = torch.stack([p.mask for p in part if p.mask is not None])[:, None].to(self.device)
-            out = self.model.decode(  # type: ignore[operator]
-                seen.embedding, points.to(self.device), labels.to(self.device), given, self.still
-            )
-            for row, i in enumerate(group):
-                logits[i], scores[i] = out[0][row], out[1][row]
-        return torch.stack([x for x in logits if x is not None]), torch.stack([x for x in scores if x is not None])
+                given.append(torch.stack([p.mask for p in part if p.mask is not None])[:, None].to(self.device))
+            decoded = self.recorded("decode", self._decoded, *given) if len(part) <= _FEW else self._decoded(*given)
+            found.append((decoded[0].clone(), decoded[1].clone()))
+            places += group
+        if len(found) == 1:
+            return found[0]
+        back = torch.tensor(places, device=self.device).argsort()
+        return torch.cat([x for x, _ in found])[back], torch.cat([x for _, x in found])[back]
+
+    def _decoded(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """given: embedding, points, labels, and masks if there are any."""
+        mask = given[3] if len(given) > 3 else None
+        return self.model.decode(*given[:3], mask, self.still)  # type: ignore[operator]
 
     def predict(self, seen: Seen, prompt: Prompt, multimask: bool = True) -> list[Mask]:
         """Masks for one prompt, best first: three, or with multimask off the one for an unambiguous prompt."""
@@ -120,12 +143,16 @@ class Eye:
         logits, scores = self.decode(seen, prompts)
         chosen = slice(1, None) if multimask else slice(0, 1)
         logits, scores = logits[:, chosen], scores[:, chosen]
-        found = []
+        masks, numbers = [], []
         for low, score in zip(logits, scores, strict=True):
             big = shapes.enlarged(low[None], self.image, seen.fitted, seen.size)[0] > THRESHOLD
-            boxes, areas, kept = shapes.boxes_of(big).tolist(), big.sum((-2, -1)).tolist(), big.cpu()
-            order = torch.argsort(score, descending=True, stable=True).tolist()
-            found.append([Mask(kept[i], float(score[i]), tuple(boxes[i]), int(areas[i]), low[i].cpu()) for i in order])
+            masks.append(on_host(big))
+            numbers.append(torch.cat((score[:, None].double(), _measured(big)), 1))
+        lows, told = on_host(logits), torch.stack(numbers).tolist()
+        found = []
+        for big, low, rows in zip(masks, lows, told, strict=True):
+            each = [Mask(big[i], row[0], _box(row[1:5]), int(row[5]), low[i]) for i, row in enumerate(rows)]
+            found.append(sorted(each, key=lambda mask: -mask.score))
         return found
 
     @torch.inference_mode()
@@ -202,17 +229,44 @@ class Eye:
         logits, scores, steady, boxes = found
         keep = shapes.suppressed(boxes, scores, options.box_nms_thresh)
         left, top, right, bottom = crop.box
-        masks = []
-        for i in keep.tolist():
-            big = shapes.enlarged(logits[i][None, None], self.image, seen.fitted, seen.size)[0, 0] > THRESHOLD
-            whole = torch.zeros(size[1], size[0], dtype=torch.bool)
-            whole[top:bottom, left:right] = big.cpu()
-            x0, y0, x1, y1 = boxes[i].tolist()
-            at = (float(points[i][0]) + left, float(points[i][1]) + top)
-            masks.append(
-                Mask(
-                    whole, float(scores[i]), (x0 + left, y0 + top, x1 + left, y1 + top), int(whole.sum()),
-                    stability=float(steady[i]), point=at, crop=crop.box,
-                )
-            )  # fmt: skip
-        return masks
+        logits, points = logits[keep], points[keep.cpu()] + torch.tensor([left, top])
+        step = max(1, _PIXELS // (size[0] * size[1]))
+        pixels: list[torch.Tensor] = []
+        areas = []
+        for piece in logits.split(step):
+            big = shapes.enlarged(piece[:, None], self.image, seen.fitted, seen.size)[:, 0] > THRESHOLD
+            whole = big
+            if (right - left, bottom - top) != size:
+                whole = torch.zeros(len(big), size[1], size[0], dtype=torch.bool, device=big.device)
+                whole[:, top:bottom, left:right] = big
+            areas.append(big.sum((-2, -1)))
+            pixels += on_host(whole)
+        moved = boxes[keep] + torch.tensor([left, top, left, top], device=boxes.device)
+        numbers = torch.cat([x.double() for x in (scores[keep, None], steady[keep, None], moved)], 1)
+        told = torch.cat((numbers, torch.cat(areas)[:, None].double()), 1).tolist()
+        return [
+            Mask(mask, row[0], _box(row[2:6]), int(row[6]), stability=row[1], point=(at[0], at[1]), crop=crop.box)
+            for mask, row, at in zip(pixels, told, points.tolist(), strict=True)
+        ]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, to be read once something behind it on the stream has been waited for.
+
+    From a GPU it goes to locked memory, which torch keeps for the next: into fresh memory it would take ten times as
+    long.
+    """
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _measured(masks: torch.Tensor) -> torch.Tensor:
+    """Boxes and areas of masks [N, H, W]: [N, 5] float64."""
+    return torch.cat((shapes.boxes_of(masks), masks.sum((-2, -1))[:, None]), 1).double()
+
+
+def _box(numbers: Sequence[float]) -> tuple[int, int, int, int]:
+    x0, y0, x1, y1 = (int(n) for n in numbers)
+    return x0, y0, x1, y1
