@@ -11,6 +11,7 @@ from torch import nn
 from modelmill.nn.conv import Conv2d, PlainNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.still import Still
+from modelmill.ops.eight_bit import Quantized
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ class EvaAttention(nn.Module):
         self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
         self.proj = Linear(spec.width, spec.width, bias=True)
 
-    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[B, T, C], the same shape."""
-        batch, tokens, width = x.shape
-        qkv = still.linear(self.qkv, x).view(batch, 1, tokens, 3, self.heads, width // self.heads)
+        qkv = still.linear(self.qkv, x)
+        batch, tokens, width = qkv.shape
         # a picture one token high: no windows, no positions
+        qkv = qkv.view(batch, 1, tokens, 3, self.heads, width // (3 * self.heads))
         mixed = still.ops.image_attention(qkv, self.heads, None, None)
-        return still.linear(self.proj, mixed.view(batch, tokens, width))
+        return still.linear(self.proj, mixed.view(batch, tokens, width // 3))
 
 
 class EvaMLP(nn.Module):
@@ -57,9 +59,9 @@ class EvaMLP(nn.Module):
         self.fc1 = Linear(spec.width, spec.inner, bias=True)
         self.fc2 = Linear(spec.inner, spec.width, bias=True)
 
-    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[…, C], the same shape."""
-        return still.linear(self.fc2, F.gelu(still.linear(self.fc1, x)))
+        return still.linear(self.fc2, still.gelu(self.fc1, x, self.fc2))
 
 
 class EvaBlock(nn.Module):
@@ -74,8 +76,17 @@ class EvaBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
         """[B, T, C], the same shape."""
-        x = x + self.attn(self.norm1(x), still)
-        return x + self.mlp(self.norm2(x), still)
+        x, branch = self.flow(x, None, still)
+        return x + branch
+
+    def flow(self, x: torch.Tensor, branch: torch.Tensor | None, still: Still) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: what the stream holds, and the branch that is still to be added to it. Returns the next of both.
+
+        A norm reads what the addition before it writes, so one op does both.
+        """
+        normed, x = self.norm1.added(x, branch, self.attn.qkv, still)
+        normed, x = self.norm2.added(x, self.attn(normed, still), self.mlp.fc1, still)
+        return x, self.mlp(normed, still)
 
 
 class Patches(nn.Module):
@@ -86,8 +97,11 @@ class Patches(nn.Module):
         self.proj = Conv2d(3, spec.width, spec.patch, stride=spec.patch)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, 3, S, S] → [B, T, C]."""
-        return self.proj(x).flatten(2).transpose(1, 2)
+        """[B, 3, S, S] → [B, T, C]: a convolution that never reads a pixel twice is a product."""
+        batch, _, height, width = x.shape
+        side, weight = self.proj.stride, self.proj.weight.flatten(1)
+        parts = x.reshape(batch, 3, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(parts.flatten(3).flatten(1, 2), weight, self.proj.bias)
 
 
 class Tower(nn.Module):
@@ -109,9 +123,11 @@ class Tower(nn.Module):
         tokens = self.patch_embed(x)
         x = torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), 1)
         x = x + placed(self.pos_embed, tokens.shape[1])
+        branch: torch.Tensor | None = None
         for block in self.blocks:
-            x = block(x, still)
-        return x
+            assert isinstance(block, EvaBlock), "blocks are all of one kind"
+            x, branch = block.flow(x, branch, still)
+        return x if branch is None else x + branch
 
 
 def placed(table: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from modelmill.nn.conv import PlainNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.still import Still
+from modelmill.ops.eight_bit import Quantized
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class Output(nn.Module):
         self.dense = Linear(inner, width, bias=True)
         self.LayerNorm = PlainNorm(width, eps)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, residual: torch.Tensor, still: Still) -> torch.Tensor:
         """x [B, T, inner], residual [B, T, C] → [B, T, C]."""
-        return self.LayerNorm(still.linear(self.dense, x) + residual)
+        norm = self.LayerNorm
+        normed, _ = still.ops.add_layer_norm(still.linear(self.dense, x), residual, norm.weight, norm.bias, norm.eps)
+        return normed
 
 
 class Attention(nn.Module):
@@ -93,7 +96,8 @@ class Layer(nn.Module):
         x = self.attention(x, x, still)
         if self.crossattention is not None:
             x = self.crossattention(x, seen, still)
-        return self.output_query(F.gelu(still.linear(self.intermediate_query.dense, x)), x, still)
+        inner = still.gelu(self.intermediate_query.dense, x, self.output_query.dense)
+        return self.output_query(inner, x, still)
 
 
 class QFormer(nn.Module):
