@@ -33,7 +33,7 @@ from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.layered import Layered
 from modelmill.quant.recipe import Recipe, make_recipe
-from modelmill.quant.still import still_recipe
+from modelmill.quant.still import still_reason, still_recipe
 from modelmill.weights.held import PackedInfo, packed_info
 
 PACKING = "rows/1"
@@ -272,6 +272,8 @@ def _still_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType,
     check_options(config, checkpoint.path)
     recipe = still_recipe(config)
     config, reasons = _resolve(checkpoint, config, recipe, None)
+    if recipe is not None:
+        reasons["quantization"] = still_reason(config)
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
     renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
     model = family.Model(sizes)

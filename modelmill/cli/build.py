@@ -31,14 +31,14 @@ MORE = """Examples:
   modelmill build models/Qwen--Qwen3-0.6B --dry-run"""
 
 
-STILL = ("dtype", "target", "kernels", "seed")
+STILL = ("dtype", "quantization", "activation_scales", "weight_scales", "target", "kernels", "seed")
 """The options that concern an engine which segments images."""
 
 CONCERNS = {
     "int8": ("quantize_head",),
     "int4": ("quantize_head", "method", "group_size", "symmetric"),
     "smoothquant": ("quantize_head", "activation_scales", "weight_scales", "alpha", "max_layer_error"),
-    "fp8": ("quantize_head", "activation_scales", "weight_scales"),
+    "fp8": ("quantize_head", "method", "activation_scales", "weight_scales"),
     "rptq": ("quantize_head", "bits", "mode"),
     "auto": ("quantize_head", "max_kl", "max_ppl_increase"),
 }
@@ -284,15 +284,20 @@ def show_masks(report: dict[str, Any]) -> None:
             ),
             ("embedding's error", f"{masks['embedding_rel_l2']} of its size (bound {masks['embedding_bound']})"),
             ("mask logits' error", f"{masks['logits_rel_l2']} of their size (bound {masks['logits_bound']})"),
-            ("IoU with the reference", f"{masks['mask_iou_mean']} on average, {masks['mask_iou_least']} at least"),
+            (
+                "IoU with the reference",
+                f"{masks['mask_iou_mean']} on average (bound {masks['mask_iou_bound']}), "
+                f"{masks['mask_iou_least']} at least",
+            ),
             ("scores differ by", f"at most {masks['score_difference']}"),
             ("size", byte_text(report["bytes"])),
         ],
         title="Acceptance",
     )
-    # all norms on inputs of the size of √eps in one row
+    # all norms on inputs of the size of √eps in one row, and all matrices as they are held
+    together = {"eps": "norms, small inputs", "weight": "matrices, as held"}
     layers = [
-        {**row, "module": "norms, small inputs"} if row["module"].endswith(".eps") else row
+        {**row, "module": together.get(row["module"].rpartition(".")[2], row["module"])}
         for row in report.get("layers", [])
     ]
     show_modules(layers)

@@ -57,7 +57,7 @@ class Args(Common):
     masks: Path | None = option(None, "folder for every mask as a black and white PNG", metavar="FOLDER")
     rle: bool = option(False, "with --json: the masks' pixels as COCO run lengths", flags=("--rle",))
     batch: int = option(4, "pictures that the encoder sees at a time")
-    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place", leave=("quantization",))
+    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
     device: str = borrow(RunConfig, "device")
     threads: int | None = borrow(RunConfig, "threads")
 

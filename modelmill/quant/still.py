@@ -7,6 +7,7 @@ means both: an encoder computes thousands of tokens at a time, and weights alone
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,4 +48,10 @@ def still_recipe(config: BuildConfig) -> Recipe | None:
     if config.quantization == "int8":
         weights_alone = config.activation_scales == "none"
         return int8.Recipe(config) if weights_alone else Rounded(config)
-    return fp8.Recipe(config) if config.quantization == "fp8" else None
+    return fp8.Recipe(replace(config, method="nearest")) if config.quantization == "fp8" else None
+
+
+def still_reason(config: BuildConfig) -> str:
+    """What a recipe does to an encoder, for the plan."""
+    inputs = "as they are" if config.activation_scales == "none" else "too, scaled by token"
+    return f"{config.quantization}: weights of the encoder's linear layers in 8 bits, activations {inputs}"
