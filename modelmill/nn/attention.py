@@ -53,12 +53,25 @@ class Attention(nn.Module):
         self.mix = Mix(spec, layer)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
 
-    def forward(self, x: torch.Tensor | Quantized, rope: Rope, step: Step, last: Step | None = None) -> torch.Tensor:
-        """[T, H] → [T, H]; with ``last`` only the rows that it holds, [R, H] (``nn.last``)."""
-        q = self.rotate(self.qkv_proj(x, step), rope, step)
+    def forward(
+        self,
+        x: torch.Tensor | Quantized,
+        rope: Rope,
+        step: Step,
+        last: Step | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """[T, H] → [T, H]; with ``last`` only the rows that it holds, [R, H] (``nn.last``).
+
+        None where it was added to the residual at once.
+        """
+        q = self.rotate.product(self.qkv_proj, x, rope, step)
+        if q is None:
+            q = self.rotate(self.qkv_proj(x, step), rope, step)
         if last is not None:
             q, step = q[step.logit_rows], last
-        return self.o_proj(self.mix(q, step), step)
+        mixed = self.mix(q, step)
+        return None if self.o_proj.added(mixed, residual, step) else self.o_proj(mixed, step)
 
     def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:
         """Keep this rank's heads; what ``forward`` returns is then a summand. grain: of a child's columns."""
@@ -87,6 +100,15 @@ class RotateStore(nn.Module):
         turn, norms = (rope.cos, rope.sin, rope.q_scale), (q_norm, k_norm)
         scales = step.kv.scales(self.layer)
         return step.ops.rope_cache(qkv, k_cache, v_cache, step.slots, self.heads, *turn, *norms, self.eps, *scales)
+
+    def product(self, linear: Linear, x: torch.Tensor | Quantized, rope: Rope, step: Step) -> torch.Tensor | None:
+        """The same of linear(x), in one op with the product; None where there is none, or modules are watched."""
+        fused = getattr(linear.held, "rotated", None)
+        if fused is None or not step.whole or self.q_norm is not None or step.kv.k_scale:
+            return None
+        caches = (step.kv.k[self.layer], step.kv.v[self.layer])
+        turn = (rope.cos, rope.sin, rope.q_scale)
+        return fused(x, linear.bias, step.ops, *caches, step.slots, self.heads, *turn)
 
 
 class Mix(nn.Module):

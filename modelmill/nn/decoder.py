@@ -71,15 +71,19 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config.hidden, config.inner, config.mlp_bias)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, last: Step | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H], or of the rows of ``last``; their sum is the layer's output."""
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, step: Step, last: Step | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(branch, residual), both [T, H], or of the rows of ``last``; their sum is the layer's output.
+
+        A branch of None was added to the residual where it was computed.
+        """
         x, residual = self.attn_norm(x, residual, step, self.attn.qkv_proj.wanted(step))
-        x = self.attn(x, rope, step, last)
         if last is not None:
-            residual, step = residual[step.logit_rows], last
+            residual = residual[step.logit_rows]
+        x = self.attn(x, rope, step, last, residual)
+        step = last or step
         x, residual = self.mlp_norm(x, residual, step, self.mlp.gate_up_proj.wanted(step))
-        return self.mlp(x, step), residual
+        return self.mlp(x, step, residual), residual
 
 
 class Decoder(nn.Module):
@@ -134,7 +138,7 @@ class Decoder(nn.Module):
         last = narrowed(step)
         x, residual = end(x, residual, rope, step, last)
         if last is None and step.logit_rows is not None:
-            x, residual = x[step.logit_rows], residual[step.logit_rows]
+            x, residual = None if x is None else x[step.logit_rows], residual[step.logit_rows]
         x, _ = self.norm(x, residual, step)
         return x
 

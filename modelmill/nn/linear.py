@@ -49,6 +49,16 @@ class Linear(nn.Module):
         """silu(first half) · second half of the output in one op, [T, N / 2]; None where there is no such op."""
         return self.held.gated(x, self.bias, step.ops)
 
+    def added(self, x: torch.Tensor | Quantized, residual: torch.Tensor | None, step: Step) -> bool:
+        """Whether x Wᵀ + b was added to the residual [T, N], in its place, in one op; else nothing was done.
+
+        Not where somebody watches modules, nor where other ranks have summands of it.
+        """
+        fused = getattr(self.held, "added", None)
+        if fused is None or residual is None or not step.whole or step.mesh.size > 1:
+            return False
+        return fused(x, self.bias, residual, step.ops) is not None
+
     def of_gate(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Of silu(first half) · second half of [T, 2·K], where one op gates and rounds; None where there is none."""
         fused = getattr(self.held, "matmul_gated", None)

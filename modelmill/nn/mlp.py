@@ -42,8 +42,10 @@ class GatedMLP(nn.Module):
         self.act = SiluMul()
         self.down_proj = Linear(inner, hidden, bias)
 
-    def forward(self, x: torch.Tensor | Quantized, step: Step) -> torch.Tensor:
-        """[T, H] → [T, H]."""
+    def forward(
+        self, x: torch.Tensor | Quantized, step: Step, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """[T, H] → [T, H]; None where it was added to the residual at once."""
         inner = self.gate_up_proj.gated(x, step) if step.whole else None
         if inner is None:
             gate_up = self.gate_up_proj(x, step)
@@ -51,7 +53,7 @@ class GatedMLP(nn.Module):
             if out is not None:
                 return out
             inner = self.act(gate_up, step)
-        return self.down_proj(inner, step)
+        return None if self.down_proj.added(inner, residual, step) else self.down_proj(inner, step)
 
     def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:
         """Keep some inner channels; what ``forward`` returns is then a summand. grain: of a child's columns."""

@@ -23,9 +23,13 @@ class RMSNorm(nn.Module):
         self.register_buffer("weight", torch.empty(width, device="meta"))
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, wanted: Wanted | None = None
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, step: Step, wanted: Wanted | None = None
     ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
-        """x, residual: [T, H]. wanted: the 8-bit form in which the normed values are put out; None: as they are."""
+        """x, residual: [T, H]; x None: it was added to the residual before. wanted: the 8-bit form in which the normed
+        values are put out; None: as they are."""
+        if x is None:
+            x, residual = residual, None
+        assert x is not None, "a branch or a residual"
         if wanted is not None:
             return self._quantized(x, residual, step, wanted)
         if residual is None:

@@ -70,9 +70,11 @@ SPANS = {
     "gated_linear": ("linear", "silu_mul"),
     "gated_int8_linear": ("int8_linear", "silu_mul"),
     "gated_int4_linear": ("int4_linear", "silu_mul"),
+    "add_linear": ("linear", "add_rms_norm"),
+    "rope_cache_linear": ("linear", "rope_cache"),
 }
 # Spanning ops that give None for arguments that they do not serve: the ops that they span are faster than a reference.
-_PARTIAL = ("gated_int8_linear", "gated_int4_linear")
+_PARTIAL = ("gated_int8_linear", "gated_int4_linear", "add_linear", "rope_cache_linear")
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
@@ -81,8 +83,8 @@ PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 class Ops:
     """The chosen callables, one per op; ``chosen`` names each variant for printing.
 
-    decode, gated_…: None where no variant spans their ops. gated_int8_linear and gated_int4_linear give None for
-    arguments that they leave to those.
+    decode, …_linear: None where no variant spans their ops. Those in ``_PARTIAL`` give None for arguments that they
+    leave to those.
     """
 
     rms_norm: Callable[..., torch.Tensor]
@@ -117,6 +119,8 @@ class Ops:
     gated_linear: Callable[..., torch.Tensor] | None = None
     gated_int8_linear: Callable[..., torch.Tensor | None] | None = None
     gated_int4_linear: Callable[..., torch.Tensor | None] | None = None
+    add_linear: Callable[..., torch.Tensor | None] | None = None
+    rope_cache_linear: Callable[..., torch.Tensor | None] | None = None
 
     @property
     def norms_quantize(self) -> bool:
@@ -193,6 +197,10 @@ def _pick_span(
     reason = "no such variant" if offered is None else offered.available(kind)
     if reason is None and offered is not None and wanted in (None, shelf):
         plain = (lambda *_, **__: None) if op in _PARTIAL else reference(op)
+        order = PREFERENCE[kind]
+        for name in reversed(_usable(op, order[order.index(shelf) + 1 :], kind, forced=False)):
+            behind = variants(op)[name]
+            plain = _guarded(behind, _tuned(op, behind, tuning), plain)
         return _guarded(offered, _tuned(op, offered, tuning), plain)
     if wanted is not None:
         raise UsageError(f"--kernel {op}={wanted} cannot be used on {kind}: it needs what it spans from the same shelf")

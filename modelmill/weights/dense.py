@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +45,16 @@ class Held:
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
         return None if ops.gated_linear is None else ops.gated_linear(x, self.weight, bias)
+
+    def added(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, ops: Ops
+    ) -> torch.Tensor | None:
+        """The product and bias added to ``residual``, in its place; None where no op does that here."""
+        return None if ops.add_linear is None else ops.add_linear(x, self.weight, residual, bias)
+
+    def rotated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops, *rest: Any) -> torch.Tensor | None:
+        """q of the product, as rope_cache makes and stores it (rest: its arguments); None where no op does that."""
+        return None if ops.rope_cache_linear is None else ops.rope_cache_linear(x, self.weight, bias, *rest)
 
     def dense(self) -> torch.Tensor:
         return self.weight.float()
