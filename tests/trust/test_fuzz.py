@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.serve.asgi import Response
-from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
+from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
 from tests.serve.running import Running
+from tests.serve.seeing import Seeing
 from tests.trust.test_serving import idle
 from tools.soak.hostile import request, wrong
 
@@ -19,15 +20,15 @@ COUNT = 600
 
 
 @pytest.fixture(scope="module")
-def running(stories: Path) -> Iterator[Running]:  # noqa: F811
-    service = Running(stories)
+def running(stories: Path, sam: Path) -> Iterator[Seeing]:  # noqa: F811
+    service = Seeing(stories, sam)
     yield service
     service.close()
 
 
 def hunt(running: Running, seed: int, count: int) -> None:
     rng = random.Random(seed)
-    asked = [request(rng) for _ in range(count)]
+    asked = [request(rng, viewer="sam") for _ in range(count)]
 
     async def some(part: list[tuple[str, bytes]]) -> list[Response]:
         return await asyncio.gather(*(running.client.post(path, data) for path, data in part))
@@ -39,9 +40,9 @@ def hunt(running: Running, seed: int, count: int) -> None:
             assert why is None, (why, data[:2000], response.body[:500])
 
 
-def test_hostile_requests_at_random(running: Running) -> None:
-    pid = running.engine.pid
+def test_hostile_requests_at_random(running: Seeing) -> None:
+    pids = running.engine.pid, running.eye.pid
     hunt(running, 0, COUNT)
     idle(running)
-    assert running.engine.pid == pid
+    assert (running.engine.pid, running.eye.pid) == pids
     assert running.service.active == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
+from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
 from tools.soak import ends, fuzz, leaving, mixed
 from tools.soak.memory import slope
 from tools.soak.server import Server
@@ -19,16 +19,17 @@ def nobody(done: int, total: int) -> None:
     assert 0 <= done <= max(total, done)
 
 
-def test_rough_treatment_leaves_the_server_as_it_was(stories: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Hostile requests, clients that leave, everything at once: the same worker, nothing runs, every page is free."""
-    with Server(stories, QUIET) as server:
+def test_rough_treatment_leaves_the_server_as_it_was(stories: Path, sam: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Hostile requests, clients that leave, everything at once: the same workers, nothing runs, every page is free."""
+    with Server([stories, sam], QUIET) as server:
+        assert server.viewer is not None
         found = fuzz.fuzz(server, 160, 1, nobody)
         assert sum(found["statuses"].values()) == 160
         assert set(found["after"].values()) == {0.0}
         left = leaving.leaving(server, 60, nobody, at_once=20)
         assert left["ok"]
         assert left["had_read_something"] > 30
-        whole = mixed.mixed(server, 0.07, 0, nobody, clients=4)
+        whole = mixed.mixed(server, 0.1, 0, nobody, clients=4)
         assert sum(whole["requests"].values()) > 4
         mixed.plot(whole, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size > 5000

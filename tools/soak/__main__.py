@@ -1,4 +1,6 @@
-"""``python -m tools.soak WHAT ENGINE``: fuzz, leaving, ends, mixed, or all of them.
+"""``python -m tools.soak WHAT ENGINE…``: fuzz, leaving, ends, mixed, or all of them.
+
+Several engines are served together; where one of them segments, fuzz and mixed ask for masks as well.
 
 Flags after ``--`` go to ``modelmill serve``. Prints the figures as JSON, without the series (--json FILE keeps it).
 Exit code 0: what was to be shown has held. --max-model-len bounds answers for which a request sets no bound itself.
@@ -32,8 +34,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One of WHAT."""
     told = progress(name)
     if name == "ends":
-        return ends.ends(args.engine, args.serve, told)
-    with Server(args.engine, args.serve) as server:
+        return ends.ends(args.engines[0], args.serve, told)
+    with Server(args.engines, args.serve) as server:
         try:
             if name == "fuzz":
                 return fuzz.fuzz(server, args.count or 10_000, args.seed, told)
@@ -48,7 +50,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="tools.soak", description=__doc__)
     parser.add_argument("what", choices=(*WHAT, "all"))
-    parser.add_argument("engine", type=Path)
+    parser.add_argument("engines", type=Path, nargs="+", metavar="engine", help="ends serves the first alone")
     parser.add_argument("--count", type=int, help="requests of fuzz (10000), clients of leaving (1000)")
     parser.add_argument("--minutes", type=float, default=20.0, help="of mixed")
     parser.add_argument("--seed", type=int, default=0)

@@ -46,7 +46,7 @@ async def one(server: Server, seed: int, at: int, found: Counter[int]) -> None:
         if status >= 500:
             raise Failed(f"bytes that are no request got {status}")
     else:
-        path, data = request(rng, server.model)
+        path, data = request(rng, server.model, server.viewer)
         try:
             status, body = await ask(server, path, data)
         except (OSError, TimeoutError) as error:
@@ -59,7 +59,7 @@ async def one(server: Server, seed: int, at: int, found: Counter[int]) -> None:
 
 def fuzz(server: Server, count: int, seed: int, told: Callable[[int, int], None]) -> dict[str, Any]:
     """``count`` requests, AT_ONCE at a time. Raises Failed."""
-    (worker,) = server.workers()
+    workers = {each.pid for each in server.workers()}
     found: Counter[int] = Counter()
     series: list[tuple[float, float, float]] = []
     began = time.monotonic()
@@ -80,10 +80,10 @@ def fuzz(server: Server, count: int, seed: int, told: Callable[[int, int], None]
         series.append((time.monotonic() - began, memory["api"], memory["worker"]))
         told(min(begin + size, count), count)
     gauges = server.idle()
-    if [each.pid for each in server.workers()] != [worker.pid]:
-        raise Failed("the worker is another one than before")
-    seconds, api, workers = (list(column) for column in zip(*series, strict=True))
-    lines = {"api": slope(seconds, api), "worker": slope(seconds, workers)}
+    if {each.pid for each in server.workers()} != workers:
+        raise Failed("a worker is another one than before")
+    seconds, api, held = (list(column) for column in zip(*series, strict=True))
+    lines = {"api": slope(seconds, api), "worker": slope(seconds, held)}
     return {
         "what": f"{count} hostile requests",
         "ok": all(line.flat for line in lines.values()),

@@ -8,6 +8,8 @@ from typing import Any
 
 from modelmill.serve.responses import ResponsesRequest
 from modelmill.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from modelmill.serve.segment_schema import SegmentRequest
+from tools.soak import pictures
 
 KINDS = {
     "/v1/completions": CompletionRequest,
@@ -15,8 +17,9 @@ KINDS = {
     "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    pictures.PATH: SegmentRequest,
 }
-PATHS = list(KINDS)
+PATHS = [path for path in KINDS if path != pictures.PATH]
 STATUSES = (200, 400, 404, 413, 429)
 PLAIN: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 0.0, -0.0, 0.5, 1.5, 2**31, 2**63, -(2**70), 1e308, "", "a", "\u0000",
@@ -35,9 +38,9 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(KEYS): value(rng, depth + 1) for _ in range(rng.choice((1, 2, 3)))}
 
 
-def request(rng: random.Random, model: str = "stories") -> tuple[str, bytes]:
-    """(path, body)."""
-    path = rng.choice(PATHS)
+def request(rng: random.Random, model: str = "stories", viewer: str | None = None) -> tuple[str, bytes]:
+    """(path, body). viewer: an engine that segments; such requests are made only where there is one."""
+    path = rng.choice(PATHS if viewer is None else list(KINDS))
     body: dict[str, Any] = {"model": model, "max_tokens": 3}
     if path == "/v1/completions":
         body["prompt"] = "Once upon a time"
@@ -45,10 +48,12 @@ def request(rng: random.Random, model: str = "stories") -> tuple[str, bytes]:
         body["messages"] = [{"role": "user", "content": "hello"}]
     elif path == "/v1/responses":
         body = {"model": model, "input": "hello", "max_output_tokens": 3}
+    elif path == pictures.PATH:
+        body = {"model": viewer, **pictures.hostile(rng)}
     else:
         body = {"tokens": [1, 403]} if path == "/detokenize" else {"prompt": "hello"}
     fields = list(KINDS[path].model_fields)
-    for _ in range(rng.choice((1, 1, 2, 3))):
+    for _ in range(rng.choice((0, 0, 1)) if path == pictures.PATH else rng.choice((1, 1, 2, 3))):
         body[rng.choice(fields)] = value(rng)
     if rng.random() < 0.3 and "messages" in body:
         message = {"role": "user", "content": "x", rng.choice(["role", "content", "tool_calls"]): value(rng)}

@@ -1,4 +1,4 @@
-"""Everything at once for minutes: talks, completions, structures, functions, streams given up, nonsense."""
+"""Everything at once for minutes: talks, completions, structures, functions, masks, streams given up, nonsense."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tools.soak import pictures
 from tools.soak.client import ask, leave
 from tools.soak.hostile import request, wrong
 from tools.soak.memory import slope
@@ -68,22 +69,29 @@ def called(rng: random.Random) -> Made:
     return "/v1/chat/completions", {**_talk(rng), "tools": [TOOL], "tool_choice": choice, "stream": rng.random() < 0.5}
 
 
+def seen(rng: random.Random) -> Made:
+    """Clicks, boxes and everything of a picture."""
+    return pictures.PATH, pictures.asked(rng)
+
+
 KINDS: dict[str, tuple[int, Callable[[random.Random], Made]]] = {
     "chat": (4, chat),
     "completion": (4, completion),
     "structured": (2, structured),
     "tools": (1, called),
 }
+SEEN = {"segment": (2, seen)}
+"""As well, where an engine is served that segments."""
 LEFT, BAD = 2, 3
 
 
 async def one(server: Server, rng: random.Random, found: Counter[str], times: list[float]) -> None:
     """One request of any kind. Raises Failed for an answer that it may not get."""
-    names = [*KINDS, "left", "bad"]
-    name = rng.choices(names, [weight for weight, _ in KINDS.values()] + [LEFT, BAD])[0]
+    kinds = KINDS if server.viewer is None else {**KINDS, **SEEN}
+    name = rng.choices([*kinds, "left", "bad"], [weight for weight, _ in kinds.values()] + [LEFT, BAD])[0]
     began = time.monotonic()
     if name == "bad":
-        path, data = request(rng, server.model)
+        path, data = request(rng, server.model, server.viewer)
         status, body = await ask(server, path, data)
         why = wrong(status, body)
     elif name == "left":
@@ -92,8 +100,8 @@ async def one(server: Server, rng: random.Random, found: Counter[str], times: li
         await leave(server, path, made, rng.randrange(4), rude=rng.random() < 0.5)
         why = None
     else:
-        path, made = KINDS[name][1](rng)
-        data = json.dumps({**made, "model": server.model}).encode()
+        path, made = kinds[name][1](rng)
+        data = json.dumps({**made, "model": server.viewer if name in SEEN else server.model}).encode()
         status, body = await ask(server, path, data)
         whole = not made.get("stream") or b"data: [DONE]" in body
         fine = (status == 200 and whole) or status == 429 or b'"context_length_exceeded"' in body
@@ -108,7 +116,7 @@ def mixed(
     server: Server, minutes: float, seed: int, told: Callable[[int, int], None], clients: int = 8
 ) -> dict[str, Any]:
     """``clients`` at a time, for so long."""
-    (worker,) = server.workers()
+    before = {each.pid for each in server.workers()}
     found: Counter[str] = Counter()
     times: list[float] = []
     series: list[tuple[float, float, float]] = []
@@ -132,8 +140,8 @@ def mixed(
 
     asyncio.run(everything())
     gauges = server.idle()
-    if [each.pid for each in server.workers()] != [worker.pid]:
-        raise Failed("the worker is another one than before")
+    if {each.pid for each in server.workers()} != before:
+        raise Failed("a worker is another one than before")
     seconds, api, workers = (list(column) for column in zip(*series, strict=True))
     lines = {"api": slope(seconds, api), "worker": slope(seconds, workers)}
     ordered = sorted(times)

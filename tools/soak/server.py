@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from modelmill.serve.pictures import KIND
+
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
@@ -25,10 +27,14 @@ class Failed(RuntimeError):
 
 
 class Server:
-    """A server process. Leaving the block ends it; ``left`` tells which of its processes live on."""
+    """A server process. Leaving the block ends it; ``left`` tells which of its processes live on.
 
-    def __init__(self, engine: Path, flags: Sequence[str] = (), *, ready: bool = True) -> None:
-        words = [sys.executable, "-m", "modelmill", "serve", str(engine), "--port", "0", *flags]
+    model: the name of the first engine that writes; viewer: of the first that segments, or None.
+    """
+
+    def __init__(self, engines: Path | Sequence[Path], flags: Sequence[str] = (), *, ready: bool = True) -> None:
+        given = [engines] if isinstance(engines, Path) else engines
+        words = [sys.executable, "-m", "modelmill", "serve", *map(str, given), "--port", "0", *flags]
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         said = self.process.stderr.readline()
@@ -39,7 +45,9 @@ class Server:
         self._seen: set[psutil.Process] = {psutil.Process(self.process.pid)}
         if ready:
             self.wait(200)
-            self.model = str(self.ask("/v1/models")[1]["data"][0]["id"])
+            told = self.ask("/v1/models")[1]["data"]
+            self.model = next(str(each["id"]) for each in told if each["kind"] != KIND)
+            self.viewer = next((str(each["id"]) for each in told if each["kind"] == KIND), None)
 
     def __enter__(self) -> Server:
         return self
