@@ -6,7 +6,8 @@ Two sides take turns, in the other order every round, each with the engine on on
 own, and ``modelmill serve`` whose worker is pinned to that core, with the API and the client on the other. A round is
 the same requests on both; its ratio is served output per second over the loop's. The CPU seconds of the loop over those
 of the worker tell the same without what other programs do to the clock. ``--burst`` adds long prompts while answers
-run, and tells the gaps between tokens before and during it. On a GPU (--device cuda) the cores are for Python alone.
+run, and tells the gaps between tokens before and during it. On a GPU (--device cuda) the cores are for Python alone:
+give three of them, so that a client that asks for thousands of tokens a second does not stand in the API's way.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ def summary(plan: Plan, rounds: Sequence[dict[str, float]], bursts: Sequence[dic
     if bursts:
         quiet = [gap for each in bursts for gap in each["quiet"]]
         during = [gap for each in bursts for gap in each["during"]]
+        if not quiet or not during:
+            raise RuntimeError("the running answers had ended before the burst: give more --tokens or --streams")
         told["burst"] = {
             "quiet_median_ms": at(quiet, 0.5),
             "quiet_p99_ms": at(quiet, 0.99),
@@ -168,7 +171,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--burst", type=int, default=0, help="long prompts that join; 0: none")
     parser.add_argument("--long", type=int, default=1024, help="ids of a long prompt")
-    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="of the engine; of the API and the client")
+    parser.add_argument(
+        "--cores", type=int, nargs="+", default=(0, 1), help="of the engine, of the API, and of the client: as the API"
+    )
+    parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of either side")
     parser.add_argument("--threads", type=int, default=1, help="the engine's, all on its core")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -178,11 +184,12 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure and tell."""
     args = arguments()
-    engine_core, other = args.cores
-    os.sched_setaffinity(0, {other})
-    flags = ["--device", args.device, "--threads", str(args.threads), "--max-num-seqs", str(max(args.streams, 8) * 2)]
-    alone = Alone(args.engine, args.device, args.threads, 2 * max(args.streams, 8), engine_core)
-    served = Served(args.engine, flags, engine_core, other)
+    engine_core, api_core = args.cores[:2]
+    os.sched_setaffinity(0, {args.cores[-1]})
+    run = {"device": args.device, "threads": args.threads, "max_num_seqs": 2 * max(args.streams, 8)}
+    run |= {"kv_cache_bytes": args.kv_cache_bytes}
+    alone = Alone(args.engine, run, engine_core)
+    served = Served(args.engine, run, engine_core, api_core)
     try:
         vocab = alone.ready()
         plan = Plan(args.streams, args.prompt, args.tokens, args.burst, args.long, args.seed, vocab)

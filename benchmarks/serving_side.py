@@ -18,24 +18,13 @@ import psutil
 from modelmill.core.errors import ModelmillError
 from modelmill.eval.remote import Remote
 
-KV = 1 << 30
-"""Bytes of KV cache on either side."""
-
 
 class Alone:
     """The driver's end of a loop that waits on a pipe, pinned to a core."""
 
-    def __init__(self, engine: Path, device: str, threads: int, seqs: int, core: int) -> None:
-        words = [
-            sys.executable,
-            "-m",
-            "benchmarks.serving_side",
-            str(engine),
-            device,
-            str(threads),
-            str(seqs),
-            str(core),
-        ]
+    def __init__(self, engine: Path, run: dict[str, Any], core: int) -> None:
+        """run: fields of RunConfig."""
+        words = [sys.executable, "-m", "benchmarks.serving_side", str(engine), json.dumps(run), str(core)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ready(self) -> int:
@@ -67,11 +56,13 @@ class Alone:
 class Served:
     """``modelmill serve`` on one core, its worker on another."""
 
-    def __init__(self, engine: Path, flags: Sequence[str], worker_core: int, core: int) -> None:
+    def __init__(self, engine: Path, run: dict[str, Any], worker_core: int, core: int) -> None:
+        """run: fields of RunConfig, given as flags."""
         self._cores = worker_core, core
         words = [sys.executable, "-m", "modelmill", "serve", str(engine), "--port", "0", "--served-model-name", "load"]
-        words += ["--kv-cache-bytes", str(KV)]
-        self._process = subprocess.Popen([*words, *flags], stderr=subprocess.PIPE, text=True)
+        for name, value in run.items():
+            words += ["--" + name.replace("_", "-"), str(value)]
+        self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         said = self._process.stderr.readline()
         found = re.search(r"listening on (http://[^;]+);", said)
@@ -109,14 +100,14 @@ class Served:
         self._process.communicate(timeout=60)
 
 
-def serve(engine: Path, device: str, threads: int, seqs: int, core: int) -> None:
+def serve(engine: Path, run: dict[str, Any], core: int) -> None:
     """The loop's process: one line of requests in, one line of seconds out."""
     os.sched_setaffinity(0, {core})
     from modelmill.core.config import RunConfig
     from modelmill.core.types import Request, SamplingParams
     from modelmill.runtime.loop import Loop
 
-    loop = Loop.open(engine, RunConfig(device=device, threads=threads, max_num_seqs=seqs, kv_cache_bytes=KV))
+    loop = Loop.open(engine, RunConfig(**run))
     loop.warm_up()
     print(json.dumps({"vocab": loop.vocab}), flush=True)
     for count, line in enumerate(sys.stdin):
@@ -138,4 +129,4 @@ def serve(engine: Path, device: str, threads: int, seqs: int, core: int) -> None
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))
+    serve(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))

@@ -7,6 +7,7 @@ follows from counts alone. A sequence that turns out to have ended costs one was
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -123,6 +124,7 @@ class Loop:
         self._arrivals = 0
         self._calm = 0
         self._steps = 0
+        self._told = 0.0
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> Loop:
@@ -264,10 +266,14 @@ class Loop:
 
     def _step(self) -> list[Token]:
         events, self._events = self._events, []
+        # what was launched ahead runs since the step before it has been told
+        began = time.perf_counter() if self._flight is None else self._told
         flight = self._flight or self._launch(self.scheduler.schedule())
         self._flight = self._launch_ahead(flight)
         if flight is not None:
             events += self.ledger.settle(flight)
+            self._told = time.perf_counter()
+            self.scheduler.timed(flight.schedule, self._told - began)
         return events
 
     def stats(self) -> Stats:

@@ -13,13 +13,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from modelmill.core.types import MEAN
+from modelmill.runtime.pace import Pace
 from modelmill.runtime.pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
 
 LEAST_CHUNK = 128  # prompt tokens that may always join a step: an even number of tiles for the products
-# On a CPU a step costs what its tokens cost, and reading the weights once, which is worth five to fifteen tokens: so
-# many, or as many as answers run, make a step about twice as long as one without a prompt.
-CPU_CHUNK = 8
+CPU_CHUNK = 8  # the same where somebody reads along on a CPU, on which a step costs what its tokens cost
+GPU_CHUNK = 512  # and on a GPU, to begin with
 FRESH = 2  # tokens of an answer that has only just begun
 
 
@@ -27,9 +27,9 @@ FRESH = 2  # tokens of an answer that has only just begun
 class Limits:
     """What a step may hold. tokens, seqs: per step. page_size: tokens per page. prefix: whether prefixes are reused.
 
-    mixed: most tokens of a step that continues running sequences as well; None: as many as in any other. chunk, each:
-    prompt tokens that may join it in any case, all together, and for every sequence that runs. fresh: sequences with
-    no more tokens than that have only just begun, and wait for the prompts that came with them.
+    mixed: most tokens of a step that continues running sequences as well; None: as many as in any other. chunk:
+    prompt tokens that may join it in any case. fresh: sequences with no more tokens than that have only just begun,
+    and wait for the prompts that came with them.
     """
 
     tokens: int
@@ -38,7 +38,6 @@ class Limits:
     prefix: bool = True
     mixed: int | None = None
     chunk: int = LEAST_CHUNK
-    each: int = 0
     fresh: int = 0
 
 
@@ -47,13 +46,16 @@ class Schedule:
     """One step: how many tokens of which sequences, which of them are sampled, and what happens around it.
 
     copies: (from, to) pages to copy before the step. forks: siblings that share a leader's prompt and are sampled from
-    its last row. ended: sequences for which no page can ever be found.
+    its last row. ended: sequences for which no page can ever be found. rows: running answers that are continued by a
+    token each. free: prompts may fill the step as if none were.
     """
 
     work: list[tuple[Sequence, int]] = field(default_factory=list)
     forks: dict[Sequence, list[Sequence]] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
+    rows: int = 0
+    free: bool = False
 
     @property
     def tokens(self) -> int:
@@ -72,6 +74,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.preemptions = 0
         self.budget = limits.tokens
+        self.pace: Pace | None = None
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence by its order of service."""
@@ -106,7 +109,7 @@ class Scheduler:
             elif ahead:
                 return None
         spent = len(picked)
-        budget = self._beside(picked, chunks)
+        budget = self._beside(plan, picked, chunks)
         left = budget - spent
         for seq in chunks:
             if left <= 0:
@@ -129,26 +132,40 @@ class Scheduler:
             self._unstick(plan)
         return plan
 
-    def interactive(self, mixed: int | None) -> None:
-        """Somebody reads along, on a CPU: prompts join running answers in pieces that keep those answers flowing.
+    def interactive(self, mixed: int | None, on_gpu: bool) -> None:
+        """Somebody reads along: prompts join running answers in pieces that keep those answers flowing.
 
-        mixed: the most tokens of such a step where that was asked for; otherwise it follows from how many run.
+        mixed: the most tokens of such a step where that was asked for; otherwise what such steps take decides.
         """
-        each, most = (1, 1) if mixed is None else (0, mixed)
-        self.limits = replace(self.limits, mixed=most, chunk=CPU_CHUNK, each=each, fresh=FRESH)
+        chunk = LEAST_CHUNK if on_gpu else CPU_CHUNK
+        self.limits = replace(self.limits, mixed=mixed, chunk=chunk, fresh=FRESH)
+        if mixed is None:
+            most = self.limits.tokens
+            self.pace = Pace(chunk, most, first=GPU_CHUNK, grain=64) if on_gpu else Pace(chunk, most)
 
-    def _beside(self, singles: Collection[Sequence], chunks: list[Sequence]) -> int:
+    def timed(self, plan: Schedule, seconds: float) -> None:
+        """A step took so long, of which the next ones' pieces follow."""
+        if self.pace is not None and not plan.free:
+            self.pace.note(plan.rows, plan.tokens - plan.rows, seconds)
+
+    def _beside(self, plan: Schedule, singles: Collection[Sequence], chunks: list[Sequence]) -> int:
         """Tokens of a step with one token of each of ``singles``: prompts join in pieces beside them.
 
         Beams need their whole width at once, so that a search that runs lifts the limit. So do answers that have only
         just begun: what came together with them goes together, or the last of them would wait for many small steps.
         """
         limits, count = self.limits, len(singles)
-        if limits.mixed is None or not count or any(s.beam is not None for s in chunks):
+        plan.rows, plan.free = count, True
+        if (limits.mixed is None and self.pace is None) or not count or any(s.beam is not None for s in chunks):
             return self.budget
         if limits.fresh and all(s.outputs <= limits.fresh for s in singles):
             return self.budget
-        return min(self.budget, max(limits.mixed, count + max(limits.chunk, limits.each * count)))
+        plan.free = False
+        if self.pace is None:
+            return min(self.budget, max(limits.mixed or 0, count + limits.chunk))
+        if not chunks and not self.waiting:
+            return self.budget
+        return min(self.budget, count + self.pace.room(count))
 
     def advance(self, plan: Schedule) -> None:
         """The step is launched: its tokens count as computed, its samples as pending, its forks run."""

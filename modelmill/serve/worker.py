@@ -223,8 +223,7 @@ def opened(order: Open, artifact: Artifact, told: Callable[[str, int, int], None
     """The loop of an engine that writes text. Raises ModelmillError."""
     config = _budgeted(from_dict(RunConfig, order.run, "run"), artifact.nbytes(), order)
     loop = Loop.open(artifact, config)
-    if loop.device == "cpu":
-        loop.scheduler.interactive(config.max_mixed_tokens)
+    loop.scheduler.interactive(config.max_mixed_tokens, on_gpu=loop.device != "cpu")
     if order.warm:
         told("warming up", 0, 1)
         loop.warm_up()

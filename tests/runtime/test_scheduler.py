@@ -28,6 +28,18 @@ def plans(engine: Loop) -> list[list[int]]:
     return seen
 
 
+def untimed(engine: Loop) -> list[tuple[int, int, bool]]:
+    """Rows, tokens and freedom of each step that is told; pieces stay as they are, however long steps take here."""
+    told: list[tuple[int, int, bool]] = []
+
+    def noted(plan: Schedule, seconds: float) -> None:
+        assert seconds > 0
+        told.append((plan.rows, plan.tokens, plan.free))
+
+    engine.scheduler.timed = noted  # type: ignore[method-assign]
+    return told
+
+
 def test_prompts_join_running_answers_in_pieces() -> None:
     engine = tiny.loop(tiny.decoder(max_len=512), max_mixed_tokens=10, max_num_batched_tokens=4096)
     seen = plans(engine)
@@ -51,9 +63,10 @@ def test_prompts_join_running_answers_in_pieces() -> None:
     ids=["by the rows", "given"],
 )
 def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[int], int]) -> None:
-    """What came together starts together; later prompts join in pieces, larger ones where more answers run."""
+    """What came together starts together; later prompts join in pieces, at first larger ones where more answers run."""
     engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
-    engine.scheduler.interactive(mixed)
+    engine.scheduler.interactive(mixed, on_gpu=False)
+    untimed(engine)
     seen = plans(engine)
     engine.add(Request(id="first", prompt=tuple(range(5, 25)), params=tiny.params(max_tokens=60, ignore_eos=True)))
     engine.step()
@@ -69,6 +82,42 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
     tiny.drain(engine)
     assert seen[0] == [1, 1, 1, 1, most(4) - 4]
     assert all(sum(counts) <= most(counts.count(1)) for counts in seen)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
+    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096, overlap=ahead)
+    engine.scheduler.interactive(None, on_gpu=False)
+    told = untimed(engine)
+    engine.add(Request(id="first", prompt=tuple(range(5, 25)), params=tiny.params(max_tokens=40, ignore_eos=True)))
+    for _ in range(6):
+        engine.step()
+    assert told[0] == (0, 20, True)
+    assert set(told[4:]) == {(1, 1, False)}
+    del told[:]
+    engine.add(Request(id="late", prompt=tuple(range(54, 4, -1)), params=tiny.params(max_tokens=3, ignore_eos=True)))
+    tiny.drain(engine)
+    assert (1, 1 + CPU_CHUNK, False) in told
+    assert sum(tokens - rows for rows, tokens, _ in told) == 50
+
+
+def test_pieces_shrink_where_steps_with_them_take_long() -> None:
+    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096, max_num_seqs=24)
+    engine.scheduler.interactive(None, on_gpu=False)
+    pace = engine.scheduler.pace
+    assert pace is not None
+    how = tiny.params(max_tokens=150, ignore_eos=True)
+    for number in range(20):
+        engine.add(Request(id=str(number), prompt=(5, 6, 7 + number), params=how))
+    timed = engine.scheduler.timed
+    engine.scheduler.timed = lambda plan, _: timed(plan, 0.01 if plan.tokens == plan.rows else 0.04)  # type: ignore[method-assign]
+    for _ in range(30):
+        engine.step()
+    assert pace.room(20) == 20
+    engine.add(Request(id="late", prompt=tuple(range(5, 95)) * 5, params=tiny.params(max_tokens=3, ignore_eos=True)))
+    for _ in range(30):
+        engine.step()
+    assert pace.size == CPU_CHUNK
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,0 +1,68 @@
+"""How many tokens of prompts may join running answers, so that those who read along wait little longer than before.
+
+Measured, not computed: what a step costs depends on the model, the machine, and whatever else runs there. The piece
+follows a quantile of the times: a step that took more than ``MOST`` times as long as one without a prompt makes it
+smaller, every other one makes it a little larger, until so few are too long as the two rates are to each other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+MOST = 2.5
+"""A step with a piece, over one without. The readers' 99th percentile is to stay below three times their median."""
+UP, DOWN = 1.02, 0.75
+"""The piece after a step within the limit, and after one beyond: it settles where 6 % of the steps are beyond."""
+FIRST_UP = 1.1
+"""The same until the first step beyond."""
+KEPT = 15
+AGAIN, SOON = 64, 8
+"""After so many steps with a piece one goes without, to be timed; sooner where far more or fewer answers run."""
+
+
+class Pace:
+    """Owns the size of the pieces. least, most: bounds in tokens; grain: a piece is a multiple of it."""
+
+    def __init__(self, least: int, most: int, *, first: int | None = None, grain: int = 1) -> None:
+        """first: the piece before anything was measured; None: as many tokens as answers run."""
+        self.least, self.most, self.grain = least, most, grain
+        self._piece = float(first) if first is not None else 0.0
+        self._quiet: deque[float] = deque(maxlen=KEPT)
+        self._rows = 0
+        self._since = 0
+        self._up = FIRST_UP
+
+    def room(self, rows: int) -> int:
+        """Prompt tokens that may join ``rows`` running answers in the step that is made now; 0: one to be timed."""
+        if self._piece == 0.0:
+            self._piece = float(max(self.least, rows))
+        if self._since >= AGAIN or (self._since >= SOON and self._far(rows)):
+            self._since = 0
+            return 0
+        self._since += 1
+        return self.size
+
+    @property
+    def size(self) -> int:
+        """The piece as it is now, in tokens."""
+        return max(self.least, int(self._piece) // self.grain * self.grain)
+
+    def note(self, rows: int, joined: int, seconds: float) -> None:
+        """A step of ``rows`` answers and ``joined`` tokens of prompts took so long."""
+        if rows == 0:
+            return
+        if joined == 0:
+            if self._far(rows):
+                self._quiet.clear()
+            self._rows = rows
+            self._since = 0
+            self._quiet.append(seconds)
+        elif self._quiet and not self._far(rows) and 2 * joined >= self.size:
+            late = seconds > MOST * statistics.median(self._quiet)
+            self._up = UP if late else self._up
+            self._piece = min(max(self._piece * (DOWN if late else self._up), self.least), self.most)
+
+    def _far(self, rows: int) -> bool:
+        """Whether what was timed says little about so many answers."""
+        return not (2 * self._rows <= 3 * rows and 2 * rows <= 3 * self._rows)

@@ -1,0 +1,106 @@
+"""Pieces of prompts follow what steps take, on machines that are made up here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.runtime.pace import AGAIN, MOST, SOON, Pace
+
+Cost = Callable[[int, int], float]
+
+
+def burst(pace: Pace, cost: Cost, rows: int, steps: int) -> tuple[list[float], list[float], list[int]]:
+    """Seconds of steps without and with prompts while prompts wait all the time, and the pieces."""
+    quiet, beside, pieces = [], [], []
+    for _ in range(20):
+        pace.note(rows, 0, cost(rows, 0))
+        quiet.append(cost(rows, 0))
+    for _ in range(steps):
+        piece = pace.room(rows)
+        seconds = cost(rows, piece)
+        pace.note(rows, piece, seconds)
+        (beside if piece else quiet).append(seconds)
+        pieces += [piece] * bool(piece)
+    return quiet, beside, pieces
+
+
+def machine(seed: int, fixed: float, each: float, noise: float) -> Cost:
+    """fixed: of a step with a prompt, over one without; each: a prompt's token; noise: spread of the logarithm."""
+    rng = random.Random(seed)
+    return lambda rows, piece: (0.03 + (fixed * 0.03 + each * piece if piece else 0)) * rng.lognormvariate(0, noise)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16), fixed=st.floats(0, 0.8), each=st.floats(2e-5, 1.5e-3), noise=st.floats(0.0, 0.12),
+    rows=st.integers(1, 64),
+)  # fmt: skip
+def test_few_steps_take_much_longer_and_pieces_are_as_large_as_that_allows(
+    seed: int, fixed: float, each: float, noise: float, rows: int
+) -> None:
+    pace = Pace(8, 8192)
+    quiet, beside, pieces = burst(pace, machine(seed, fixed, each, noise), rows, 1500)
+    settled, used = sorted(beside[700:]), pieces[700:]
+    median = sorted(quiet)[len(quiet) // 2]
+    if min(used) > pace.least:
+        assert settled[int(0.90 * len(settled))] <= 1.1 * MOST * median
+        assert settled[int(0.99 * len(settled))] <= 3 * 1.1 * median
+    # what would be the size without noise, and with it
+    right = (MOST - 1 - fixed) * 0.03 / each
+    assert sum(used) / len(used) <= max(1.15 * right, pace.least)
+    assert sum(used) / len(used) >= min(max(0.4 * right, pace.least), 8192)
+
+
+def test_a_piece_is_never_less_than_the_least_nor_more_than_the_most() -> None:
+    slow, fast = Pace(8, 100), Pace(8, 100)
+    assert set(burst(slow, machine(0, 9.0, 1.0, 0.0), 4, 300)[2][-50:]) == {8}
+    assert set(burst(fast, machine(0, 0.0, 0.0, 0.0), 4, 300)[2][-50:]) == {100}
+
+
+def test_the_first_piece_is_as_many_tokens_as_answers_run_or_what_is_told() -> None:
+    assert Pace(8, 8192).room(3) == 8
+    pace = Pace(8, 8192)
+    pace.note(20, 0, 0.01)
+    assert pace.room(20) == 20
+    told = Pace(128, 8192, first=500, grain=64)
+    told.note(20, 0, 0.01)
+    assert told.room(20) == 448
+
+
+def test_one_step_in_many_goes_without_a_prompt() -> None:
+    pace = Pace(8, 8192)
+    rooms = []
+    for _ in range(5 * AGAIN):
+        rooms.append(pace.room(10))
+        pace.note(10, rooms[-1], 0.03 if rooms[-1] == 0 else 0.05)
+    # nothing was timed at first: soon; then seldom
+    assert rooms.index(0) == SOON
+    assert rooms[SOON + 1 :].count(0) == 4
+
+
+def test_more_answers_are_timed_soon_and_compared_with_themselves() -> None:
+    pace = Pace(8, 8192)
+    cost = machine(0, 0.0, 1e-3, 0.0)
+    burst(pace, cost, 4, 400)
+    settled = pace.size
+    rooms = [pace.room(40) for _ in range(SOON + 1)]
+    assert 0 in rooms
+    pace.note(40, 0, 0.3)
+    for _ in range(200):
+        piece = pace.room(40)
+        pace.note(40, piece, 0.3 + 1e-3 * piece)
+    assert pace.size > 3 * settled
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_what_says_nothing_changes_nothing(rows: int) -> None:
+    pace = Pace(8, 8192, first=100)
+    pace.note(1, 0, 0.01)
+    pace.note(rows, 3, 10.0)
+    pace.note(0, 100, 10.0)
+    assert pace.size == 100
