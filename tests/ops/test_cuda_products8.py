@@ -15,7 +15,10 @@ from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.cuda import build, products8
 from tests.ops.test_whole_products import fake_quantized, float64_noise
 
-FORMS = list(products8.FORMS)
+FORMS = [
+    pytest.param(form, id=f"{form[0] * 64}x{form[1]}{'-turns' if form[2] else ''}{'-pair' if form[3] else ''}")
+    for form in products8.FORMS
+]
 NVCC = shutil.which("nvcc")
 
 
@@ -35,7 +38,7 @@ def _run(args: dict[str, Any], **more: Any) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 7, 64, 129, 1000, 2100])
 def test_whole_numbers_are_exact_but_for_the_scales(form: products8.Form, rows: int) -> None:
     """Channels × 30, K not a multiple of 128, N not of a tile: float64 but for three roundings of float32."""
@@ -53,7 +56,7 @@ def test_whole_numbers_are_exact_but_for_the_scales(form: products8.Form, rows: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits_are_the_wide_ones_rounded(form: products8.Form, dtype: torch.dtype) -> None:
     _need()
@@ -65,7 +68,7 @@ def test_sixteen_bits_are_the_wide_ones_rounded(form: products8.Form, dtype: tor
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 200, 1000])
 def test_fp8(form: products8.Form, rows: int) -> None:
     _need()
@@ -109,16 +112,16 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
 
 
 def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
-    assert products8.chosen(4096, 12288, 132) == (2, 128, 1)
+    assert products8.chosen(4096, 12288, 132) == (2, 128, 1, 0)
     down, across, _ = products8.FORMS[products8.chosen(65, 4096, 132)]
     assert down * across < 128 * 128
-    for form in FORMS:
+    for form in products8.FORMS:
         assert products8._shared(form) <= products8.SHARED_BYTES
         assert products8._stages(form) >= 4
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
 def test_forms_compile_without_spills(form: products8.Form, tmp_path: Path) -> None:
     kind, dtype = (torch.float8_e4m3fn, torch.float16) if form[1] == 64 else (torch.int8, torch.bfloat16)
     macros = [f"-D{m}" for m in products8.macros(form, kind, dtype)]

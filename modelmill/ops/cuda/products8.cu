@@ -4,17 +4,19 @@
 // A block of threads is three warpgroups, one block a multiprocessor. One thread of the first has the copy engine bring
 // slabs of 128 columns of x and w into a ring in shared memory, tile after tile without a pause; the other two multiply
 // (wgmma) and store. With TAKE_TURNS each of the two has tiles of its own: one stores while the other multiplies. Else
-// they share a tile, each half of its rows.
+// they share a tile, each half of its rows. With PAIR two blocks are a cluster: their tiles lie below each other, and each
+// brings half of the rows of w for both, without which the second-level cache could not feed the tensor cores.
 //
-// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 256), TAKE_TURNS (0, 1), STAGES, FP8, and
-// the output: HALF (float16), WIDE (float32), else bfloat16.
+// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 256), TAKE_TURNS (0, 1), PAIR (0, 1),
+// STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
 #include "hopper8.cuh"
 
 constexpr int THREADS = 384, WORKERS = 2, SLAB = 128;
 constexpr int MY_ROWS = 64 * MT, BM = TAKE_TURNS ? MY_ROWS : WORKERS * MY_ROWS;
 constexpr u32 X_BYTES = BM * SLAB, STAGE_BYTES = X_BYTES + BN * SLAB, EIGHT = 1024; // EIGHT: 8 rows of 128 bytes
-constexpr int READERS = TAKE_TURNS ? 4 : 8; // warps that read a stage
-constexpr int BAND = 2048 / BM;             // tiles of x that are served together, while they lie in the cache
+constexpr int READERS = (TAKE_TURNS ? 4 : 8) << PAIR; // warps that read a stage
+constexpr int HIGH = BM << PAIR;                      // rows of x of a tile, or of the two of a cluster
+constexpr int BAND = 2048 / HIGH;                     // of them that are served together, while they lie in the cache
 
 struct Work {
     const float *scale, *x_scale;
@@ -32,14 +34,38 @@ extern __shared__ __align__(1024) unsigned char shared[];
 
 // Where tile number ``index`` begins: bands of rows of x, and in each all of w, a few rows of w after the other.
 __device__ inline void place(const Work &work, int index, int &row, int &column) {
-    const int down = (work.tokens + BM - 1) / BM, across = (work.n + BN - 1) / BN;
+    const int down = (work.tokens + HIGH - 1) / HIGH, across = (work.n + BN - 1) / BN;
     const int band = index / (BAND * across), left = index - band * BAND * across;
     const int high = down - band * BAND < BAND ? down - band * BAND : BAND;
-    row = (band * BAND + left % high) * BM;
+    row = (band * BAND + left % high) * HIGH + (PAIR ? rank_in_cluster() * BM : 0);
     column = left / high * BN;
 }
 
-__device__ inline int tiles(const Work &work) { return ((work.tokens + BM - 1) / BM) * ((work.n + BN - 1) / BN); }
+__device__ inline int tiles(const Work &work) { return ((work.tokens + HIGH - 1) / HIGH) * ((work.n + BN - 1) / BN); }
+__device__ inline int first_tile() { return blockIdx.x >> PAIR; }
+__device__ inline int next_tile(int index) { return index + (gridDim.x >> PAIR); }
+
+// Rows of w of a slab into a stage: all, or this block's half for both.
+__device__ inline void load_weights(u32 target, const TensorMap &map, u32 full, int slab, int column) {
+#if PAIR
+    const int half = rank_in_cluster() * (BN / 2);
+    load_box_for_both(target + X_BYTES + half * SLAB, map, full, slab * SLAB, column + half);
+#else
+    load_box(target + X_BYTES, map, full, slab * SLAB, column);
+#endif
+}
+
+// A warp has read a stage.
+__device__ inline void release(u64 &empty) {
+    if (threadIdx.x % 32 == 0) {
+#if PAIR
+        arrive_at(shared_address(&empty), 0);
+        arrive_at(shared_address(&empty), 1);
+#else
+        arrive(shared_address(&empty));
+#endif
+    }
+}
 
 // Placed before the kernel in front has ended: nothing that it writes, and nothing that it may still read, is touched
 // before this returns.
@@ -52,27 +78,27 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
     const u32 base = shared_address(shared);
     const int count = tiles(work);
     int row, column;
-    place(work, blockIdx.x, row, column);
+    place(work, first_tile(), row, column);
     // The first weights are on their way before x may be read.
     const int ahead = work.slabs < STAGES ? work.slabs : STAGES;
     for (int slab = 0; slab < ahead; ++slab) {
         const u32 full = shared_address(&barriers.full[slab]);
         arrive_expecting(full, STAGE_BYTES);
-        load_box(base + slab * STAGE_BYTES + X_BYTES, w_map, full, slab * SLAB, column);
+        load_weights(base + slab * STAGE_BYTES, w_map, full, slab, column);
     }
     enter();
     for (int slab = 0; slab < ahead; ++slab)
         load_box(base + slab * STAGE_BYTES, x_map, shared_address(&barriers.full[slab]), slab * SLAB, row);
     int stage = ahead % STAGES, first = ahead;
     u32 parity = ahead == STAGES ? 0 : 1;
-    for (int index = blockIdx.x; index < count; index += gridDim.x, first = 0) {
+    for (int index = first_tile(); index < count; index = next_tile(index), first = 0) {
         place(work, index, row, column);
         for (int slab = first; slab < work.slabs; ++slab) {
             const u32 target = base + stage * STAGE_BYTES, full = shared_address(&barriers.full[stage]);
             wait(shared_address(&barriers.empty[stage]), parity);
             arrive_expecting(full, STAGE_BYTES);
             load_box(target, x_map, full, slab * SLAB, row);
-            load_box(target + X_BYTES, w_map, full, slab * SLAB, column);
+            load_weights(target, w_map, full, slab, column);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
@@ -160,10 +186,10 @@ __device__ inline void store(const Work &work, Sum (&d)[BN / 2], int row, int co
 
 __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
     const u32 base = shared_address(shared) + (TAKE_TURNS ? 0 : worker * MY_ROWS * SLAB);
-    const int count = tiles(work), lane = threadIdx.x % 32;
+    const int count = tiles(work);
     Sum d[MT][BN / 2];
     int turn = 0;
-    for (int index = blockIdx.x; index < count; index += gridDim.x, ++turn) {
+    for (int index = first_tile(); index < count; index = next_tile(index), ++turn) {
         if (TAKE_TURNS && turn % WORKERS != worker) continue;
         const int before = turn * work.slabs;
         int stage = before % STAGES, last = 0;
@@ -183,7 +209,7 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
             products_end();
             if (slab > 0) {
                 products_wait<1>();
-                if (lane == 0) arrive(shared_address(&barriers.empty[last]));
+                release(barriers.empty[last]);
             }
             last = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -191,7 +217,7 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
         products_wait<0>();
 #pragma unroll
         for (int m = 0; m < MT; ++m) changed(d[m]);
-        if (lane == 0) arrive(shared_address(&barriers.empty[last]));
+        release(barriers.empty[last]);
         int row, column;
         place(work, index, row, column);
         if (!TAKE_TURNS) row += worker * MY_ROWS;
@@ -200,7 +226,11 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if PAIR
+    __cluster_dims__(2, 1, 1)
+#endif
+        products8(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
     const __grid_constant__ Work work) {
     Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE_BYTES);
@@ -213,7 +243,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
         prefetch_map(x_map);
         prefetch_map(w_map);
     }
-    __syncthreads();
+    // The other block's barriers are there, too, before anything is sent to them.
+    if (PAIR) meet_cluster();
+    else __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     // 40 + 2 · 232 = 3 · 168, what the block began with.
     if (group == 0) {
@@ -224,4 +256,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
         enter();
         multiply(work, barriers, group - 1);
     }
+    if (PAIR) meet_cluster(); // what the other block still sends needs this one's memory
 }

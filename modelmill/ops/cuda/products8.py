@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import torch
@@ -13,14 +14,17 @@ KINDS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
 OUTPUTS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("WIDE",)}
 # Sizes of products8.cu.
 THREADS, SLAB, BARRIER_BYTES, SHARED_BYTES = 384, 128, 16, 227 << 10
-Form = tuple[int, int, int]  # MT, BN, TAKE_TURNS
+Form = tuple[int, int, int, int]  # MT, BN, TAKE_TURNS, PAIR
 # A tile's rows of x and of w, and what a multiprocessor makes of it beside the largest.
 FORMS: dict[Form, tuple[int, int, float]] = {
-    (2, 128, 1): (128, 128, 1.0),
-    (1, 256, 0): (128, 256, 1.0),
-    (1, 128, 1): (64, 128, 0.85),
-    (1, 64, 1): (64, 64, 0.6),
-    (1, 32, 1): (64, 32, 0.4),
+    (2, 128, 1, 0): (128, 128, 1.0),
+    (1, 256, 0, 0): (128, 256, 1.0),
+    (1, 128, 1, 0): (64, 128, 0.85),
+    (1, 64, 1, 0): (64, 64, 0.6),
+    (1, 32, 1, 0): (64, 32, 0.4),
+    (1, 256, 0, 1): (128, 256, 0.1),
+    (2, 128, 1, 1): (128, 128, 0.1),
+    (2, 128, 0, 1): (256, 128, 0.1),
 }
 
 
@@ -29,7 +33,7 @@ def available(kind: str) -> str | None:
     reason = build.available(kind)
     if reason is None:
         try:
-            build.compiled("products8", macros((2, 128, 1), torch.int8, torch.bfloat16))
+            build.compiled("products8", macros((2, 128, 1, 0), torch.int8, torch.bfloat16))
         except MissingDependency as problem:
             reason = str(problem)
     return reason
@@ -68,30 +72,43 @@ def run(
     device = x.get_device()
     form = form or chosen(tokens, n, launch.multiprocessors(device))
     down, across, _ = FORMS[form]
-    blocks = min(-(-tokens // down) * -(-n // across), launch.multiprocessors(device))
+    blocks = min(_tiles(form, tokens, n) << form[3], launch.multiprocessors(device) >> form[3] << form[3])
     pointers = (scale.data_ptr(), x_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
     work = struct.pack("=4Q4i", *pointers, tokens, n, -(-k // SLAB), x_scale.numel() > 1)
     with torch.cuda.device(device):
-        kernel = launch.kernel("products8", "products8", macros(form, x.dtype, dtype), THREADS, _shared(form), device)
-        kernel.launch(blocks, _map(x, down), _map(weight, across), work, early=True)
+        _kernel(form, x.dtype, dtype, device).launch(
+            blocks, _map(x, down), _map(weight, across >> form[3]), work, early=True
+        )
     return out
 
 
+@functools.cache
+def _kernel(form: Form, kind: torch.dtype, dtype: torch.dtype, device: int) -> launch.Kernel:
+    return launch.kernel("products8", "products8", macros(form, kind, dtype), THREADS, _shared(form), device)
+
+
+@functools.lru_cache(4096)
 def chosen(tokens: int, n: int, processors: int) -> Form:
     """The form whose rounds of tiles take the least time."""
 
     def cost(form: Form) -> float:
         down, across, rate = FORMS[form]
-        rounds = -(-(-(-tokens // down) * -(-n // across)) // processors)
-        return rounds * down * across / rate
+        return -(-_tiles(form, tokens, n) // (processors >> form[3])) * down * across / rate
 
     return min(FORMS, key=cost)
 
 
+def _tiles(form: Form, tokens: int, n: int) -> int:
+    """Of one block, or of the two of a cluster."""
+    down, across, _ = FORMS[form]
+    return -(-tokens // (down << form[3])) * -(-n // across)
+
+
 def macros(form: Form, kind: torch.dtype, dtype: torch.dtype) -> tuple[str, ...]:
     """Of the kernel for inputs of ``kind`` and outputs of ``dtype``."""
-    mt, bn, turns = form
-    return (f"MT={mt}", f"BN={bn}", f"TAKE_TURNS={turns}", f"STAGES={_stages(form)}", *KINDS[kind], *OUTPUTS[dtype])
+    mt, bn, turns, pair = form
+    sizes = (f"MT={mt}", f"BN={bn}", f"TAKE_TURNS={turns}", f"PAIR={pair}")
+    return (*sizes, f"STAGES={_stages(form)}", *KINDS[kind], *OUTPUTS[dtype])
 
 
 def _stages(form: Form) -> int:
