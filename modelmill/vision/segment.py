@@ -89,14 +89,14 @@ class Eye:
                 part = pixels(pictures[i], size).to(self.device).float()
                 batch[row, :, : size[1], : size[0]] = ((part - self._mean) / self._std).to(self.dtype)
             self.looks += len(new)
-            embedded = self._embedded(batch)
+            embedded = self.embedded(batch)
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
                 seen = Seen(embedded[row], pictures[i].size, size, keys[i])
                 found[keys[i]] = seen
                 self.known.keep(seen)
         return [found[key] for key in keys]
 
-    def _embedded(self, batch: torch.Tensor) -> list[torch.Tensor]:
+    def embedded(self, batch: torch.Tensor) -> list[torch.Tensor]:
         """Normalised, padded pictures [B, 3, S, S] → B embeddings [1, 256, G, G] float32."""
 
         def embed(part: torch.Tensor) -> tuple[torch.Tensor]:

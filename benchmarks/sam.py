@@ -1,0 +1,245 @@
+"""Segment Anything's ViT-H on the GPU: pictures embedded, beside transformers; a click, and all of a picture.
+
+    python benchmarks/sam.py [--sides bfloat16,fp8,smoothquant,transformers,transformers-compiled]
+                             [--works encoder,click,everything] [--batches 1,8] [--rounds 9] [--depth N]
+                             [--out FILE.jsonl]
+
+encoder: normalised pixels [B, 3, 1024, 1024] on the device to embeddings there; sides take turns call by call, every
+call on other pixels. click: one point on an embedding that is kept, to three masks of 1800 × 1200 on the host, ours.
+everything: a new picture of 1800 × 1200, 1,024 points, to masks on the host, ours. A call is timed by the host's clock
+until the device is done. Weights are drawn at random, whose scores mean nothing: thresholds are chosen so that 85 % of
+all masks pass the first one, as on a photo with trained weights, and are enlarged and measured; none is unstable, which
+two thirds of a trained model's are; and 100 or more are returned.
+Sides of ours: how the encoder's matrices are held (``forms.py``; bfloat16: as they are).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.forms import form  # noqa: E402
+from benchmarks.statistic import whole  # noqa: E402
+from modelmill.eval.report import device_name, versions  # noqa: E402
+from modelmill.models import sam  # noqa: E402
+from modelmill.models._sam_vit import VitSpec  # noqa: E402
+from modelmill.nn.linear import Linear  # noqa: E402
+from modelmill.nn.still import Still  # noqa: E402
+from modelmill.nn.trial import draw_weights  # noqa: E402
+from modelmill.ops.shelf import resolve  # noqa: E402
+from modelmill.vision.everything import Everything  # noqa: E402
+from modelmill.vision.prompts import Prompt  # noqa: E402
+from modelmill.vision.segment import Eye  # noqa: E402
+
+VIT_H = VitSpec(width=1280, depth=32, heads=16, whole=(7, 15, 23, 31), inner=5120)
+SIZE = (1800, 1200)
+PEER = "transformers"
+PASS, RETURNED = 0.85, 100
+Embed = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One subject. embed: pixels to embeddings. eye: ours, for the other works."""
+
+    name: str
+    embed: Embed
+    facts: dict[str, Any]
+    eye: Eye | None = None
+
+
+def spec_of(depth: int | None) -> VitSpec:
+    """ViT-H; depth: fewer layers, to rehearse."""
+    if depth is None:
+        return VIT_H
+    return VitSpec(VIT_H.width, depth, VIT_H.heads, (depth - 1,), VIT_H.inner)
+
+
+def drawn(name: str, spec: VitSpec, device: str) -> nn.Module:
+    """Our model: the encoder in bfloat16 or held as the name says, prompts and masks in float32."""
+    model = sam.Model(sam.SamConfig(spec))
+    encoder = [n for n, m in model.image_encoder.named_modules() if isinstance(m, Linear)]
+    held = {} if name == "bfloat16" else {n: form(name) for n in encoder if n.startswith("blocks.")}
+    draw_weights(model.image_encoder, held, torch.bfloat16, device)
+    for rest in (model.prompt_encoder, model.mask_decoder):
+        draw_weights(rest, {}, torch.float32, device)
+    return model
+
+
+def ours(name: str, spec: VitSpec, device: str) -> Side:
+    """An eye around a drawn model."""
+    ops = resolve(device)
+    eye = Eye(drawn(name, spec, device), Still(ops), sam.MEAN, sam.STD)
+    facts = {"device": device_name(device), "versions": versions(), "kernels": dict(ops.chosen)}
+    return Side(name, lambda pixels: torch.cat(eye.embedded(pixels)), facts, eye)
+
+
+def theirs(name: str, spec: VitSpec, device: str) -> Side:
+    """transformers' SamModel in bfloat16; ``-compiled``: its encoder through torch.compile."""
+    import transformers
+
+    from benchmarks.proxy import randomise
+
+    vision = transformers.SamVisionConfig(
+        hidden_size=spec.width, num_hidden_layers=spec.depth, num_attention_heads=spec.heads, mlp_dim=spec.inner,
+        global_attn_indexes=list(spec.whole),
+    )  # fmt: skip
+    with torch.device(device):
+        model = transformers.SamModel(transformers.SamConfig(vision_config=vision.to_dict()))
+    encoder = model.vision_encoder.to(torch.bfloat16).eval().requires_grad_(False)
+    randomise(encoder)
+    call = torch.compile(encoder) if name.endswith("-compiled") else encoder
+    found = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
+    facts = {"device": device_name(device), "versions": found, "attention": encoder.config._attn_implementation}
+    return Side(name, lambda pixels: call(pixels).last_hidden_state, facts)
+
+
+def encoder_rows(sides: Sequence[Side], batches: Sequence[int], rounds: int, device: str) -> list[dict[str, Any]]:
+    """Milliseconds of a call, one row a side and batch."""
+    found = []
+    for batch in batches:
+        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+        for turn in range(-2, rounds):  # the first two compile and record
+            generator = torch.Generator(device).manual_seed(turn + 10 * batch)
+            pixels = torch.randn(batch, 3, 1024, 1024, device=device, generator=generator).to(torch.bfloat16)
+            for side in sides:
+                took = timed(functools.partial(side.embed, pixels))
+                if turn >= 0:
+                    seconds[side.name].append(took)
+        for side in sides:
+            told = row("encoder", side, seconds[side.name])
+            found.append(told | {"batch": batch, "images_per_s": round(batch / told["value"] * 1e3, 2)})
+    return found
+
+
+def click_row(side: Side, rounds: int) -> dict[str, Any]:
+    """Milliseconds from a point to its three masks."""
+    assert side.eye is not None, "ours"
+    eye, seconds = side.eye, []
+    seen = eye.see(picture(0))
+    for turn in range(-3, rounds):
+        prompt = Prompt(((900.0 + 40 * turn, 600.0 - 20 * turn),), (1,))
+        took = timed(functools.partial(eye.predict, seen, prompt))
+        if turn >= 0:
+            seconds.append(took)
+    return row("click", side, seconds)
+
+
+def everything_row(side: Side, rounds: int) -> dict[str, Any]:
+    """Milliseconds from a picture to all its masks."""
+    assert side.eye is not None, "ours"
+    eye, seconds, returned = side.eye, [], 0
+    points = [Prompt(((float(x), 600.0),), (1,)) for x in range(0, SIZE[0], 15)]
+    scores = eye.decode(eye.see(picture(1)), points)[1][:, 1:]
+    passing = float(scores.flatten().quantile(1 - PASS))
+    told = {"pred_iou_thresh": min(1.0, max(0.0, passing)), "stability_score_thresh": 0.0}
+    overlap = (0.0, 1.0)  # drawn masks have nearly one box: how much two may overlap is found, not given
+    for _ in range(6):
+        middle = sum(overlap) / 2
+        few = len(eye.everything(picture(1), Everything(**told, box_nms_thresh=middle))) < RETURNED
+        overlap = (middle, overlap[1]) if few else (overlap[0], middle)
+    options = Everything(**told, box_nms_thresh=overlap[1])
+    for turn in range(-2, rounds):
+        shown = picture(turn + 10)
+        began = time.perf_counter()
+        returned = len(eye.everything(shown, options))
+        torch.cuda.synchronize()
+        if turn >= 0:
+            seconds.append(time.perf_counter() - began)
+    share = float((scores > options.pred_iou_thresh).float().mean())
+    return row("everything", side, seconds) | {"points": 1024, "passing": round(share, 3), "returned": returned}
+
+
+def picture(seed: int) -> np.ndarray:
+    """[1200, 1800, 3] uint8 that no other seed gives: coarse noise, as a photo has more of it than fine."""
+    coarse = np.random.default_rng(seed + 100).integers(0, 256, (SIZE[1] // 20, SIZE[0] // 20, 3), dtype=np.uint8)
+    return coarse.repeat(20, 0).repeat(20, 1)
+
+
+@torch.inference_mode()
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call until the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def row(work: str, side: Side, seconds: Sequence[float]) -> dict[str, Any]:
+    """What is kept of one figure."""
+    figure = whole(seconds, 1e3)
+    return {
+        "bench": "sam", "model": "vit_h", "work": work, "subject": side.name, "value": round(figure.value, 3),
+        "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
+        "statistic": "median of whole calls, sides in turn", "facts": side.facts,
+    }  # fmt: skip
+
+
+def rows(sides: Sequence[Side], works: Sequence[str], batches: Sequence[int], rounds: int, device: str) -> list[Any]:
+    """All that was asked for, told as it comes."""
+    found = []
+    for work in works:
+        if work == "encoder":
+            new = encoder_rows(sides, batches, rounds, device)
+        else:
+            measure = click_row if work == "click" else everything_row
+            new = [measure(next(side for side in sides if side.eye is not None), rounds)]
+        for each in new:
+            print(json.dumps({k: v for k, v in each.items() if k != "facts"}), flush=True)
+        found += new
+    return found
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sides", default=f"bfloat16,fp8,smoothquant,{PEER}")
+    parser.add_argument("--works", default="encoder,click,everything")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--depth", type=int, help="of the encoder, to rehearse; such rows are no evidence")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(arguments)
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print and record."""
+    options = parse()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    spec = spec_of(options.depth)
+    names = options.sides.split(",")
+    sides = [(theirs if name.startswith(PEER) else ours)(name, spec, device) for name in names]
+    command = shlex.join(["python", "benchmarks/sam.py", *sys.argv[1:]])
+    batches = [int(each) for each in options.batches.split(",")]
+    found = rows(sides, options.works.split(","), batches, options.rounds, device)
+    if options.out:
+        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        with options.out.open("a", encoding="utf-8") as sink:
+            for each in found:
+                told = each | each.pop("facts") | {"command": command, "date": date}
+                sink.write(json.dumps(told, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
