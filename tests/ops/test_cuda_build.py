@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelmill.core.errors import MissingDependency
-from modelmill.ops.cuda import build, clustered_linear, int4_linear, launch, paged_attention
+from modelmill.ops.cuda import build, clustered_linear, int4_linear, int4_rows, launch, paged_attention
 
 NVCC = build.nvcc()
 FORMS = (
@@ -136,6 +136,15 @@ def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) 
     for offset, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         macros = int4_linear._macros(dtype, form, offset=offset, gated=gated)
         _compiles_without_spills("int4_linear.cu", macros, tmp_path / "out")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("form", int4_rows.FORMS)
+def test_int4_of_many_rows_compiles_without_spills(form: int4_rows.Form, tmp_path: Path) -> None:
+    for box, gated, dtype in ((64, False, torch.bfloat16), (64, True, torch.bfloat16), (32, False, torch.float16)):
+        macros = int4_rows._macros(dtype, form, box, offset=not gated, gated=gated)
+        if form.stages * box * 256 >= box * (64 * form.workers + 4) * 4:
+            _compiles_without_spills("int4_rows.cu", macros, tmp_path / "out")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not here")

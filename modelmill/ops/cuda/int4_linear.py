@@ -7,12 +7,13 @@ import struct
 import torch
 
 from modelmill.core.errors import MissingDependency
-from modelmill.ops.cuda import build, launch
+from modelmill.ops.cuda import build, int4_rows, launch
 from modelmill.ops.cuda.narrow_weights import RUN, THREADS, TYPES, Form, fits, shift
 
 # rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
 FORMS = ((8, Form(1, 1, 4, 2)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1)))
 MOST = FORMS[-1][0]
+FEW = 16  # rows; more of them go through shared memory (int4_rows)
 
 
 def available(kind: str) -> str | None:
@@ -75,6 +76,10 @@ def product(
     """The output [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
     rows = weight.shape[0]
+    if tokens > FEW:
+        many = int4_rows.form_of(rows, columns, group, int4_rows.box_of(tokens), launch.multiprocessors(x.get_device()))
+        if many is not None:
+            return int4_rows.product(x, weight, scale, offset, group, bias, many, gated=gated)
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
     form = form_of(tokens)
     groups = scale.shape[1]
