@@ -24,7 +24,10 @@ MAY = {
     "runtime": {"core", "parallel", "ops", "weights", "nn", "artifact"},
     "vision": {"core", "ops", "nn", "artifact", "runtime.load", "runtime.graph"},
     "quant": {"core", "weights", "nn"},
-    "build": {"core", "checkpoint", "weights", "nn", "quant", "artifact", "text.tokenizer", "ops"},
+    "build": {
+        *("core", "checkpoint", "weights", "nn", "quant", "artifact", "ops"),
+        *("text.tokenizer", "text.image_chat", "vision.square"),
+    },
     "accept": {"core", "runtime", "vision", "nn.still", "checkpoint", "artifact", "text"},
     "answer": {"core"},
     "dialogue": {"core", "text", "answer"},

@@ -1,4 +1,7 @@
-"""Where calibration tokens come from: a jsonl of texts, or a set of our own where none is given."""
+"""Where calibration tokens come from: a jsonl of texts, or a set of our own where none is given.
+
+For a model with eyes see ``build.shown``: its lines may show pictures.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,29 @@ from modelmill.text.tokenizer import load_tokenizer
 
 OWN = "modelmill's own text"
 KEYS = ("text", "article", "prompt")
+PICTURES = {"image", "images"}
+"""Under which a line names pictures."""
 PARAGRAPHS = 1600
 
 
 @dataclass(frozen=True)
 class Source:
-    """path None: our own text. digest: sha256 of the file or the text. samples sequences of length tokens at most."""
+    """path None: our own text. digest: sha256 of the file or the text. samples sequences of length tokens at most.
+
+    shown: sha256 of the pictures' files, where the model reads pictures.
+    """
 
     path: Path | None
     digest: str
     samples: int
     length: int
+    shown: str = ""
 
     def facts(self) -> dict[str, Any]:
         """For the manifest: evaluations refuse the file that an engine was calibrated on."""
         name = OWN if self.path is None else self.path.name
-        return {"name": name, "sha256": self.digest, "samples": self.samples, "length": self.length}
+        told = {"name": name, "sha256": self.digest, "samples": self.samples, "length": self.length}
+        return told | ({"pictures": self.shown} if self.shown else {})
 
 
 def find_source(config: BuildConfig, longest: int) -> Source:
@@ -67,20 +77,46 @@ def load_ids(source: Source, tokenizer_files: Mapping[str, bytes], vocab: int, s
         return torch.randint(0, vocab, (source.samples, source.length), generator=generator).tolist()
     tokenizer = load_tokenizer(tokenizer_files)
     texts = iter([own_text()]) if source.path is None else texts_of(source.path)
+    joined = Joined(source.length)
     found: list[list[int]] = []
-    rest: list[int] = []
     for text in texts:
-        rest += tokenizer.encode(text, bos=False)
-        while len(rest) >= source.length and len(found) < source.samples:
-            found.append(rest[: source.length])
-            rest = rest[source.length :]
-        if len(found) == source.samples:
-            return found
-    return [*found, rest] if len(rest) > 1 else found
+        found += joined.add(tokenizer.encode(text, bos=False))
+        if len(found) >= source.samples:
+            return found[: source.samples]
+    return [*found, *joined.left()]
+
+
+class Joined:
+    """Texts' ids one after another, cut into sequences of ``length``."""
+
+    def __init__(self, length: int) -> None:
+        self._length, self._rest = length, list[int]()
+
+    def add(self, ids: list[int]) -> list[list[int]]:
+        """The sequences that are full now."""
+        self._rest += ids
+        full = len(self._rest) // self._length * self._length
+        cut, self._rest = self._rest[:full], self._rest[full:]
+        return [cut[i : i + self._length] for i in range(0, full, self._length)]
+
+    def left(self) -> list[list[int]]:
+        """What is not full, if it can teach anything."""
+        return [self._rest] if len(self._rest) > 1 else []
 
 
 def texts_of(path: Path) -> Iterator[str]:
     """The texts of a jsonl, by "text", "article", "prompt" or the contents of "messages". Raises UsageError."""
+    for number, value in lines_of(path):
+        if PICTURES & set(value):
+            raise UsageError(
+                f"--calibration {path}, line {number}: shows a picture, which this model does not read; leave such "
+                "lines out"
+            )
+        yield text_of(value, path, number)
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, object) of each line of a jsonl that is not empty. Raises UsageError."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
@@ -94,10 +130,15 @@ def texts_of(path: Path) -> Iterator[str]:
             value = json.loads(line)
         except (ValueError, RecursionError):
             raise UsageError(f"--calibration {path}, line {number}: is not JSON") from None
-        text = _text(value) if isinstance(value, dict) else None
-        if text is None:
-            raise UsageError(f"--calibration {path}, line {number}: has no text under {', '.join(KEYS)} or messages")
-        yield text
+        yield number, value if isinstance(value, dict) else {}
+
+
+def text_of(value: Mapping[str, Any], path: Path, number: int) -> str:
+    """The text of a line. Raises UsageError where it has none."""
+    text = _text(value)
+    if text is None:
+        raise UsageError(f"--calibration {path}, line {number}: has no text under {', '.join(KEYS)} or messages")
+    return text
 
 
 def _text(value: Mapping[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ from modelmill.artifact.shard import ShardReader, ShardWriter
 from modelmill.artifact.store import Staging
 from modelmill.build.calibration import load_ids
 from modelmill.build.plan import Piece, Plan
+from modelmill.build.shown import Sample, has_eyes, load_samples, look
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan
 from modelmill.nn.linear import Linear
@@ -42,8 +43,11 @@ class Layers:
             if not buffer.is_meta:
                 self._set(name, buffer.to(self.device))
         files = plan.checkpoint.tokenizer_files()
-        self.ids = load_ids(plan.calibration, files, sizes.vocab, plan.config.seed)
-        check_ids(self.ids, sizes.vocab)
+        if has_eyes(files):
+            self.samples = load_samples(plan.calibration, files, int(self.model.image_size))
+        else:
+            self.samples = [Sample(ids) for ids in load_ids(plan.calibration, files, sizes.vocab, plan.config.seed)]
+        check_ids([sample.ids for sample in self.samples], sizes.vocab)
         self._flow: Flow | None = None
 
     def pass_by(self, layer: int, pieces: Iterable[Piece], shard: str) -> None:
@@ -75,8 +79,21 @@ class Layers:
             embed = [piece for piece in self.plan.pieces if piece.module == "embed"]
             self._put(embed, self._read)
             ops = shelf.resolve(self.device, self.plan.config.kernels)
-            self._flow = Flow.start(self.model, self.ids, ops, self.device)
+            ids = [sample.ids for sample in self.samples]
+            self._flow = Flow.start(self.model, ids, ops, self.device, self._shown(ops))
         return self._flow
+
+    def _shown(self, ops: shelf.Ops) -> list[dict[int, torch.Tensor]]:
+        """Embeddings of each sample's pictures, by their places; the eyes are gone from memory afterwards."""
+        pictures = [torch.as_tensor(picture) for sample in self.samples for picture in sample.pictures.values()]
+        if not pictures:
+            return [{} for _ in self.samples]
+
+        def put(prefix: str) -> None:
+            self._put([p for p in self.plan.pieces if p.resolved.target.startswith(prefix)], self._read)
+
+        found = iter(look(self.model, torch.stack(pictures), put, ops))
+        return [{position: next(found) for position in sample.pictures} for sample in self.samples]
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from modelmill.build.auto import AUTO, Found, resolve_auto
 from modelmill.build.calibration import Source, find_source
 from modelmill.build.keep import KEEP, Kept, find_kept, resolve_keep, source_shape
 from modelmill.build.kinds import LANGUAGE, check_options, described, dtype_of, kind_of, still_memory
+from modelmill.build.shown import has_eyes, with_pictures
 from modelmill.checkpoint.container import listed
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Resolved, plan_renames, result_info
@@ -250,6 +251,8 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
     if length > limit:
         raise UsageError(f"--max-model-len {length} is more than this model computes ({limit})")
     source = find_source(config, length) if recipe is not None and recipe.calibrated else None
+    if source is not None and has_eyes(checkpoint.tokenizer_files()):
+        source = with_pictures(source)
     config, reasons = _resolve(checkpoint, config, recipe, source)
     recipe = Layered(config, sizes.layers) if isinstance(recipe, Layered) else recipe
     reasons |= kept
@@ -339,7 +342,7 @@ def _resolve(
     if config.method == "auto" and method != "nearest":
         reasons["method"] = f"{method}: the best measured"
     if source is not None:
-        calibration = f"sha256:{source.digest}"
+        calibration = f"sha256:{source.digest}" + (f"+{source.shown}" if source.shown else "")
         reasons["calibration"] = f"{source.facts()['name']}, up to {source.samples} × {source.length} tokens"
     else:
         # its path must not make two engines of one checkpoint differ

@@ -120,14 +120,18 @@ class Tower(nn.Module):
 
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
         """[B, 3, S, S] → [B, 1 + (S / patch)², C]; for another S the positions are interpolated."""
-        tokens = self.patch_embed(x)
-        x = torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), 1)
-        x = x + placed(self.pos_embed, tokens.shape[1])
+        x = self.start(x)
         branch: torch.Tensor | None = None
         for block in self.blocks:
             assert isinstance(block, EvaBlock), "blocks are all of one kind"
             x, branch = block.flow(x, branch, still)
         return x if branch is None else x + branch
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        """What the first block reads: [B, 3, S, S] → [B, 1 + (S / patch)², C]."""
+        tokens = self.patch_embed(x)
+        x = torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), 1)
+        return x + placed(self.pos_embed, tokens.shape[1])
 
 
 def placed(table: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -46,7 +46,10 @@ class Reader(nn.Module):
 
     def forward(self, images: torch.Tensor, still: Still) -> torch.Tensor:
         """Normalised images [B, 3, S, S] → [B, 32, out]."""
-        seen = self.visual_encoder(images, still)
+        return self.told(self.visual_encoder(images, still), still)
+
+    def told(self, seen: torch.Tensor, still: Still) -> torch.Tensor:
+        """The tower's tokens [B, T, C] → [B, 32, out]."""
         # in float32, as the original does even where the tower is in 16 bits
         norm = self.ln_vision
         wide = torch.nn.functional.layer_norm(

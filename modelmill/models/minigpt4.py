@@ -60,9 +60,13 @@ class Model(Decoder):
     def read(self, pictures: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Pictures [B, 3, S, S] uint8 → embeddings [B, 32, hidden] in the model's type."""
         like = self.reader.visual_encoder.pos_embed
+        found: torch.Tensor = self.reader(self.normalised(pictures).to(like.dtype), Still(ops))
+        return found
+
+    def normalised(self, pictures: torch.Tensor) -> torch.Tensor:
+        """[B, 3, S, S] uint8 → float32."""
         # divided by 255 first and in float32, as torchvision's ToTensor and Normalize do
-        x = (pictures.float() / 255 - self.mean) / self.std
-        return self.reader(x.to(like.dtype), Still(ops))
+        return (pictures.float() / 255 - self.mean) / self.std
 
 
 def configure(raw: Mapping[str, Any]) -> Config:

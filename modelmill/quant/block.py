@@ -7,7 +7,7 @@ under these labels, and a recipe treats what reads the same input together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from modelmill.nn.step import Step
 
 SITES = ("qkv", "o", "up", "down")
 PAGE = 16
+Shown = Mapping[int, torch.Tensor]
 BATCH_TOKENS = 4096
 
 
@@ -76,14 +77,27 @@ class Flow:
         self.batches = list(batches)
 
     @staticmethod
-    def start(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: str) -> Flow:
-        """Embed sequences of ids. ``model`` needs its embedding alone; all is computed in float32."""
-        batches = []
+    def start(
+        model: Any, ids: Sequence[Sequence[int]], ops: Any, device: str, shown: Sequence[Shown] | None = None
+    ) -> Flow:
+        """Embed sequences of ids. ``model`` needs its embedding alone; all is computed in float32.
+
+        shown: for each sequence the foreign embeddings (of pictures) [L, H] by the position of their first place.
+        """
+        batches: list[Batch] = []
+        begun = 0
         for group in _grouped(ids):
             step = _step(model, group, ops, device)
+            foreign = [] if shown is None else shown[begun : begun + len(group)]
+            begun += len(group)
             with torch.inference_mode():
                 rope = model.rope(step) if hasattr(model, "rope") else Rope()
-                batches.append(Batch(step, rope, model.embed(step.ids, step)))
+                x = model.embed(step.ids, step)
+                for first, places in zip(step.query_start.tolist(), foreign, strict=False):
+                    for position, embeddings in places.items():
+                        at = first + position
+                        x[at : at + len(embeddings)] = embeddings.to(x.device, x.dtype)
+                batches.append(Batch(step, rope, x))
         return Flow(batches)
 
     def fork(self, batches: int | None = None) -> Flow:
