@@ -169,8 +169,10 @@ def products_of(model: nn.Module, step: Step) -> list[Product]:
     seen: dict[tuple[str, Key], int] = {}
 
     def watched(op: str, module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        front = shelf.variants(op)[step.ops.chosen[op]]
+
         def spy(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-            if module.supports(x, weight, *rest):
+            if module.supports(x, weight, *rest) and (module is front or not front.supports(x, weight, *rest)):
                 key = module.key_of(x, weight)
                 seen[op, key] = seen.get((op, key), 0) + weight.nbytes
             return call(x, weight, *rest)
@@ -184,11 +186,13 @@ def products_of(model: nn.Module, step: Step) -> list[Product]:
             spies[op] = watched(op, module, call)
     model(replace(step, ops=replace(step.ops, **spies)))
     total = sum(seen.values())
-    offered = {(op, key): shelf.variants(op)[step.ops.chosen[op]].candidates(key) for op, key in seen}
+    offered = {(op, key): _offers(op, step.ops.chosen[op]).candidates(key) for op, key in seen}
     return [Product(*each, seen[each] / total, sizes) for each, sizes in offered.items() if len(sizes) > 1]
 
 
 def _offers(op: str, variant: str) -> Any:
-    """The module of a variant that can be tuned, else None."""
-    module = shelf.variants(op).get(variant)
-    return module if hasattr(module, "candidates") else None
+    """The module of a variant that can be tuned, or of the one behind it that serves what it does not; else None."""
+    order = shelf.PREFERENCE["cuda"]
+    behind = order[order.index(variant) :] if variant in order else (variant,)
+    found = (shelf.variants(op).get(name) for name in behind)
+    return next((module for module in found if hasattr(module, "candidates")), None)

@@ -15,7 +15,13 @@ import torch
 Key = tuple[int, int, int, torch.dtype]  # rows that share a choice, N, K, dtype of x
 Choices = Mapping[str, Mapping[Key, tuple[int, ...]]]  # by op
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,22 @@ def test_an_op_without_sizes_takes_none() -> None:
     assert accepted(module, {(1, 64, 64, torch.bfloat16): (1, 1, 1)}) == {}
 
 
+@pytest.mark.parametrize("op", ["w8a8_linear", "fp8_linear"])
+@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+def test_every_choice_computes_the_same_in_8_bits(op: str, rows: int) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module, reference = import_module(f"modelmill.ops.triton.{op}"), import_module(f"modelmill.ops.{op}")
+    args = reference.drawn(rows, 96, 70, device=device) | {"dtype": torch.float32}
+    expected = shelf.reference(op)(**args)
+    key = module.key_of(args["x"], args["weight"])
+    assert len(module.candidates(key)) > 1
+    for choice in module.candidates(key):
+        found = module.run(**args, chosen={key: choice})
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert module.candidates((256, 70, 96, args["x"].dtype)) == ()
+    assert module.candidates((1, 70, 96, torch.bfloat16)) == ()
+
+
 @pytest.mark.parametrize("op", TUNABLE)
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_every_choice_computes_the_same(op: str, rows: int) -> None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import knows_fp8
 from modelmill.ops.triton.linear import tile
 from modelmill.ops.triton.products8 import tile8, vector8
+from modelmill.ops.triton.sizes import Chosen, Key, Sizes
+from modelmill.ops.triton.sizes import key_of as key_of
 
 FP8 = torch.float8_e4m3fn
 MANY = 256  # tokens from which torch's product is asked
@@ -35,6 +38,11 @@ def supports(
     return x.dtype == FP8 and x_scale.dtype == torch.float32 and x_scale.is_contiguous() and dtype != torch.float64
 
 
+def candidates(key: Key) -> tuple[Sizes, ...]:
+    """The launch sizes that may be chosen for a product."""
+    return sizes.candidates8(key)
+
+
 def run(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -42,6 +50,8 @@ def run(
     x_scale: torch.Tensor | None,
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
+    *,
+    chosen: Chosen | None = None,
 ) -> torch.Tensor:
     """As the reference; sums in float32, of fp8 on tensor cores with what bits they keep."""
     if x_scale is not None and _torch_takes(x, weight, dtype):
@@ -53,9 +63,9 @@ def run(
     if x_scale is None:
         tile(x, weight, scale, bias, out)
     elif x.shape[0] == 1:
-        vector8(x, weight, scale, x_scale, bias, out)
+        vector8(x, weight, scale, x_scale, bias, out, chosen)
     else:
-        tile8(x, weight, scale, x_scale, bias, out)
+        tile8(x, weight, scale, x_scale, bias, out, chosen)
     return out
 
 

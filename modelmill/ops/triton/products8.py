@@ -14,7 +14,7 @@ import triton.language as tl
 from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import INTERPRETED, power_of_two, shared_bytes
 from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.sizes import Sizes
+from modelmill.ops.triton.sizes import Chosen, Sizes
 
 AHEAD = 16  # tokens up to which a block of weights is worth its registers before x is there
 
@@ -26,11 +26,13 @@ def tile8(
     x_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    chosen: Chosen | None = None,
 ) -> None:
     """out = (x · weightᵀ) · x_scale · scale (+ bias): x [T, K], weight [N, K] of one 8-bit type; x_scale [T] or [1]."""
     tokens, k = x.shape
     n = weight.shape[0]
-    block_t, block_n, block_k, stages, warps = sizes.fitted(_sizes(tokens), x, weight, shared_bytes(x.device))
+    picked = None if chosen is None else chosen.get(sizes.key_of(x, weight))
+    block_t, block_n, block_k, stages, warps = picked or sizes.fitted(_sizes(tokens), x, weight, shared_bytes(x.device))
     # neighbours share a block of the weight: it is read once from memory, the activations stay in the cache
     blocks = triton.cdiv(tokens, block_t)
     _tile8[(triton.cdiv(n, block_n) * blocks,)](
@@ -108,17 +110,15 @@ def vector8(
     x_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    strip: Sizes | None = None,
+    chosen: Chosen | None = None,
 ) -> None:
-    """The same for x [1, K]; int8: K a multiple of 4, rows of x and weight packed and at addresses in fours.
-
-    strip: as ``strip8`` gives it; default: by shape.
-    """
+    """The same for x [1, K]; int8: K a multiple of 4, rows of x and weight packed and at addresses in fours."""
     n, k = weight.shape
+    picked = None if chosen is None else chosen.get(sizes.key_of(x, weight))
     whole = x.dtype is torch.int8
     if whole:
         x, weight, k = x.view(torch.int32), weight.view(torch.int32), k // 4
-    rows, block, warps = strip or strip8(n, weight.shape[1], whole)
+    rows, block, warps = picked or strip8(n, weight.shape[1], whole)
     block = min(block, power_of_two(max(k, 8)))
     _vector8[(triton.cdiv(n, rows),)](
         x, weight, scale, x_scale, x if bias is None else bias, out, n, k, weight.stride(0),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.products8 import tile8, vector8
+from modelmill.ops.triton.sizes import Chosen, Key, Sizes
+from modelmill.ops.triton.sizes import key_of as key_of
 
 
 def supports(
@@ -23,6 +26,11 @@ def supports(
     return floats and x.dtype == weight.dtype == torch.int8 and dtype != torch.float64
 
 
+def candidates(key: Key) -> tuple[Sizes, ...]:
+    """The launch sizes that may be chosen for a product."""
+    return sizes.candidates8(key)
+
+
 def run(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -30,13 +38,15 @@ def run(
     x_scale: torch.Tensor,
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
+    *,
+    chosen: Chosen | None = None,
 ) -> torch.Tensor:
-    """As the reference."""
+    """As the reference. chosen: launch sizes for this device; the rest have defaults."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     # words of four bytes: rows must start at such
     words = x.shape[1] % 4 == 0 and weight.is_contiguous() and x.data_ptr() % 4 == 0 and weight.data_ptr() % 4 == 0
     if x.shape[0] == 1 and words:
-        vector8(x, weight, scale, x_scale, bias, out)
+        vector8(x, weight, scale, x_scale, bias, out, chosen)
     else:
-        tile8(x, weight, scale, x_scale, bias, out)
+        tile8(x, weight, scale, x_scale, bias, out, chosen)
     return out
