@@ -12,6 +12,7 @@ from modelmill.ops import decode as op
 from modelmill.ops import shelf
 from modelmill.ops.case import Case
 from modelmill.ops.cpu import build
+from modelmill.ops.cpu.decode import MOST_ROWS
 from modelmill.ops.decode import Matrix, Stack, Tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,6 +81,48 @@ def test_cpu_variant_gives_the_bits_of_the_single_kernels(
     assert torch.equal(got, op.decode(**single))
     for mine, other in zip(whole["tokens"].k + whole["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True):
         assert torch.equal(mine, other)
+
+
+LONGER = {
+    "singles": [(1, 5 + 3 * i) for i in range(20)],
+    "a piece behind singles": [*((1, 30 + i) for i in range(13)), (9, 40)],
+    "a piece of two parts, then singles": [(19, 40), (1, 3), (1, 50)],
+    "a whole prompt": [(32, 32)],
+    "pieces and rows not wanted": [(3, 3), (14, 60), (5, 9), (1, 70)],
+}
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("held", ["", "int8", "int4"])
+@pytest.mark.parametrize("lengths", LONGER.values(), ids=LONGER)
+def test_more_tokens_go_in_parts(lengths: list[tuple[int, int]], held: str, dtype: torch.dtype) -> None:
+    """Logits of some rows and of all are the reference's, and the pages too."""
+    assert build.FEW_ROWS < sum(n for n, _ in lengths) <= MOST_ROWS
+    for extras in (False, True):
+        given = op._case(lengths, 4, 2, held, extras, dtype, 7)
+        wide, args = _wide(given), _fresh(given)
+        expected = op.decode(**wide)
+        _near(shelf.variants("decode")["cpu"].run(**args), expected, dtype)
+        assert args["stack"].packed["cpu"].fits
+        for mine, truth in zip(args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True):
+            _near(mine, truth, dtype)
+
+
+@KERNELS
+def test_rows_have_the_same_bits_alone_and_in_parts() -> None:
+    """What a token computes does not depend on how many go with it, nor in which part."""
+    run = shelf.variants("decode")["cpu"].run
+    together = op._case([(1, 5 + 3 * i) for i in range(20)], 4, 2, "int8", False, torch.bfloat16, 7)
+    got = run(**_fresh(together))
+    t = together["tokens"]
+    few = [2, 15, 16, 19]
+    alone: Tokens = replace(
+        t, slots=t.slots[few], block_tables=t.block_tables[few], context_lens=t.context_lens[few],
+        query_start=torch.arange(len(few) + 1, dtype=torch.int32), cos=t.cos[few], sin=t.sin[few],
+    )  # fmt: skip
+    args = _fresh({"x": together["x"][few], "stack": together["stack"], "tokens": alone})
+    assert torch.equal(run(**args), got[few])
 
 
 @KERNELS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,22 +18,56 @@ available = build.available
 _DTYPES = build.DTYPES
 
 
+# Up to so many tokens go in parts of FEW_ROWS: two passes over the weights cost less than the products of more rows.
+MOST_ROWS = 2 * build.FEW_ROWS
+
+
 def run(x: torch.Tensor, stack: Stack, tokens: Tokens) -> torch.Tensor:
     """As the reference, which also serves many tokens and tensors with gaps or of other dtypes."""
     packed = stack.packed.get("cpu")
     if packed is None or packed.k is not tokens.k or packed.v is not tokens.v:
         packed = stack.packed["cpu"] = _Packed(stack, tokens.k, tokens.v)
-    t = tokens
-    if not packed.fits or x.dtype is not packed.dtype or x.shape[0] > build.FEW_ROWS or not _plain_tokens(t):
+    t, count = tokens, x.shape[0]
+    if not packed.fits or x.dtype is not packed.dtype or count > MOST_ROWS or not _plain_tokens(t):
         return decode(x, stack, tokens)
-    rows = x.shape[0] if t.logit_rows is None else t.logit_rows.shape[0]
+    rows = count if t.logit_rows is None else t.logit_rows.shape[0]
     logits = torch.empty(rows, stack.head.weight.shape[0])
+    residual = x.clone(memory_format=torch.contiguous_format)
+    if count <= build.FEW_ROWS:
+        _call(logits, residual, packed, t, stack.eps)
+        return logits
+    starts = t.query_start.tolist()
+    for first in range(0, count, build.FEW_ROWS):
+        last = min(first + build.FEW_ROWS, count)
+        wanted = torch.arange(first, last) if t.logit_rows is None else t.logit_rows
+        inside = (wanted >= first) & (wanted < last)
+        part = replace(_part(t, starts, first, last), logit_rows=wanted[inside] - first)
+        told = torch.empty(int(inside.sum()), logits.shape[1])
+        _call(told, residual[first:last], packed, part, stack.eps)
+        logits[slice(first, last) if t.logit_rows is None else inside] = told
+    return logits
+
+
+def _part(t: Tokens, starts: list[int], first: int, last: int) -> Tokens:
+    """Tokens first … last - 1 of a step. Earlier parts have written their keys and values when a later one runs."""
+    begin = bisect_right(starts, first) - 1
+    end = bisect_left(starts, last)
+    inner = [min(max(at, first), last) - first for at in starts[begin : end + 1]]
+    contexts = t.context_lens[begin:end].clone()
+    contexts[-1] -= max(starts[end] - last, 0)
+    of = {name: None if (rows := getattr(t, name)) is None else rows[first:last] for name in ("cos", "sin", "q_scale")}
+    tables, begins = t.block_tables[begin:end], torch.tensor(inner, dtype=torch.int32)
+    return replace(t, slots=t.slots[first:last], block_tables=tables, query_start=begins, context_lens=contexts, **of)
+
+
+def _call(logits: torch.Tensor, residual: torch.Tensor, packed: _Packed, t: Tokens, eps: float) -> None:
+    """One pass over the layers. residual: [count, H], the embeddings, written over."""
     given = np.array(
         (
-            x.shape[0],
+            residual.shape[0],
             t.block_tables.shape[0],
             t.block_tables.shape[1],
-            rows,
+            logits.shape[0],
             t.slots.data_ptr(),
             _address(t.logit_rows),
             t.block_tables.data_ptr(),
@@ -43,17 +79,15 @@ def run(x: torch.Tensor, stack: Stack, tokens: Tokens) -> torch.Tensor:
         ),
         dtype=np.int64,
     )
-    residual = x.clone(memory_format=torch.contiguous_format)
     _kernel()(
         logits.data_ptr(),
         residual.data_ptr(),
         packed.stack.ctypes.data,
         packed.layers.ctypes.data,
         given.ctypes.data,
-        stack.eps,
-        _DTYPES[x.dtype],
+        eps,
+        _DTYPES[residual.dtype],
     )
-    return logits
 
 
 class _Packed:
