@@ -22,7 +22,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def made(state: dict[str, torch.Tensor], raw: dict[str, Any] | None = None) -> sam.Model:
+def made(state: dict[str, torch.Tensor], raw: dict[str, Any] | None = None, device: str = "cpu") -> sam.Model:
     """Our model with the tensors of a checkpoint."""
     raw = raw or sam.describe({name: tuple(t.shape) for name, t in state.items()})
     assert raw is not None
@@ -30,7 +30,7 @@ def made(state: dict[str, torch.Tensor], raw: dict[str, Any] | None = None) -> s
     model = sam.Model(config)
     resolved = plan_renames(sam.rules(config), sam.drops(config), state, sam.PREFIXES)
     tensors = {r.target: apply(r, state.__getitem__) for r in resolved}
-    fill(model, tensors.__getitem__, tensors, {}, {}, "cpu")
+    fill(model, tensors.__getitem__, tensors, {}, {}, device)
     return model
 
 
