@@ -63,11 +63,13 @@ __device__ inline void changed(int (&d)[COUNT]) {
 #define KEEP_16(d, i) KEEP_4(d, i), KEEP_4(d, i + 4), KEEP_4(d, i + 8), KEEP_4(d, i + 12)
 #define KEEP_32(d, i) KEEP_16(d, i), KEEP_16(d, i + 16)
 #define KEEP_64(d, i) KEEP_32(d, i), KEEP_32(d, i + 32)
-#define NAMES_128                                                                                                      \
-    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "  \
-             "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, "      \
-             "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, "  \
-             "%120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES_96 \
+    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81" \
+            ", %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_128 \
+    NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+            ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126" \
+            ", %127"
 
 // add = 0: D is set instead.
 __device__ inline void product8(Sum (&d)[16], u64 a, u64 b, int add) {
@@ -89,6 +91,13 @@ __device__ inline void product8(Sum (&d)[64], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k32" KINDS "{" NAMES_64 "}, %64, %65, add" SIGNS "; }"
                  : KEEP_64(d, 0)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+__device__ inline void product8(Sum (&d)[96], u64 a, u64 b, int add) {
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, %98, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n192k32" KINDS "{" NAMES_96 "}, %96, %97, add" SIGNS "; }"
+                 : KEEP_64(d, 0), KEEP_32(d, 64)
                  : "l"(a), "l"(b), "r"(add));
 }
 

@@ -7,7 +7,7 @@
 // they share a tile, each half of its rows. With PAIR two blocks are a cluster: their tiles lie below each other, and each
 // brings half of the rows of w for both, without which the second-level cache could not feed the tensor cores.
 //
-// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 256), TAKE_TURNS (0, 1), PAIR (0, 1),
+// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 192, 256), TAKE_TURNS (0, 1), PAIR (0, 1),
 // STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
 #include "hopper8.cuh"
 
