@@ -1,6 +1,6 @@
 """What a recipe costs and saves: builds it, measures it against float32, appends a row to results/quantization.jsonl.
 
-    python benchmarks/quantization.py CHECKPOINT --text FILE.txt [--tokens 16384] [--work DIR] -- -q int4 --method gptq
+    python benchmarks/quantization.py CHECKPOINT --text FILE.txt [--summaries FILE.jsonl] -- -q int4 --method gptq
     python benchmarks/quantization.py --report
 
 What stands behind ``--`` are options of ``modelmill build``, with paths from the repository's root; the engine is built
@@ -54,6 +54,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--text", type=Path, help="UTF-8 text that is read")
     parser.add_argument("--calibration", type=Path, help=f"default: {CALIBRATION} beside the text, if it is there")
+    parser.add_argument(
+        "--summaries", type=Path, help="jsonl of articles and highlights: ROUGE of their summaries, too"
+    )
+    parser.add_argument("--num", type=int, default=100, help="summaries")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -69,7 +73,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(words[:cut])
     if not options.report and (options.checkpoint is None or options.text is None):
         parser.error("CHECKPOINT and --text FILE are needed")
-    for name in ("checkpoint", "text", "calibration", "work"):
+    for name in ("checkpoint", "text", "calibration", "summaries", "work"):
         given = getattr(options, name)
         setattr(options, name, None if given is None else given.resolve())
     return options, words[cut + 1 :]
@@ -104,7 +108,11 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     row |= facts_of(loop.artifact) | {"tokens": len(ids), "windows": len(windows)} | found
     row |= {"float32": exact, "excess": found["perplexity"] / exact - 1}
     row |= {"build_seconds": seconds, "seconds": round(time.perf_counter() - began, 1)}
-    return row | stamp(str(loop.device))
+    device = str(loop.device)
+    del loop
+    if options.summaries is not None:
+        row |= summarized(engine, options)
+    return row | stamp(device)
 
 
 def key_of(options: argparse.Namespace, build: Sequence[str]) -> str:
@@ -145,6 +153,19 @@ def built(options: argparse.Namespace, build: Sequence[str], folder: Path) -> tu
             raise SystemExit(f"the build ended with {done.returncode}")
         return None, None
     return engine, round(time.perf_counter() - began, 1)
+
+
+def summarized(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """ROUGE of an engine's greedy summaries in percent, by the verb."""
+    given = ["--data", str(options.summaries), "--num", str(options.num), "--device", options.device]
+    given += ["--kv-cache-dtype", options.kv_cache_dtype]
+    given += [] if options.threads is None else ["--threads", str(options.threads)]
+    command = [sys.executable, "-m", "modelmill", "summarize", str(engine), *given, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the summaries ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    found = json.loads(done.stdout)["engine"]
+    return {"rouge": found["rouge"], "summaries": found["items"]}
 
 
 def opened(engine: Path, options: argparse.Namespace, kv: str) -> Any:

@@ -15,6 +15,7 @@ PLOT = Path("docs/img/quantization.svg")
 RESULTS = Path("benchmarks/results/quantization.jsonl")
 NOTE = "<!-- Made by `make quantization` from quantization.story.md and benchmarks/results: change those. -->"
 WHOLE = 16_384  # tokens of a measurement that the page tells
+ROUGE = ("rouge1", "rouge2", "rougeL")
 Row = Mapping[str, Any]
 
 
@@ -33,14 +34,19 @@ def name_of(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Markdown lines."""
-    lines = ["| build | perplexity | over float32 | mean KL | same next token | MiB |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| build | perplexity | over float32 | mean KL | same next token | ROUGE-1 / 2 / L | MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         if "perplexity" not in row:
-            lines.append(f"| {name_of(row)} | refused by the acceptance contract | | | | |")
+            lines.append(f"| {name_of(row)} | refused by the acceptance contract | | | | | |")
             continue
+        rouge = [f"{row['rouge'][kind]:.1f}" for kind in ROUGE] if "rouge" in row else []
         cells = (
             name_of(row), f"{row['perplexity']:.4f}", f"{round(100 * row['excess'], 2) + 0.0:+.2f} %",
-            f"{row['mean_kl']:.4f}", f"{100 * row['agreement']:.1f} %", f"{row['bytes'] / 2**20:.1f}",
+            f"{row['mean_kl']:.4f}", f"{100 * row['agreement']:.1f} %", " / ".join(rouge),
+            f"{row['bytes'] / 2**20:.1f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -42,7 +42,7 @@ def test_written_once_and_stale_after_a_new_row(root: Path, capsys: pytest.Captu
     assert quantization.main(["--root", str(root), "--check"]) == 0
     assert (root / quantization.PLOT).stat().st_size > 1000
     page = (root / quantization.PAGE).read_text()
-    assert "| `-q int8`, KV int8 | 20.5000 | +1.25 % | 0.2500 | 75.0 % | 3.0 |" in page
+    assert "| `-q int8`, KV int8 | 20.5000 | +1.25 % | 0.2500 | 75.0 % |  | 3.0 |" in page
     lay(root, GOOD, {**GOOD, "key": "b", "options": "-q fp8"})
     assert quantization.stale(root)
 
@@ -55,3 +55,8 @@ def test_the_newest_row_counts_and_the_best_stands_first(root: Path) -> None:
     assert [row["key"] for row in rows] == ["a", "b", "c"]
     assert rows[0]["excess"] == 0.0125
     assert "refused" in quantization.table(rows)[-1]
+
+
+def test_rouge_stands_beside_it_where_it_was_measured() -> None:
+    rouge = {"rouge1": 31.26, "rouge2": 10.0, "rougeL": 21.5, "rougeLsum": 28.0}
+    assert "| 75.0 % | 31.3 / 10.0 / 21.5 | 3.0 |" in quantization.table([{**GOOD, "rouge": rouge}])[-1]
