@@ -55,9 +55,16 @@ def _part(t: Tokens, starts: list[int], first: int, last: int) -> Tokens:
     inner = [min(max(at, first), last) - first for at in starts[begin : end + 1]]
     contexts = t.context_lens[begin:end].clone()
     contexts[-1] -= max(starts[end] - last, 0)
-    of = {name: None if (rows := getattr(t, name)) is None else rows[first:last] for name in ("cos", "sin", "q_scale")}
-    tables, begins = t.block_tables[begin:end], torch.tensor(inner, dtype=torch.int32)
-    return replace(t, slots=t.slots[first:last], block_tables=tables, query_start=begins, context_lens=contexts, **of)
+    return replace(
+        t,
+        slots=t.slots[first:last],
+        block_tables=t.block_tables[begin:end],
+        query_start=torch.tensor(inner, dtype=torch.int32),
+        context_lens=contexts,
+        cos=None if t.cos is None else t.cos[first:last],
+        sin=None if t.sin is None else t.sin[first:last],
+        q_scale=None if t.q_scale is None else t.q_scale[first:last],
+    )
 
 
 def _call(logits: torch.Tensor, residual: torch.Tensor, packed: _Packed, t: Tokens, eps: float) -> None:
