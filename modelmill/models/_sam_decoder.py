@@ -28,11 +28,16 @@ class Attention(nn.Module):
         self.out_proj = Linear(inner, width, bias=True)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, still: Still) -> torch.Tensor:
-        """[N, Q, C], [N, K, C], [N, K, C] → [N, Q, C]."""
+        """[N, Q, C], [N, K, C], [N, K, C] → [N, Q, C]. What all prompts share, q or k and v, may have an N of 1."""
         q, k, v = (
             self._split(still.linear(layer, x)) for layer, x in ((self.q_proj, q), (self.k_proj, k), (self.v_proj, v))
         )
-        mixed = F.scaled_dot_product_attention(q, k, v)
+        if len(q) > len(k):  # the same keys for all: queries of all prompts are queries of one
+            count, heads, length, dim = q.shape
+            mixed = F.scaled_dot_product_attention(q.transpose(0, 1).reshape(1, heads, count * length, dim), k, v)
+            mixed = mixed.view(heads, count, length, dim).transpose(0, 1)
+        else:
+            mixed = F.scaled_dot_product_attention(q.expand(len(k), -1, -1, -1), k, v)
         return still.linear(self.out_proj, mixed.transpose(1, 2).flatten(2))
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +75,7 @@ class TwoWay(nn.Module):
     def forward(
         self, tokens: torch.Tensor, image: torch.Tensor, start: torch.Tensor, places: torch.Tensor, still: Still
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [N, T, C], image [N, P, C]; start: the tokens as they came; places: positions of the image, [P, C]."""
+        """tokens [N, T, C], image [N or 1, P, C]; start: the tokens as they came; places: of the image, [P, C]."""
         if self.first:  # neither positions nor a residual
             tokens = self.self_attn(tokens, tokens, tokens, still)
         else:
@@ -96,7 +101,7 @@ class Transformer(nn.Module):
     def forward(
         self, image: torch.Tensor, places: torch.Tensor, start: torch.Tensor, still: Still
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """image [N, P, C], places [P, C], start [N, T, C] → tokens, image."""
+        """image [N or 1, P, C], places [P, C], start [N, T, C] → tokens, image [N, P, C]."""
         tokens = start
         for layer in self.layers:
             tokens, image = layer(tokens, image, start, places, still)
@@ -141,20 +146,41 @@ class MaskDecoder(nn.Module):
     def forward(
         self, image: torch.Tensor, places: torch.Tensor, sparse: torch.Tensor, dense: torch.Tensor, still: Still
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """image, dense: [N, C, G, G]; places: [C, G, G]; sparse: [N, P, C].
+        """image: [N or 1, C, G, G]; places: [C, G, G]; sparse: [N, P, C]; dense: [N or 1, C, G, G].
 
         Returns all four masks' logits [N, 4, 4·G, 4·G] and their predicted IoUs [N, 4], both float32.
         """
-        count, width, side, _ = dense.shape
+        count, side = len(sparse), dense.shape[-1]
         own = torch.cat((self.iou_token.weight, self.mask_tokens.weight))
         tokens = torch.cat((own.expand(count, -1, -1), sparse.to(own.dtype)), 1)
-        source = (image + dense).flatten(2).transpose(1, 2)
+        if not dense.stride(0):
+            dense = dense[:1]  # the same for all
+        source = (image + dense).flatten(2).transpose(1, 2).contiguous()
         at = places.to(own.dtype).flatten(1).t()
         tokens, source = self.transformer(source, at, tokens, still)
-        pixels = source.transpose(1, 2).reshape(count, width, side, side)
-        steps = self.output_upscaling
-        pixels = F.gelu(steps["3"](F.gelu(steps["1"](steps["0"](pixels)))))
         makers = [make(tokens[:, 1 + i], still) for i, make in enumerate(self.output_hypernetworks_mlps)]
-        masks = torch.stack(makers, 1).float() @ pixels.flatten(2).float()
+        masks = self._pixels(source) @ torch.stack(makers, 2).float()
+        # what became of one token lies together, by row, column, half and half of a half
+        parts = masks.view(count, side, side, 2, 2, 2, 2, MASKS).permute(0, 7, 1, 3, 5, 2, 4, 6)
         scores = self.iou_prediction_head(tokens[:, 0], still)
-        return masks.view(count, MASKS, 4 * side, 4 * side), scores.float()
+        return parts.reshape(count, MASKS, 4 * side, 4 * side), scores.float()
+
+    def _pixels(self, image: torch.Tensor) -> torch.Tensor:
+        """[N, P, C] → [N, 16·P, C / 8] float32: each token becomes 2 × 2, each of those again.
+
+        A transposed convolution whose parts do not overlap is a product of each token with all of them.
+        """
+        first, norm, second = (self.output_upscaling[name] for name in ("0", "1", "3"))
+        assert isinstance(first, Conv2d)
+        assert isinstance(norm, ChannelNorm)
+        assert isinstance(second, Conv2d)
+        x = _spread(image, first).unflatten(-1, (4, -1))
+        x = F.gelu(F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps))
+        return F.gelu(_spread(x, second)).view(len(image), 16 * image.shape[1], -1).float()
+
+
+def _spread(x: torch.Tensor, up: Conv2d) -> torch.Tensor:
+    """[…, C] → […, 4·out] of a transposed convolution of 2 × 2 with stride 2: upper left, upper right, lower left, …"""
+    weight = up.weight.permute(2, 3, 1, 0).flatten(0, 2)
+    assert up.bias is not None
+    return F.linear(x, weight, up.bias.repeat(4))
