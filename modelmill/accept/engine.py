@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from modelmill.accept.metrics import Row, compare_tensors
+from modelmill.accept.own import spoken
 from modelmill.accept.reference import HeadTrace, LayerTrace, Reference
 from modelmill.accept.tolerances import LAYER_ROUNDED, ROUNDED, Bound, module_bound
 from modelmill.runtime.loop import Loop
@@ -72,7 +73,7 @@ class Bench:
         self.rows = sorted({round((i + 1) * len(self.ids) / HEAD_ROWS) - 1 for i in range(HEAD_ROWS)} - {-1})
         assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
         self.dtype = loop.artifact.manifest.build["dtype"]
-        self.kinds = loop.artifact.manifest.weights
+        self.kinds = spoken(loop.artifact.manifest.weights)
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
 

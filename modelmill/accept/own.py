@@ -151,6 +151,11 @@ def _seen(held: Any) -> Callable[[Tensor], Tensor] | None:
     return getattr(held, "seen", None)
 
 
+def spoken(kinds: Mapping[str, str]) -> dict[str, str]:
+    """How the language model's matrices are held; those of the eyes are judged by themselves (accept.pictures)."""
+    return {name: kind for name, kind in kinds.items() if not name.startswith("reader.")}
+
+
 def is_low_bit(kinds: Mapping[str, str]) -> bool:
     """Whether an engine is judged in two halves: it holds weights coarser than int8."""
     return bool(set(kinds.values()) - {"dense", "int8"})

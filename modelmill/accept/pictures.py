@@ -6,18 +6,27 @@ connects their modules is seen; every norm reads inputs of the size of √eps; t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from modelmill.accept.engine import Finding
 from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.own import central_gain
+from modelmill.accept.own_encoder import own_matrices
+from modelmill.accept.reference import Affine
 from modelmill.accept.reference.reader import ReaderReference
 from modelmill.accept.stages import Judge, row_of, short
+from modelmill.accept.tolerances import weight_bound
 from modelmill.accept.tolerances_segment import embedding_bound
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.nn.still import Still
 from modelmill.runtime.loop import Loop
 
+TOWER = "reader.visual_encoder.blocks."
 WHOLE = ("tower.block", "qformer.layer", "tower.attn", "qformer.attention", "qformer.crossattention")
 
 
@@ -36,14 +45,21 @@ def judge_eyes(loop: Loop, checkpoint: Checkpoint) -> dict[str, Any]:
     """{"ok", "reason", "verdict", "layer", "module", "pictures", "layers"} of an opened engine's eyes."""
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     dtype = loop.artifact.manifest.build["dtype"]
-    reference = ReaderReference(checkpoint)
+    own = {path: held for path, held in own_matrices(loop.model).items() if path.startswith(TOWER)}
+    true = reference = ReaderReference(checkpoint)
+    if own:
+        reference = ReaderReference(checkpoint, own)
     judge = Judge(loop.model, Still(loop.ops), loop.device, dtype, lambda path: not path.startswith("reader.ln_vision"))
+    judge.findings += _weights(true, loop.model, own, dtype)
     picture = sample_square(reference.size)
     [expected] = judge.stages(reference.stages(reference.normalised(picture)))
     judge.norms(reference.norms)
+    if own:  # what rounding costs is told by the checkpoint's own
+        for stage in true.stages(true.normalised(picture)):
+            [expected] = stage.expected
     batch = picture.permute(2, 0, 1)[None].to(loop.device)
     whole = compare_tensors("embeddings", loop.model.read(batch, loop.ops)[0], expected)  # type: ignore[operator]
-    bound = embedding_bound(dtype)
+    bound = embedding_bound(dtype, loop.artifact.manifest.build.get("tower", "none"))
     bad = [finding for finding in judge.findings if not finding.ok]
     # a module that is wrong alone beats a block that is wrong as a whole
     first = min(bad, key=lambda f: (f.module in WHOLE, judge.findings.index(f)), default=None)
@@ -67,6 +83,18 @@ def judge_eyes(loop: Loop, checkpoint: Checkpoint) -> dict[str, Any]:
         "pictures": {"rel_l2": short(whole.rel_l2), "max_rel": short(whole.max_rel), "bound": bound},
         "layers": [row_of(finding) for finding in judge.findings],
     }
+
+
+def _weights(true: ReaderReference, model: nn.Module, own: Mapping[str, Affine], dtype: str) -> Iterator[Finding]:
+    """Every quantized matrix of the tower against the checkpoint's."""
+    for path, held in own.items():
+        block, _, module = path.removeprefix(TOWER).partition(".")
+        expected = true.matrix(path.removeprefix("reader.")).weight
+        row = compare_tensors(f"{path}.weight", held.weight, expected)
+        if row.finite:
+            row = replace(row, gain=central_gain(held.weight, expected))
+        bound = weight_bound(dtype, model.get_submodule(path).held.kind)  # type: ignore[union-attr, arg-type]
+        yield Finding(row.name, int(block), f"tower.{module.rpartition('.')[2]}.weight", row, bound)
 
 
 def joined(eyes: dict[str, Any], language: dict[str, Any]) -> dict[str, Any]:

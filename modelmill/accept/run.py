@@ -16,7 +16,7 @@ import torch
 
 from modelmill.accept.engine import Bench, Finding
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
-from modelmill.accept.own import is_low_bit, own_reference, true_streams, weight_rows
+from modelmill.accept.own import is_low_bit, own_reference, spoken, true_streams, weight_rows
 from modelmill.accept.reference import Reference, open_reference
 from modelmill.accept.stages import row_of, short
 from modelmill.accept.tolerances import ROUNDED, logits_bound
@@ -94,7 +94,7 @@ def compare_engine(
         return joined(judge_eyes(loop, checkpoint), compare_engine(loop, checkpoint.language, ids, progress=progress))
     reference = true = open_reference(checkpoint)
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
-    kinds, model = loop.artifact.manifest.weights, loop.runner.model
+    kinds, model = spoken(loop.artifact.manifest.weights), loop.runner.model
     # what a checkpoint brings in few bits is expanded by the reference itself: nothing was rounded here
     kept = loop.artifact.manifest.build["quantization"] == "keep"
     own = is_low_bit(kinds) and not kept
@@ -139,9 +139,10 @@ def _sequences(
     )
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     manifest = loop.artifact.manifest
-    rounded = manifest.build["quantization"] != "keep" and "int8" in manifest.weights.values()
+    kinds = set(spoken(manifest.weights).values())
+    rounded = manifest.build["quantization"] != "keep" and "int8" in kinds
     recipe = "int8" if rounded and true is None else "none"
-    recipe = next(iter(sorted(set(manifest.weights.values()) & set(ROUNDED))), recipe)
+    recipe = next(iter(sorted(kinds & set(ROUNDED))), recipe)
     bound = logits_bound(manifest.build["dtype"], recipe, layers=reference.num_layers)
     row = compare_logits("logits", mine, right)
     agreed = top1_agreement(mine, right, bound.margin)

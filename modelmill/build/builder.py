@@ -16,7 +16,7 @@ from modelmill.artifact.store import ACCEPTANCE, TOKENIZER, Staging
 from modelmill.artifact.tuning import StoredTuning, path_of, to_bytes
 from modelmill.build.kinds import LANGUAGE
 from modelmill.build.layers import Layers
-from modelmill.build.plan import PACKING, Piece, Plan, layer_of
+from modelmill.build.plan import PACKING, TOWER, Piece, Plan, layer_of
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan
 from modelmill.core.config import to_dict
@@ -118,7 +118,7 @@ def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
         _check_range(cast, piece, plan)
         writer.add(piece.resolved.target, cast)
         return
-    if plan.recipe is None or piece.held == "dense":
+    if piece.held == "dense" or (plan.recipe is None and not piece.module.startswith(TOWER)):
         held = pack(piece.held, tensor, piece.dtype if piece.held == "dense" else plan.dtype)
     else:
         held = plan.recipe_of(piece.module).hold(tensor.float(), None)

@@ -65,6 +65,8 @@ def check_options(config: BuildConfig, path: object) -> None:
         )
     if config.kv_cache_dtype != "auto":
         raise UsageError(f"--kv-cache-dtype: {path} segments images and has no KV cache; leave it out")
+    if config.tower != "none":
+        raise UsageError(f"--tower: {path} segments images; its encoder's recipe is named by -q")
     if config.max_model_len is not None:
         raise UsageError(f"--max-model-len: {path} segments images and reads no tokens; leave it out")
 

@@ -34,12 +34,13 @@ from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.layered import Layered
 from modelmill.quant.recipe import Recipe, make_recipe
-from modelmill.quant.still import still_reason, still_recipe
+from modelmill.quant.still import Rounded, still_reason, still_recipe
 from modelmill.weights.held import PackedInfo, packed_info
 
 PACKING = "rows/1"
 Progress = Callable[[str, int, int], None]
 KEPT = ("head",)
+TOWER = "reader.visual_encoder.blocks."
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Plan:
 
     def recipe_of(self, module: str) -> Recipe:
         """What quantizes a linear module, or a layer ("layers.3.")."""
+        if module.startswith(TOWER):
+            return Rounded(self.config)
         assert self.recipe is not None, "a build with a recipe"
         return self.recipe.of(module) if isinstance(self.recipe, Layered) else self.recipe
 
@@ -259,6 +262,8 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
     with torch.device("meta"):
         model = family.Model(sizes)
+    if config.tower != "none" and not any(name.startswith(TOWER) for name, _ in model.named_modules()):
+        raise UsageError(f"--tower {config.tower}: {checkpoint.path} reads no pictures; leave it out")
     pieces = tuple(_pieces(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in _quantized(model, config):
@@ -378,6 +383,8 @@ def _pieces(
         held: Recipe | str | None = None
         if module in linears and suffix == "weight":
             held = _how(recipe, config, module) if module in quantized else "dense"
+            if config.tower != "none" and module.startswith(TOWER):
+                held = Rounded(config)
         dtype = getattr(torch, config.dtype)
         if family is not None:
             dtype = dtype_of(family, resolved.target, dtype)

@@ -209,6 +209,8 @@ def _concerns(name: str, build: dict[str, Any]) -> bool:
         return build["calibration"] is not None
     if name in OF_RECIPES:
         return name in CONCERNS.get(build["quantization"], ())
+    if name == "tower":
+        return bool(build["tower"] != "none")
     return name != "layer_recipes"
 
 

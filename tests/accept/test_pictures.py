@@ -11,11 +11,13 @@ import torch
 
 from modelmill.accept.pictures import judge_eyes
 from modelmill.accept.run import compare_engine, sample_ids
+from modelmill.build.plan import make_plan
 from modelmill.checkpoint.open import Checkpoint, open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
-from modelmill.core.errors import AcceptanceError
+from modelmill.core.errors import AcceptanceError, UsageError
 from modelmill.llm import build_engine
 from modelmill.runtime.loop import Loop
+from tests.accept.judged import save_tiny
 from tests.models.minigpt4_seeded import published
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -130,3 +132,63 @@ def test_a_refused_engine_is_not_written(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(AcceptanceError, match="of the eyes"):
         build_engine(folder, folder.parent / "refused.engine", BuildConfig(dtype="float32"))
     assert not (folder.parent / "refused.engine").exists()
+
+
+@pytest.fixture(scope="module", params=[("float32", "none"), ("bfloat16", "int4")], ids=str)
+def eight(request: pytest.FixtureRequest, folder: Path) -> tuple[Loop, Checkpoint]:
+    """The tower in int8, the language model by a recipe of its own."""
+    dtype, recipe = request.param
+    config = BuildConfig(dtype=dtype, tower="int8", quantization=recipe, group_size=32, calibration_samples=4)
+    engine = folder.parent / f"{dtype}-eight.engine"
+    report = build_engine(folder, engine, config)
+    assert report["accepted"], report["reason"]
+    kinds = {row["module"] for row in report["layers"]}
+    assert {"tower.qkv.weight", "tower.fc2.weight", "tower.attn", "qformer.layer", "proj"} <= kinds
+    loop = Loop.open(engine, RunConfig(kv_cache_bytes=1 << 22, max_model_len=128))
+    assert loop.artifact is not None
+    held = loop.artifact.manifest.weights
+    assert {kind for name, kind in held.items() if "visual_encoder.blocks" in name} == {"w8a8"}
+    assert {kind for name, kind in held.items() if "qformer" in name or name == "reader.proj"} == {"dense"}
+    wanted = {"none": "dense"}.get(recipe, recipe)
+    assert {kind for name, kind in held.items() if name.startswith("layers.")} == {wanted}
+    return loop, open_checkpoint(folder)
+
+
+def louder(loop: Loop) -> None:
+    held = reader(loop).visual_encoder.blocks[1].mlp.fc2.held
+    held.scale.data = held.scale.data * 1.05
+
+
+def turned(loop: Loop) -> None:
+    block = reader(loop).visual_encoder.blocks[2].attn.proj
+    block.held = type(block.held).from_tensors(
+        {**block.held.tensors(), "weight": block.held.weight.t().contiguous(), "scale": block.held.scale}
+    )
+
+
+ROUNDED_FAULTS: dict[str, tuple[Callable[[Loop], None], int, str]] = {
+    "scale": (louder, 1, "tower.fc2.weight"),
+    "transposed": (turned, 2, "tower.proj.weight"),
+    "eps": (eps("visual_encoder.blocks.1.norm2", 1e-5), 1, "tower.norm2.eps"),
+    "biases": (other_bias, 1, "tower.qkv"),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED_FAULTS)
+def test_faults_of_a_tower_in_8_bits_are_named(eight: tuple[Loop, Checkpoint], name: str) -> None:
+    loop, checkpoint = eight
+    assert loop.artifact is not None
+    plant, layer, module = ROUNDED_FAULTS[name]
+    broken = Loop.open(loop.artifact, loop.config)
+    plant(broken)
+    told = judge_eyes(broken, checkpoint)
+    assert (told["ok"], told["layer"], told["module"]) == (False, layer, module), told["reason"]
+    assert judge_eyes(loop, checkpoint)["ok"]
+
+
+def test_only_eyes_have_a_tower(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "hf")
+    with pytest.raises(UsageError, match=r"--tower int8: .* reads no pictures; leave it out"):
+        make_plan(open_checkpoint(folder), BuildConfig(tower="int8"))
+    with pytest.raises(UsageError, match="tower"):
+        BuildConfig(tower="int4")

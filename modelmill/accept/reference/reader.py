@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelmill.accept.reference.dense import Affine, project
 from modelmill.accept.reference.source import Opened, Source
 from modelmill.accept.reference.stage import Norm, Stage
 
@@ -24,9 +25,13 @@ TOWER_NORM, QFORMER_NORM = 1e-6, 1e-12
 
 
 class ReaderReference:
-    """A checkpoint's eyes. Raises TensorMismatch where tensors are missing."""
+    """A checkpoint's eyes. Raises TensorMismatch where tensors are missing.
 
-    def __init__(self, checkpoint: Opened) -> None:
+    own: matrices by the engine's paths that stand in the place of the checkpoint's (accept.own_encoder).
+    """
+
+    def __init__(self, checkpoint: Opened, own: Mapping[str, Affine] | None = None) -> None:
+        self._own = own or {}
         self._source = Source(checkpoint.raw, torch.float32)
         told: Mapping[str, Any] = checkpoint.config["reader"]
         self.tower, self.asking = told["tower"], told["qformer"]
@@ -67,7 +72,7 @@ class ReaderReference:
             before = stream
             normed = self._norm((f"{ours}.norm1", f"{theirs}.norm1"), stream, self.eps["tower"], i, "tower.norm1")
             yield Stage(f"{ours}.norm1", i, "tower.norm1", (stream,), (normed,))
-            q, k, v = self._qkv(theirs, normed)
+            q, k, v = self._linear(f"{theirs}.attn.qkv", normed).chunk(3, -1)
             yield _flat(f"{ours}.attn.qkv", i, "tower.qkv", normed, torch.cat((q, k, v), -1))
             inner = _attended(q, k, v, int(self.tower["heads"]))
             mixed = self._linear(f"{theirs}.attn.proj", inner)
@@ -84,10 +89,13 @@ class ReaderReference:
             stream = stream + out
             yield Stage(ours, i, "tower.block", (before,), (stream,))
 
-    def _qkv(self, block: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys have no bias."""
-        q, k, v = (x @ part.t() for part in self._get(f"{block}.attn.qkv.weight").chunk(3))
-        return q + self._get(f"{block}.attn.q_bias"), k, v + self._get(f"{block}.attn.v_bias")
+    def matrix(self, name: str) -> Affine:
+        """A linear layer of the checkpoint, by its name there; keys have no bias."""
+        weight = self._get(f"{name}.weight")
+        if not name.endswith(".attn.qkv"):
+            return Affine(weight, self._get(f"{name}.bias"))
+        q, v = (self._get(f"{name.removesuffix('qkv')}{part}_bias") for part in "qv")
+        return Affine(weight, torch.cat((q, torch.zeros_like(q), v)))
 
     def _qformer(self, x: Tensor, seen: Tensor) -> Iterator[Stage]:
         start = self._norm(
@@ -141,7 +149,9 @@ class ReaderReference:
         return norm(x)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self._get(f"{name}.weight").t() + self._get(f"{name}.bias")
+        plain, own = self.matrix(name), self._own.get(f"reader.{name}")
+        # biases are never rounded: the checkpoint's judge the engine's
+        return project(x, plain if own is None else own._replace(bias=plain.bias))
 
     def _get(self, name: str) -> Tensor:
         return self._source.get(name)
