@@ -50,6 +50,7 @@ class Args(Common):
     everything: bool = option(False, "segment all of each picture", flags=("--everything",))
     points_per_side: int = option(32, "for --everything: points of the grid on each side")
     crop_layers: int = option(0, "for --everything: look again at 4, 16, … parts of the picture")
+    min_region: int = option(0, "for --everything: fill holes and drop islands of fewer pixels")
     output: Path | None = option(
         None, "picture with the masks drawn over it; for several pictures a folder", flags=("-o", "--output"),
         metavar="OUT.png",
@@ -209,7 +210,11 @@ def _masks(
     from modelmill.vision.prompts import check_inside
 
     if question is None or seen is None:
-        options = Everything(points_per_side=args.points_per_side, crop_n_layers=args.crop_layers)
+        options = Everything(
+            points_per_side=args.points_per_side,
+            crop_n_layers=args.crop_layers,
+            min_mask_region_area=args.min_region,
+        )
         return segmenter.everything(picture, options, progress=lambda done, of: told("points", done, of)), None
     check_inside(question, picture.size)
     if args.mask is not None:

@@ -56,13 +56,14 @@ OPS = (
     "argmax",
     "sample",
     "image_attention",
+    "enlarge",
 )
 # Ops that compute what others do one after another, and those others. Used only where a variant exists and everything
 # that it spans comes from the same shelf (or from another where that shelf has none of it), so that a kernel switched
 # by hand is never bypassed. What decode does not do:
 _ALONE = (
     *("rms_norm_quant", "add_rms_norm_quant", "silu_mul_quant", "quantize", "w8a8_linear", "fp8_linear"),
-    *("cluster_quant", "clustered_linear", "argmax", "sample", "image_attention"),
+    *("cluster_quant", "clustered_linear", "argmax", "sample", "image_attention", "enlarge"),
     *("add_layer_norm", "add_layer_norm_quant", "gelu", "gelu_quant", "gelu_linear"),
 )
 SPANS = {
@@ -114,6 +115,7 @@ class Ops:
     argmax: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
     image_attention: Callable[..., torch.Tensor]
+    enlarge: Callable[..., tuple[Any, torch.Tensor, torch.Tensor, Any]]
     chosen: Mapping[str, str]
     decode: Callable[..., torch.Tensor] | None = None
     gated_linear: Callable[..., torch.Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Masks as values: boxes, run lengths, stability, overlap, holes. Pure functions on tensors of any device."""
+"""Masks as values: run lengths, overlap, suppression. Pure functions on tensors of any device."""
 
 from __future__ import annotations
 
@@ -7,38 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-
-
-def enlarged(logits: torch.Tensor, image: int, fitted: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """Logits [N, M, G, G] → [N, M, height, width] of the picture: up to the encoder's square, cropped, and up again.
-
-    image: pixels a side of that square. fitted, size: (width, height) inside it and of the picture.
-    """
-    big = F.interpolate(logits, (image, image), mode="bilinear", align_corners=False)
-    big = big[..., : fitted[1], : fitted[0]]
-    return F.interpolate(big, (size[1], size[0]), mode="bilinear", align_corners=False)
-
-
-def boxes_of(masks: torch.Tensor) -> torch.Tensor:
-    """[…, H, W] bool → […, 4] int64: x0, y0, x1, y1 of the outermost pixels, inclusive; zeros for an empty mask."""
-    height, width = masks.shape[-2:]
-    rows, columns = masks.any(-1), masks.any(-2)
-    y = torch.arange(height, device=masks.device)
-    x = torch.arange(width, device=masks.device)
-    top = torch.where(rows, y, height).amin(-1)
-    bottom = torch.where(rows, y, -1).amax(-1)
-    left = torch.where(columns, x, width).amin(-1)
-    right = torch.where(columns, x, -1).amax(-1)
-    found = torch.stack((left, top, right, bottom), -1)
-    return torch.where((right >= 0)[..., None], found, torch.zeros_like(found))
-
-
-def stability(logits: torch.Tensor, threshold: float, offset: float) -> torch.Tensor:
-    """IoU of the masks cut a little above and a little below the threshold: […, H, W] → […]."""
-    high = (logits > threshold + offset).sum((-2, -1), dtype=torch.int32)
-    low = (logits > threshold - offset).sum((-2, -1), dtype=torch.int32)
-    return high / low.clamp(min=1)
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

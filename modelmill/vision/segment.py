@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from torch import nn
 
 from modelmill.core.errors import RequestError
 from modelmill.nn.still import Still
+from modelmill.ops.enlarge import boxes_of
 from modelmill.vision import masks as shapes
 from modelmill.vision.everything import Crop, Everything, crops_of, cut_off, grid_of
 from modelmill.vision.image import as_image, fitted, pixels
 from modelmill.vision.known import KEPT_BYTES, Known, Seen, digest_of
 from modelmill.vision.prompts import Prompt, alike, arranged
 from modelmill.vision.recorded import Recorded
+from modelmill.vision.regions import without_small_regions
 
-THRESHOLD = 0.0
 _PIXELS = 1 << 26  # mask pixels enlarged at a time
 _BATCHES = (8, 4, 1)  # pictures that are embedded at once; more gain nothing
 _FEW = 8  # prompts whose decoding is many small kernels, worth a graph of its own
@@ -145,9 +146,9 @@ class Eye:
         logits, scores = logits[:, chosen], scores[:, chosen]
         masks, numbers = [], []
         for low, score in zip(logits, scores, strict=True):
-            big = shapes.enlarged(low[None], self.image, seen.fitted, seen.size)[0] > THRESHOLD
+            big, boxes, areas, _ = self.still.ops.enlarge(low, self.image, seen.fitted, seen.size)
             masks.append(on_host(big))
-            numbers.append(torch.cat((score[:, None].double(), _measured(big)), 1))
+            numbers.append(torch.cat((score[:, None].double(), boxes.double(), areas[:, None].double()), 1))
         lows, told = on_host(logits), torch.stack(numbers).tolist()
         found = []
         for big, low, rows in zip(masks, lows, told, strict=True):
@@ -186,6 +187,8 @@ class Eye:
             areas = torch.tensor([float((c[2] - c[0]) * (c[3] - c[1])) for c in (m.crop for m in found) if c])
             boxes = torch.tensor([m.box for m in found]).float()
             found = [found[i] for i in shapes.suppressed(boxes, 1 / areas, options.crop_nms_thresh).tolist()]
+        if options.min_mask_region_area and found:
+            found = _tidied(found, options)
         return sorted(found, key=lambda m: -m.score)
 
     def _crop(self, picture: Any, crop: Crop, options: Everything, told: Callable[[int], None]) -> list[Mask]:
@@ -205,9 +208,9 @@ class Eye:
             logits, ious = logits[:, 1:][good], ious[:, 1:][good]
             asked = at.repeat_interleave(3, 0)[good.flatten().cpu()]
             for piece in torch.arange(len(logits)).split(max(1, _PIXELS // (seen.size[0] * seen.size[1]))):
-                big = shapes.enlarged(logits[piece][:, None], self.image, seen.fitted, seen.size)[:, 0]
-                steady = shapes.stability(big, THRESHOLD, options.stability_score_offset)
-                boxes = shapes.boxes_of(big > THRESHOLD)
+                _, boxes, _, steady = self.still.ops.enlarge(
+                    logits[piece], self.image, seen.fitted, seen.size, options.stability_score_offset, pixels=False
+                )
                 keep = (steady >= options.stability_score_thresh) & ~cut_off(boxes, crop, picture.size)
                 low.append(logits[piece][keep])
                 score.append(ious[piece][keep])
@@ -234,12 +237,12 @@ class Eye:
         pixels: list[torch.Tensor] = []
         areas = []
         for piece in logits.split(step):
-            big = shapes.enlarged(piece[:, None], self.image, seen.fitted, seen.size)[:, 0] > THRESHOLD
+            big, _, area, _ = self.still.ops.enlarge(piece, self.image, seen.fitted, seen.size)
             whole = big
             if (right - left, bottom - top) != size:
                 whole = torch.zeros(len(big), size[1], size[0], dtype=torch.bool, device=big.device)
                 whole[:, top:bottom, left:right] = big
-            areas.append(big.sum((-2, -1)))
+            areas.append(area)
             pixels += on_host(whole)
         moved = boxes[keep] + torch.tensor([left, top, left, top], device=boxes.device)
         numbers = torch.cat([x.double() for x in (scores[keep, None], steady[keep, None], moved)], 1)
@@ -248,6 +251,21 @@ class Eye:
             Mask(mask, row[0], _box(row[2:6]), int(row[6]), stability=row[1], point=(at[0], at[1]), crop=crop.box)
             for mask, row, at in zip(pixels, told, points.tolist(), strict=True)
         ]
+
+
+def _tidied(masks: list[Mask], options: Everything) -> list[Mask]:
+    """Without small holes and islands; of what is double then, a mask that was clean already stays."""
+    found, clean = [], []
+    for mask in masks:
+        tidy, changed = without_small_regions(mask.pixels.numpy(), options.min_mask_region_area)
+        if changed:
+            pixels = torch.from_numpy(tidy)
+            mask = replace(mask, pixels=pixels, box=_box(boxes_of(pixels).tolist()), area=int(pixels.sum()))
+        found.append(mask)
+        clean.append(float(not changed))
+    boxes = torch.tensor([mask.box for mask in found]).float()
+    most = max(options.box_nms_thresh, options.crop_nms_thresh)
+    return [found[i] for i in shapes.suppressed(boxes, torch.tensor(clean), most).tolist()]
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,11 +278,6 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _measured(masks: torch.Tensor) -> torch.Tensor:
-    """Boxes and areas of masks [N, H, W]: [N, 5] float64."""
-    return torch.cat((shapes.boxes_of(masks), masks.sum((-2, -1))[:, None]), 1).double()
 
 
 def _box(numbers: Sequence[float]) -> tuple[int, int, int, int]:
