@@ -20,14 +20,16 @@ from modelmill.accept.tolerances import weight_bound
 
 
 def own_matrices(model: nn.Module) -> dict[str, Affine]:
-    """What quantized linear layers hold, by path, on the CPU in float32; empty where none is quantized."""
+    """What quantized linear layers hold, by path, on the CPU in float32; empty where none is quantized.
+
+    Without their biases: nobody rounds those, and the reference's own are to be compared with.
+    """
     found = {}
     for path, module in model.named_modules():
         weight = getattr(module, "held", None)
         if weight is not None and weight.kind != "dense":
             held = weight.to("cpu")
-            bias = None if module.bias is None else module.bias.float().cpu()
-            found[path] = Affine(held.dense(), bias, getattr(held, "seen", None))
+            found[path] = Affine(held.dense(), None, getattr(held, "seen", None))
     return found
 
 

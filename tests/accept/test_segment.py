@@ -67,6 +67,12 @@ def _scaled(model) -> None:
     linear.held = from_tensors(kind, tensors | {part: tensors[part] * 1.05})
 
 
+def _biases(model) -> None:
+    qkv = model.image_encoder.blocks[1].attn.qkv
+    q, k, v = qkv.bias.chunk(3)
+    qkv.bias = torch.cat((v, k, q))
+
+
 def _swapped(model) -> None:
     attn = model.image_encoder.blocks[0].attn
     attn.rel_pos_h, attn.rel_pos_w = attn.rel_pos_w, attn.rel_pos_h
@@ -99,6 +105,7 @@ def _token(model) -> None:
     ("fault", "where"),
     [
         (_scaled, (1, "mlp")),
+        (_biases, (1, "attn")),
         (_swapped, (0, "attn")),
         (_eps, (1, "norm2.eps")),
         (_neck_eps, (None, "neck.3.eps")),
