@@ -116,6 +116,11 @@ async def _invalid(_: Request, error: Exception) -> Response:
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return answer(invalid("the request's body is not JSON"))
+    if not where and isinstance(error.body, bytes):
+        # a form: what curl says it sends, and what a page of another origin may send unasked
+        return answer(
+            invalid("the request's body has to be told to be JSON: add the header content-type: application/json")
+        )
     param = where[0] if where and where[0] in KNOWN else None
     name = ".".join(where)[:100] or "the request's body"
     message = first["msg"][:300]

@@ -24,7 +24,8 @@ class Serving:
     def __init__(
         self, *words: object, ready: bool = True, template: str = "chatml", flags: tuple[str, ...] = FLAGS
     ) -> None:
-        line = [sys.executable, "-m", "modelmill", "serve", *map(str, words), *flags, "--chat-template", template]
+        line = [sys.executable, "-m", "modelmill", "serve", *map(str, words), *flags]
+        line += ["--chat-template", template] if template else []
         self.process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         said = self.process.stderr.readline()

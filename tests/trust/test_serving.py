@@ -111,6 +111,15 @@ def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
         refused(running, path, body)
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"])
+def test_a_body_that_is_not_told_to_be_json(running: Running, kind: str) -> None:
+    """What a page of another origin can send without asking is refused, and the answer says what is missing."""
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "x"})):
+        answer = running.do(running.client.post(path, body, headers={"content-type": kind}))
+        assert answer.status == 400
+        assert "content-type: application/json" in answer.json["error"]["message"]
+
+
 def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: Running) -> None:
     """JSON can hold them and UTF-8 cannot: wherever a request's text is told again, it is told so."""
     half = "a\ud800"

@@ -269,8 +269,10 @@ function showPictures() {
 }
 
 async function addPictures(files) {
-  if (!model?.pictures) return;
-  for (const file of [...files].filter((each) => each.type.startsWith("image/"))) {
+  trouble("");
+  if (!model?.pictures) { trouble("This model does not read pictures."); return; }
+  for (const file of [...files]) { // a copy: the list empties with its input
+    if (!file.type.startsWith("image/")) { trouble("Only pictures can be added."); continue; }
     if (pictures.length >= MOST_PICTURES) { trouble(`A message takes up to ${MOST_PICTURES} pictures.`); break; }
     try { pictures.push((await prepared(file, 1344)).url); } catch (error) { trouble(error.message); }
   }
@@ -309,7 +311,7 @@ export function start(unwell) {
   chat.addEventListener("drop", (event) => {
     event.preventDefault();
     $("composer").classList.remove("over");
-    addPictures(event.dataTransfer.files);
+    if (event.dataTransfer.files.length) addPictures(event.dataTransfer.files);
   });
   draw();
   follow();
