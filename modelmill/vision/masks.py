@@ -41,19 +41,25 @@ def mask_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(union > 0, common / union.clamp(min=1), torch.ones_like(union, dtype=torch.float32))
 
 
-def runs_of(masks: torch.Tensor) -> list[list[int]]:
-    """COCO's uncompressed run lengths of masks [N, H, W] bool: column by column, background first."""
-    count, height, width = masks.shape
-    flat = masks.permute(0, 2, 1).reshape(count, -1)
-    change = (flat[:, 1:] ^ flat[:, :-1]).nonzero().cpu()
-    first = flat[:, 0].cpu().tolist()
-    at, where = change[:, 0].numpy(), change[:, 1].numpy() + 1
-    starts = np.searchsorted(at, np.arange(count + 1))
-    found = []
-    for i in range(count):
-        edges = np.concatenate(([0], where[starts[i] : starts[i + 1]], [height * width]))
-        runs = np.diff(edges).tolist()
-        found.append([0, *runs] if first[i] else runs)
+def runs_of(mask: torch.Tensor, box: Sequence[int] | None = None) -> list[int]:
+    """COCO's uncompressed run lengths of a mask [H, W] bool: column by column, background first.
+
+    box: x0, y0, x1, y1 (inclusive) outside of which nothing of the mask lies; only there it is read.
+    """
+    height, width = mask.shape
+    x0, y0, x1, y1 = (0, 0, width - 1, height - 1) if box is None else box
+    part = mask[y0 : y1 + 1, x0 : x1 + 1].numpy()
+    framed = np.zeros((part.shape[0] + 2, part.shape[1]), dtype=bool)
+    framed[1:-1] = part
+    # where columns change, found row by row, since that is how they lie in memory, and put in order then
+    y, x = np.divmod(np.flatnonzero(framed[1:] ^ framed[:-1]), part.shape[1])
+    edges = np.sort((x + x0) * height + y + y0)
+    # a column that ends where the next begins goes on
+    meets = np.flatnonzero(edges[1:-1:2] == edges[2::2])
+    edges = np.delete(edges, np.concatenate((2 * meets + 1, 2 * meets + 2)))
+    total = height * width
+    ends = edges if len(edges) and edges[-1] == total else np.append(edges, total)
+    found: list[int] = np.diff(ends, prepend=0).tolist()
     return found
 
 
@@ -72,17 +78,15 @@ def coco(runs: Sequence[int], height: int, width: int) -> dict[str, Any]:
     Each run but the first two is written as the difference to the run before the last; five bits a character, low
     bits first, a sixth bit saying that more follow (pycocotools' LEB-like code).
     """
-    text = []
-    for i, run in enumerate(runs):
-        left = run - runs[i - 2] if i > 2 else run
-        while True:
-            low = left & 31
-            left >>= 5
-            more = left != -1 if low & 16 else left != 0
-            text.append(chr(48 + (low | 32 if more else low)))
-            if not more:
-                break
-    return {"size": [height, width], "counts": "".join(text)}
+    values = np.asarray(runs, dtype=np.int64)
+    values[3:] -= np.asarray(runs[1:-2], dtype=np.int64)
+    # 5·n bits hold −2^(5n−1) … 2^(5n−1) − 1
+    reach = np.where(values < 0, -values - 1, values)
+    count = np.sum([reach >> (5 * n - 1) > 0 for n in range(1, 8)], axis=0, dtype=np.int64) + 1
+    place = np.arange(int(count.max(initial=1)))
+    groups = (values[:, None] >> (5 * place)) & 31 | np.where(place < count[:, None] - 1, 32, 0)
+    text = (groups + 48).astype(np.uint8)[place < count[:, None]].tobytes().decode("ascii")
+    return {"size": [height, width], "counts": text}
 
 
 def from_coco(packed: dict[str, Any]) -> list[int]:

@@ -49,7 +49,7 @@ class Mask:
             found |= {"stability": self.stability, "point": list(self.point), "crop": list(self.crop)}
         if rle:
             height, width = self.pixels.shape
-            found["rle"] = shapes.coco(shapes.runs_of(self.pixels[None])[0], height, width)
+            found["rle"] = shapes.coco(shapes.runs_of(self.pixels, self.box), height, width)
         return found
 
 

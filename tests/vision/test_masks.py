@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelmill.ops.enlarge import boxes_of
 from modelmill.vision import masks
 
 GRIDS = st.integers(1, 9).flatmap(
@@ -21,7 +22,9 @@ GRIDS = st.integers(1, 9).flatmap(
 @given(GRIDS)
 def test_run_lengths_there_and_back(mask: torch.Tensor) -> None:
     height, width = mask.shape
-    runs = masks.runs_of(mask[None])[0]
+    runs = masks.runs_of(mask)
+    box = boxes_of(mask).tolist()
+    assert masks.runs_of(mask, box) == runs
     # by the definition: column by column, alternating, beginning with the background
     wanted, current, count = [], False, 0
     for value in mask.t().flatten().tolist():
@@ -43,6 +46,22 @@ def test_compressed_runs_as_pycocotools_writes_them() -> None:
     assert masks.coco([6, 1, 40], 1, 47)["counts"] == "61X1"
     assert masks.coco([5, 3, 2, 1], 1, 11)["counts"] == "532N"
     assert masks.coco([0, 4], 2, 2)["counts"] == "04"
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(0, 2**31), min_size=1, max_size=12))
+def test_runs_of_any_size_are_packed_five_bits_at_a_time(runs: list[int]) -> None:
+    text = []
+    for i, run in enumerate(runs):
+        left = run - runs[i - 2] if i > 2 else run
+        more = True
+        while more:
+            low, left = left & 31, left >> 5
+            more = left != (-1 if low & 16 else 0)
+            text.append(chr(48 + (low | 32 if more else low)))
+    packed = masks.coco(runs, 1, sum(runs))
+    assert packed["counts"] == "".join(text)
+    assert masks.from_coco(packed) == runs
 
 
 def test_runs_that_do_not_fill_the_mask() -> None:
