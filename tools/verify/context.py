@@ -18,6 +18,7 @@ class Context:
     """Folders and a clock. ``digest``: of the package's sources, to name what depends on them."""
 
     def __init__(self, out: Path, shared: Path, digest: str) -> None:
+        out.mkdir(parents=True, exist_ok=True)
         self.out, self.shared, self.digest = out, shared, digest
         self._began = time.perf_counter()
 
