@@ -117,6 +117,8 @@ def run(args: Args) -> int:
     if tuned is not None:
         show_tuning(tuned)
     asked = "segment {} IMAGE --point X,Y" if made.kind == "segmentation" else "run {} --prompt '…'"
+    if "pictures" in report and plan["tokenizer"]:
+        asked = "chat {} --image photo.jpg"
     print(f"{args.output} is ready ({seconds:.1f} s): modelmill {asked.format(args.output)}")
     return 0
 
@@ -265,6 +267,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
             ("next tokens", agreed if logits else None),
             ("perplexity", perplexity if logits else None),
             ("mean KL to the checkpoint", logits.get("mean_kl")),
+            ("picture's embeddings' error", _eyes(report.get("pictures"))),
             ("next tokens as the checkpoint's", _share(logits.get("agreement"))),
             ("size", byte_text(report["bytes"]) if "bytes" in report else None),
         ],
@@ -272,6 +275,10 @@ def show_acceptance(report: dict[str, Any]) -> None:
     )
     show_recipe(report.get("recipe") or [])
     show_modules(report.get("layers", []))
+
+
+def _eyes(pictures: dict[str, Any] | None) -> str | None:
+    return None if pictures is None else f"{pictures['rel_l2']} of their size (bound {pictures['bound']})"
 
 
 def show_masks(report: dict[str, Any]) -> None:

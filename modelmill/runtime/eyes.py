@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -86,7 +87,8 @@ class Eyes:
     @torch.inference_mode()
     def read(self, pictures: Sequence[Any]) -> list[torch.Tensor]:
         """Pictures [S, S, 3] uint8 → embeddings [length, H] on the CPU, where the packer takes them from."""
-        batch = torch.stack([torch.as_tensor(picture) for picture in pictures])
+        # a stack is a copy: pictures that came from another process may not be written to
+        batch = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
         return list(self._seen(batch)[: len(pictures)].cpu())
 
     def _seen(self, batch: torch.Tensor) -> torch.Tensor:
