@@ -7,6 +7,8 @@ from any result: it fits scales and offsets to the codes under H, and then picks
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -14,6 +16,7 @@ from modelmill.quant.grid import LEVELS, ZERO, Grid, settle, to_codes
 
 BLOCK = 128
 DAMPING = 0.01
+Nearest = Callable[[torch.Tensor, int], torch.Tensor]
 _FITTED = 256  # rows whose grids are fitted at a time
 
 
@@ -44,29 +47,42 @@ def gptq(
 ) -> torch.Tensor:
     """Codes [N, K] (float32) on a grid found beforehand. weight: [N, K] float32; hessian: [K, K], damped.
 
-    act_order: round the columns of the largest inputs first, while others can still carry their errors. The grid stays
-    as it is, so groups stay contiguous.
+    The grid stays as it is, so groups stay contiguous whatever the order.
+    """
+    scale, offset = grid.spread(weight.shape[1])
+
+    def nearest(column: torch.Tensor, j: int) -> torch.Tensor:
+        return to_codes(column, scale[:, j], offset[:, j], levels) * scale[:, j] + offset[:, j]
+
+    return to_codes(carried(weight, hessian, nearest, act_order=act_order), scale, offset, levels)
+
+
+def carried(weight: torch.Tensor, hessian: torch.Tensor, nearest: Nearest, *, act_order: bool = True) -> torch.Tensor:
+    """Rounded values [N, K], columns that are not rounded yet carrying the error of those that are.
+
+    nearest: what a column [N] with its number is rounded to. act_order: round the columns of the largest inputs first,
+    while others can still carry their errors.
     """
     rows, columns = weight.shape
     here = torch.arange(columns, device=weight.device)
     order = torch.argsort(hessian.diagonal(), descending=True) if act_order else here
+    numbers = order.tolist()
     work = weight[:, order].clone()
     factor = inverse_factor(hessian[order][:, order])
-    scale, offset = (t[:, order] for t in grid.spread(columns))
-    codes = torch.empty_like(work)
+    values = torch.empty_like(work)
     for first in range(0, columns, BLOCK):
         last = min(first + BLOCK, columns)
         errors = torch.empty(rows, last - first, device=weight.device)
         inner = factor[first:last, first:last]
         for j in range(first, last):
-            column, s, o = work[:, j], scale[:, j], offset[:, j]
-            codes[:, j] = to_codes(column, s, o, levels)
-            error = (column - (codes[:, j] * s + o)) / inner[j - first, j - first]
+            column = work[:, j]
+            values[:, j] = nearest(column, numbers[j])
+            error = (column - values[:, j]) / inner[j - first, j - first]
             work[:, j:last] -= error[:, None] * inner[j - first, j - first :]
             errors[:, j - first] = error
         work[:, last:] -= errors @ factor[first:last, last:]
-    out = torch.empty_like(codes)
-    out[:, order] = codes
+    out = torch.empty_like(values)
+    out[:, order] = values
     return out
 
 
@@ -82,11 +98,19 @@ def refine(
 
 def sweep(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Each column's codes chosen anew given all others; codes [N, K]."""
+    scale, offset = grid.spread(weight.shape[1])
+
+    def nearest(column: torch.Tensor, j: int) -> torch.Tensor:
+        return to_codes(column, scale[:, j], offset[:, j]) * scale[:, j] + offset[:, j]
+
+    return to_codes(chosen_anew(weight, hessian, codes * scale + offset, nearest), scale, offset)
+
+
+def chosen_anew(weight: torch.Tensor, hessian: torch.Tensor, values: torch.Tensor, nearest: Nearest) -> torch.Tensor:
+    """Each column of ``values`` [N, K] rounded anew to what errs least under H given all others."""
     columns = weight.shape[1]
-    codes = codes.clone()
-    scale, offset = grid.spread(columns)
-    error = weight - (codes * scale + offset)
-    pull = error @ hessian
+    values = values.clone()
+    pull = (weight - values) @ hessian
     diagonal = hessian.diagonal()
     for first in range(0, columns, BLOCK):
         last = min(first + BLOCK, columns)
@@ -94,15 +118,14 @@ def sweep(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid
         mine = pull[:, first:last]
         square = hessian[first:last, first:last]
         for j in range(first, last):
-            s, o = scale[:, j], offset[:, j]
-            now = codes[:, j] * s + o
-            codes[:, j] = to_codes(now + mine[:, j - first] / diagonal[j], s, o)
-            change = now - (codes[:, j] * s + o)
+            now = values[:, j].clone()
+            values[:, j] = nearest(now + mine[:, j - first] / diagonal[j], j)
+            change = now - values[:, j]
             changes[:, j - first] = change
             mine += change[:, None] * square[j - first]
         pull[:, :first] += changes @ hessian[first:last, :first]
         pull[:, last:] += changes @ hessian[first:last, last:]
-    return codes
+    return values
 
 
 def fit_grid(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: Grid, *, symmetric: bool) -> Grid:

@@ -74,8 +74,8 @@ class Held:
         group, groups = groups_of(wide.shape[1], "dynamic")
         if mode == "folded":
             group, groups = groups_of(wide.shape[1], mode)
-        order = torch.full((group * groups,), -1, dtype=torch.int32)
-        order[: wide.shape[1]] = torch.arange(wide.shape[1])
+        order = torch.full((group * groups,), -1, dtype=torch.int32, device=wide.device)
+        order[: wide.shape[1]] = torch.arange(wide.shape[1], device=wide.device)
         parts = spread(wide, order).view(len(wide), groups, group)
         if weight_bits == 8:
             scale = settled(parts.abs().amax(-1) / 127)
@@ -84,7 +84,7 @@ class Held:
             low, high = parts.amin(-1), parts.amax(-1)
             scale, offset = settled((high - low) / 15), low.half().float()
             codes = ((parts - offset[..., None]) / scale[..., None]).round().clamp(0, 15)
-        return Held.from_codes(codes.flatten(1), scale, offset, order.to(wide.device), wide.shape[1], group, bits)
+        return Held.from_codes(codes.flatten(1), scale, offset, order, wide.shape[1], group, bits)
 
     @staticmethod
     def from_codes(

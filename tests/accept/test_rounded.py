@@ -31,10 +31,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
-    settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", {}), ("bfloat16", "smoothquant", FIXED)]
+    settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", SMALL), ("bfloat16", "smoothquant", FIXED)]
     if name in ("llama", "gpt2"):
         settings += [("float32", "smoothquant", SMALL), ("float16", "smoothquant", FIXED | STATIC)]
-        settings += [("float32", "fp8", SMALL | STATIC), ("float16", "fp8", {"activation_scales": "none"})]
+        settings += [("float32", "fp8", SMALL | STATIC), ("float16", "fp8", SMALL | {"activation_scales": "none"})]
     if name == "llama-tied":
         settings += [("bfloat16", "smoothquant", FIXED | {"quantize_head": True})]
     for number, (dtype, recipe, options) in enumerate(settings):
@@ -45,7 +45,7 @@ def test_an_honest_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_fault_is_refused_and_named(family: str, name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     fault = next(f for f in faults(family) if f.name == name)
-    settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", {})]
+    settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", SMALL)]
     if name in ("o_proj x 1.05", "k renamed v", "the two norms renamed"):
         settings += [("float32", "smoothquant", FIXED)]
     for dtype, recipe, options in settings:

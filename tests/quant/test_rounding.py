@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelmill.ops.eight_bit import by_row
+from modelmill.quant.fp8 import carried_to_e4m3
 from modelmill.quant.gptq import damped, fit_grid, gptq, inverse_factor, refine, squared, sweep
 from modelmill.quant.grid import EXACT, QUICK, find_grid, to_codes
 
@@ -119,3 +121,21 @@ def test_each_step_of_refining_lowers_every_rows_error(symmetric: bool) -> None:
     assert float(swept.sum()) < 0.7 * float(fitted.sum())
     if symmetric:
         assert torch.equal(grid.offset, -8 * grid.scale)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_fp8_weights_that_carry_errors_err_less_on_the_outputs(per_channel: bool) -> None:
+    weight, hessian = layer(24, 200)
+    weight[3] = 0
+    kind = torch.float8_e4m3fn
+    plain, scale = by_row(weight if per_channel else weight.flatten(), kind)
+    scale = scale.expand(24).clone()
+    values, found = carried_to_e4m3(weight, hessian, scale, per_channel=per_channel)
+    assert values.dtype is kind
+    assert bool(((found >= scale) & (found < 2 * scale)).all()), "of the binade above the least"
+    assert (len(set(found.tolist())) > 1) == per_channel
+    assert not values[3].float().any()
+    held, nearest = (v.view_as(weight).float() * s[:, None] for v, s in ((values, found), (plain, scale)))
+    errors = [float(squared(weight, hessian, each).sum()) for each in (held, nearest)]
+    assert errors[0] < 0.6 * errors[1]
+    assert float((held - weight).abs().max()) < 0.2 * float(weight.abs().max())
