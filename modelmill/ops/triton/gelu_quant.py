@@ -11,7 +11,7 @@ from modelmill.ops.triton.device import multiprocessors, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.gelu import bent
 from modelmill.ops.triton.layer_norms import fits
-from modelmill.ops.triton.rounding import rounded8
+from modelmill.ops.triton.row8 import rounded8
 
 
 def supports(x: torch.Tensor, kind: torch.dtype, factor: torch.Tensor | None = None) -> bool:

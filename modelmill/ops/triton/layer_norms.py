@@ -12,7 +12,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import knows_fp8, multiprocessors, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.rounding import rounded8
+from modelmill.ops.triton.row8 import rounded8
 
 WIDEST = 16384
 
