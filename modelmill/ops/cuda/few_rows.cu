@@ -1,0 +1,192 @@
+// Products of a few rows with 16-bit weights, at the speed of memory: out[t, n] = sum_k x[t, k] · w[n, k] (+ bias[n]), or
+// with GATED of a weight whose first half is a gate: out[t, n] = silu(gate) · up. Sums in float32.
+//
+// A block computes PARTS · WIDE columns of the output for all rows of x, over all of K: the sizes are chosen so that
+// every multiprocessor has one block, and each weight is read once. One thread keeps STAGES slabs of SPAN · 64 columns
+// on their way; those of the weight do not depend on the kernel in front and leave before it has ended. Warpgroups
+// multiply (wgmma) 64 rows of x each; rows that do not exist are computed from whatever lies there, and not stored.
+//
+// With CLUSTER > 1 the blocks of a cluster bring a share of x's rows each, which goes to all of them: x is read by every
+// block, and with many rows that would be more than the weights.
+//
+// Macros: BOX (rows of x, padded: 8 … 256), WIDE (32, 64, 96, 128), PARTS (1, 2), SPAN, STAGES, CLUSTER, GATED, INVITE
+// (let the next kernel in before those in front have ended), HALF (float16 for bfloat16).
+#include "cluster.cuh"
+
+typedef unsigned short u16;
+
+constexpr int WORKERS = BOX <= 64 ? 1 : BOX / 64, THREADS = WORKERS * 128 + 32;
+constexpr u32 X_SLAB = BOX * 128, W_SLAB = PARTS * WIDE * 128, EIGHT = 1024;
+constexpr u32 X_BYTES = SPAN * X_SLAB, W_BYTES = SPAN * W_SLAB, AT_W = STAGES * X_BYTES;
+constexpr u32 AT_BARRIERS = AT_W + STAGES * W_BYTES;
+static_assert(BOX / CLUSTER % 8 == 0, "a share of x is whole groups of 8 rows");
+static_assert(BOX % 64 == 0 || STAGES * W_BYTES >= 8 * EIGHT, "a product reads 64 rows of x, which must exist");
+
+struct Work {
+    const u16 *bias; // of x's type, or null
+    u16 *out;
+    int tokens, n, stages, out_stride; // n: columns of the output; stages: SPAN slabs of K
+};
+static_assert(sizeof(Work) == 32, "few_rows packs 32 bytes");
+
+struct Barriers {
+    u64 full[STAGES], empty[STAGES];
+};
+
+extern __shared__ __align__(1024) unsigned char shared[];
+
+__device__ inline float value(u16 bits) {
+#ifdef HALF
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(bits));
+    return wide;
+#else
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+#endif
+}
+
+// silu(gate) · up of values that were rounded before.
+__device__ inline float gated(float gate, float up) {
+    return gate / (1.0f + exp2_fast(-1.4426950408889634f * gate)) * up;
+}
+
+struct Loader {
+    const TensorMap &x_map, &w_map;
+    const Work &work;
+    Barriers &barriers;
+    u32 base, rank;
+
+    __device__ u32 full(int stage) const { return shared_address(&barriers.full[stage]); }
+
+    __device__ void weights(int stage, int step) const {
+        arrive_expecting(full(stage), X_BYTES + W_BYTES);
+#pragma unroll
+        for (int i = 0; i < SPAN; ++i) {
+            const int column = (step * SPAN + i) * 64;
+            const u32 target = base + AT_W + stage * W_BYTES + i * W_SLAB;
+            if (GATED) {
+                load_box(target, w_map, full(stage), column, blockIdx.x * WIDE);
+                load_box(target + W_SLAB / 2, w_map, full(stage), column, work.n + blockIdx.x * WIDE);
+            } else {
+                load_box(target, w_map, full(stage), column, blockIdx.x * (PARTS * WIDE));
+            }
+        }
+    }
+
+    __device__ void rows(int stage, int step) const {
+#pragma unroll
+        for (int i = 0; i < SPAN; ++i) {
+            const int column = (step * SPAN + i) * 64, row = rank * (BOX / CLUSTER);
+            const u32 target = base + stage * X_BYTES + i * X_SLAB + row * 128;
+            if (CLUSTER > 1)
+                load_box_to(target, x_map, full(stage), column, row, (1 << CLUSTER) - 1);
+            else
+                load_box(target, x_map, full(stage), column, row);
+        }
+    }
+
+    __device__ void run() const {
+        const int ahead = work.stages < STAGES ? work.stages : STAGES;
+        for (int i = 0; i < ahead; ++i) weights(i, i);
+        if (INVITE) let_next_in();
+        after_those_in_front();
+        if (!INVITE) let_next_in();
+        for (int i = 0; i < ahead; ++i) rows(i, i);
+        int stage = 0;
+        u32 parity = 0;
+        for (int step = STAGES; step < work.stages; ++step) {
+            wait(shared_address(&barriers.empty[stage]), parity);
+            weights(stage, step);
+            rows(stage, step);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+    }
+};
+
+__device__ void multiply(const Work &work, Barriers &barriers, int worker) {
+    const u32 base = shared_address(shared);
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    float d[PARTS][WIDE / 2];
+    int stage = 0, last = -1;
+    u32 parity = 0;
+    for (int step = 0; step < work.stages; ++step) {
+        wait(shared_address(&barriers.full[stage]), parity);
+        const u32 x = base + stage * X_BYTES + worker * 64 * 128, w = base + AT_W + stage * W_BYTES;
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < SPAN * 4; ++i) {
+            const u64 left = along_rows(x + i / 4 * X_SLAB + i % 4 * 32, EIGHT);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part)
+                product(d[part], left, along_rows(w + i / 4 * W_SLAB + part * (WIDE * 128) + i % 4 * 32, EIGHT),
+                        step > 0 || i > 0);
+        }
+        products_end();
+        products_wait<1>(); // those of the step before
+        if (last >= 0 && lane < CLUSTER) arrive_at(shared_address(&barriers.empty[last]), lane);
+        last = stage;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    products_wait<0>();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) changed(d[part]);
+    const int row = worker * 64 + thread / 32 * 16 + lane / 4;
+    constexpr int OUTPUTS = GATED ? 1 : PARTS;
+#pragma unroll
+    for (int part = 0; part < OUTPUTS; ++part) {
+#pragma unroll
+        for (int i = 0; i < WIDE / 8; ++i) {
+            const int column = (blockIdx.x * OUTPUTS + part) * WIDE + 8 * i + 2 * (lane % 4);
+            if (column >= work.n) continue;
+            float add[2] = {0.0f, 0.0f}, more[2] = {0.0f, 0.0f};
+            if (work.bias != nullptr) {
+                add[0] = value(work.bias[column]), add[1] = value(work.bias[column + 1]);
+                if (GATED) more[0] = value(work.bias[work.n + column]), more[1] = value(work.bias[work.n + column + 1]);
+            }
+#pragma unroll
+            for (int down = 0; down < 2; ++down) {
+                const int token = row + 8 * down;
+                u32 both = rounded_pair(d[part][4 * i + 2 * down] + add[0], d[part][4 * i + 2 * down + 1] + add[1]);
+                if (GATED) {
+                    const u32 up = rounded_pair(d[PARTS - 1][4 * i + 2 * down] + more[0],
+                                                d[PARTS - 1][4 * i + 2 * down + 1] + more[1]);
+                    both = rounded_pair(gated(value(both & 0xFFFF), value(up & 0xFFFF)), gated(value(both >> 16), value(up >> 16)));
+                }
+                if (token < work.tokens)
+                    *reinterpret_cast<u32 *>(work.out + static_cast<long long>(token) * work.out_stride + column) = both;
+            }
+        }
+    }
+}
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(THREADS, 1)
+    few_rows(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+             const __grid_constant__ Work work) {
+    Barriers &barriers = *reinterpret_cast<Barriers *>(shared + AT_BARRIERS);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&barriers.full[i]), 1);
+            barrier_init(shared_address(&barriers.empty[i]), WORKERS * 4 * CLUSTER); // a warp, for each block
+        }
+        barriers_ready();
+        prefetch_map(x_map);
+        prefetch_map(w_map);
+    }
+    if (CLUSTER > 1)
+        cluster_meet();
+    else
+        __syncthreads();
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (group == WORKERS) {
+        if (threadIdx.x % 32 == 0)
+            Loader{x_map, w_map, work, barriers, shared_address(shared), CLUSTER > 1 ? cluster_rank() : 0}.run();
+        __syncwarp();
+    } else {
+        multiply(work, barriers, group);
+    }
+    if (CLUSTER > 1) cluster_meet(); // a block that ended could not be written to, nor arrived at
+}

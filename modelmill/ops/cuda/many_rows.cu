@@ -1,0 +1,385 @@
+// Products of many rows (prompts), joined with what follows them, so that less travels through memory. Sums in float32,
+// rounded to 16 bits as the op behind would find them:
+//   JOIN 0: out = x · wᵀ (+ bias)
+//   JOIN 1: out = silu(gate) · up, where the first half of w is the gate
+//   JOIN 2: out += x · wᵀ (+ bias), the residual stream
+//   JOIN 3: heads of 128 of q, k and v: rotated (RoPE), q's scaled (logn), k and v stored to their slots of the cache
+//
+// Two blocks, a cluster, compute two tiles of 128 rows of x each and the same 256 rows of w: each block brings its own
+// rows of x and half of those of w, which go to both. A block is three warpgroups: one thread of the first keeps STAGES
+// slabs of 64 columns on their way, tile after tile without a pause; the other two multiply, 64 rows of x each. For the
+// gate the 256 rows of w are 128 of the gate and the same 128 of the other half, so that a thread holds both values of
+// an output; so it does of both halves of a head. What is joined is computed while the next tile's products run: only
+// rounding stands between two tiles.
+//
+// Macros: JOIN (0 … 3), BIAS (0, 1), BAND (pairs of tiles of x that are served together, while they lie in the cache),
+// HALF (float16 for bfloat16).
+#include "cluster.cuh"
+
+constexpr int ROWS = 128, WIDE = 256, DEPTH = 64, STAGES = 4, WORKERS = 2, THREADS = 384, CLUSTER = 2;
+enum { PLAIN, GATED, ADDED, ROTATED };
+constexpr int OUT_WIDE = JOIN == GATED ? WIDE / 2 : WIDE, DIM = 128;
+constexpr u32 X_BYTES = ROWS * DEPTH * 2, W_BYTES = WIDE * DEPTH * 2, W_HALF = W_BYTES / CLUSTER, EIGHT = 1024;
+constexpr u32 BOX_BYTES = 64 * DEPTH * 2;    // of the output: 64 rows, 64 columns
+constexpr u32 OUT_BYTES = 2 * BOX_BYTES;     // of a worker
+constexpr u32 AT_W = STAGES * X_BYTES, AT_OUT = AT_W + STAGES * W_BYTES, AT_BARRIERS = AT_OUT + WORKERS * OUT_BYTES;
+constexpr int PACKED = 64;                   // registers of a tile that waits for its gate or its store
+constexpr int PIECES = JOIN == ROTATED ? 16 : 8; // in which that is done, one a slab
+
+struct Work {
+    const void *bias;             // of x's type
+    int tokens, n, slabs, across; // n: columns of the output; across: tiles of them
+    // ADDED: out, what is added to. ROTATED: q, packed.
+    u32 *out;
+    long long stride; // of out, in pairs of values
+    // ROTATED: [T, 64], or null; [T], or null; a negative slot is nowhere; strides of a cache in pairs of values.
+    const float *cos, *sin, *q_scale;
+    const long long *slots;
+    u32 *k, *v;
+    long long page_stride, head_stride, token_stride;
+    int heads, kv_heads, page, unused;
+};
+static_assert(sizeof(Work) == 128, "products.py packs 128 bytes");
+
+struct Barriers {
+    u64 full[STAGES], empty[STAGES];
+};
+
+struct Place {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+struct Tile {
+    int row, column; // of the output where it begins
+};
+
+extern __shared__ __align__(1024) unsigned char shared[];
+
+__device__ inline int pairs(const Work &work) { return (work.tokens + CLUSTER * ROWS - 1) / (CLUSTER * ROWS); }
+
+// Bands of rows of x, and in each all of w, some rows of w after the other.
+__device__ inline Tile tile_of(const Work &work, int index, int rank) {
+    const int all = pairs(work), band = index / (BAND * work.across), left = index - band * BAND * work.across;
+    const int high = all - band * BAND < BAND ? all - band * BAND : BAND;
+    return {((band * BAND + left % high) * CLUSTER + rank) * ROWS, left / high * OUT_WIDE};
+}
+
+__device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work &work, Barriers &barriers, int rank) {
+    const u32 base = shared_address(shared);
+    const int count = pairs(work) * work.across;
+    Place at;
+    for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) {
+        const Tile tile = tile_of(work, index, rank);
+        const int held = JOIN == GATED ? tile.column + rank * work.n : tile.column + rank * (WIDE / CLUSTER);
+        for (int slab = 0; slab < work.slabs; ++slab, at.advance()) {
+            const u32 full = shared_address(&barriers.full[at.stage]);
+            wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);
+            arrive_expecting(full, X_BYTES + W_BYTES);
+            load_box(base + at.stage * X_BYTES, x_map, full, slab * DEPTH, tile.row);
+            load_box_to(base + AT_W + at.stage * W_BYTES + rank * W_HALF, w_map, full, slab * DEPTH, held, 3);
+        }
+    }
+}
+
+__device__ inline float low(u32 pair) {
+#ifdef HALF
+    float wide;
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }" : "=f"(wide) : "r"(pair));
+    return wide;
+#else
+    return __uint_as_float(pair << 16);
+#endif
+}
+
+__device__ inline float high(u32 pair) {
+#ifdef HALF
+    float wide;
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b; }" : "=f"(wide) : "r"(pair));
+    return wide;
+#else
+    return __uint_as_float(pair & 0xFFFF0000u);
+#endif
+}
+
+// silu(gate) · up of two columns. One reciprocal for both: 1/a = b · 1/(a·b); below −40 a gate is held there, where
+// its value times any 16-bit number is nothing, so that the product of both stays finite.
+__device__ inline u32 gated(u32 gate, u32 up) {
+    const float g0 = low(gate), g1 = high(gate);
+    const float a = 1.0f + exp2_fast(fminf(-1.4426950408889634f * g0, 60.0f));
+    const float b = 1.0f + exp2_fast(fminf(-1.4426950408889634f * g1, 60.0f));
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a * b));
+    return rounded_pair(g0 * (b * inverse) * low(up), g1 * (a * inverse) * high(up));
+}
+
+// A finished tile of a worker, rounded, on its way out. What a piece of it reads is asked for a slab ahead.
+struct Leaving {
+    u32 held[PACKED];
+    Tile tile;
+    u32 residual[8];        // ADDED
+    float2 cos[2], sin[2];  // ROTATED, and what follows; of the thread's two rows
+    int slot[2];
+    float factor[2];
+    u32 *target[2]; // where this head of the row is stored; null: nowhere
+};
+
+// Where a worker's output lies in shared memory: boxes of 64 columns, swizzled as the copy engine reads them.
+struct Desk {
+    u32 at;      // of this worker's boxes
+    u32 row, xor_row; // of this thread: the offset of its first row, and what its pieces are exchanged by
+    int thread;  // of the warpgroup
+    int id;      // of the named barrier
+
+    __device__ void put(int box, int piece, u32 first, u32 second) const {
+        const u32 place = at + box * BOX_BYTES + row + ((piece ^ xor_row) << 4) + (thread % 4) * 4;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(first) : "memory");
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + 8 * 128), "r"(second) : "memory");
+    }
+
+    // Before the first value of a tile: what the copy engine was to read here has been read.
+    __device__ void clear() const {
+        if (thread == 0) stores_read();
+        meet(id, 128);
+    }
+
+    __device__ void send(const TensorMap &map, int row_of_tile, int column, int n) const {
+        fence_async();
+        meet(id, 128);
+        if (thread != 0) return;
+        store_box(map, at, column, row_of_tile);
+        if (column + 64 < n) store_box(map, at + BOX_BYTES, column + 64, row_of_tile);
+        stores_end();
+    }
+};
+
+// The value of a pair's lower and upper half, turned by an angle.
+__device__ inline void turn(u32 &first, u32 &second, float2 cos, float2 sin, float factor) {
+    const float a0 = low(first), a1 = high(first), b0 = low(second), b1 = high(second);
+    first = rounded_pair(a0 * cos.x - b0 * sin.x, a1 * cos.y - b1 * sin.y);
+    second = rounded_pair(b0 * cos.x + a0 * sin.x, b1 * cos.y + a1 * sin.y);
+    if (factor == 1.0f) return;
+    first = rounded_pair(low(first) * factor, high(first) * factor);
+    second = rounded_pair(low(second) * factor, high(second) * factor);
+}
+
+// What the piece with these columns (first: of the tile) will add.
+__device__ inline void ask_residual(Leaving &out, const Work &work, int first, int token, int quad) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int column = out.tile.column + first + i / 2 * 8 + 2 * quad, row = token + i % 2 * 8;
+        out.residual[i] = row < work.tokens && column < work.n ? work.out[row * work.stride + column / 2] : 0;
+    }
+}
+
+// Angles of columns 8 · j + 2 · quad, +1 of a head.
+__device__ inline void ask_angles(Leaving &out, const Work &work, int j, int token, int quad) {
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+        out.cos[down] = {1.0f, 1.0f}, out.sin[down] = {0.0f, 0.0f};
+        if (work.cos == nullptr || token + 8 * down >= work.tokens) continue;
+        const long long at = (token + 8 * down) * 32ll + 4 * j + quad;
+        out.cos[down] = reinterpret_cast<const float2 *>(work.cos)[at];
+        out.sin[down] = reinterpret_cast<const float2 *>(work.sin)[at];
+    }
+}
+
+// Of the thread's rows: where they go.
+__device__ inline void ask_rows(Leaving &out, const Work &work, int token) {
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+        const bool real = token + 8 * down < work.tokens;
+        out.slot[down] = real ? static_cast<int>(work.slots[token + 8 * down]) : -1;
+        out.factor[down] = real && work.q_scale != nullptr ? work.q_scale[token + 8 * down] : 1.0f;
+    }
+}
+
+__device__ inline u32 *target_of(const Leaving &out, const Work &work, int head, int down, int token) {
+    const int row = token + 8 * down, kv = head - work.heads;
+    if (row >= work.tokens || head >= work.heads + 2 * work.kv_heads) return nullptr;
+    if (kv < 0) return work.out + row * work.stride + head * (DIM / 2);
+    const int slot = out.slot[down];
+    if (slot < 0) return nullptr;
+    const bool is_v = kv >= work.kv_heads;
+    return (is_v ? work.v : work.k) + slot / work.page * work.page_stride + (is_v ? kv - work.kv_heads : kv) * work.head_stride +
+           slot % work.page * work.token_stride;
+}
+
+// Columns 8 · j + 2 · quad, +1 of head ``half`` of the tile, and those 64 further: rotated and stored.
+template <int P>
+__device__ inline void rotate(Leaving &out, const Work &work, int token, int quad) {
+    constexpr int HEAD = P / 8, J = P % 8;
+    const int head = out.tile.column / DIM + HEAD;
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+        if (J == 0) out.target[down] = target_of(out, work, head, down, token);
+        u32 a = out.held[2 * (16 * HEAD + J) + down], b = out.held[2 * (16 * HEAD + 8 + J) + down];
+        if (head < work.heads + work.kv_heads)
+            turn(a, b, out.cos[down], out.sin[down], head < work.heads ? out.factor[down] : 1.0f);
+        if (out.target[down] == nullptr) continue;
+        out.target[down][4 * J + quad] = a;
+        out.target[down][4 * J + quad + 32] = b;
+    }
+    if (P < PIECES - 1) ask_angles(out, work, (P + 1) % 8, token, quad);
+}
+
+// What the first piece reads.
+__device__ inline void ask(Leaving &out, const Desk &desk, const Work &work) {
+    const int quad = desk.thread % 4, token = out.tile.row + desk.row / 128;
+    if constexpr (JOIN == ADDED) ask_residual(out, work, 0, token, quad);
+    if constexpr (JOIN == ROTATED) {
+        ask_rows(out, work, token);
+        ask_angles(out, work, 0, token, quad);
+    }
+}
+
+// Piece P of PIECES of a tile: JOIN's work on it, and its way out.
+template <int P>
+__device__ inline void leave(Leaving &out, const Desk &desk, const TensorMap &map, const Work &work) {
+    const int quad = desk.thread % 4, token = out.tile.row + desk.row / 128;
+    if constexpr (P >= PIECES) {
+        return;
+    } else if constexpr (JOIN == GATED) {
+        if (P == 0) desk.clear();
+#pragma unroll
+        for (int i = 2 * P; i < 2 * P + 2; ++i)
+            desk.put(i / 8, i % 8, gated(out.held[2 * i], out.held[32 + 2 * i]),
+                     gated(out.held[2 * i + 1], out.held[33 + 2 * i]));
+        if (P == PIECES - 1) desk.send(map, out.tile.row, out.tile.column, work.n);
+    } else if constexpr (JOIN == ROTATED) {
+        rotate<P>(out, work, token, quad);
+    } else {
+        constexpr int PART = P / (PIECES / 2), WITHIN = P % (PIECES / 2); // 128 columns, and 32 of those
+        const int column = out.tile.column + PART * 128;
+        if (column >= work.n) return;
+        if (WITHIN == 0) desk.clear();
+        u32 pair[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) pair[i] = out.held[PART * 32 + WITHIN * 8 + i];
+        if constexpr (JOIN == ADDED) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                pair[i] = rounded_pair(low(pair[i]) + low(out.residual[i]), high(pair[i]) + high(out.residual[i]));
+            if (P < PIECES - 1) ask_residual(out, work, 32 * (P + 1), token, quad);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int eight = WITHIN * 4 + i;
+            desk.put(eight / 8, eight % 8, pair[2 * i], pair[2 * i + 1]);
+        }
+        if (WITHIN == PIECES / 2 - 1) desk.send(map, out.tile.row, column, work.n);
+    }
+}
+
+// Of the tile's column ``inside``: of a gated tile those from 128 on are of the other half.
+__device__ inline float bias_of(const Work &work, int column, int inside) {
+    const int here = column + inside % OUT_WIDE;
+    if (here >= work.n) return 0.0f;
+    return low(static_cast<const unsigned short *>(work.bias)[here + inside / OUT_WIDE * work.n]);
+}
+
+// Rounds a tile. held[2i], held[2i + 1]: columns 8i + 2·(t % 4), +1 of the thread's first row and of the one 8 below.
+__device__ inline void round_tile(Leaving &out, const float (&d)[2 * PACKED], const Work &work, int thread) {
+#if BIAS
+#pragma unroll
+    for (int i = 0; i < PACKED / 2; ++i) {
+        const int inside = 8 * i + 2 * (thread % 4);
+        const float a = bias_of(work, out.tile.column, inside), b = bias_of(work, out.tile.column, inside + 1);
+        out.held[2 * i] = rounded_pair(d[4 * i] + a, d[4 * i + 1] + b);
+        out.held[2 * i + 1] = rounded_pair(d[4 * i + 2] + a, d[4 * i + 3] + b);
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < PACKED; ++i) out.held[i] = rounded_pair(d[2 * i], d[2 * i + 1]);
+#endif
+}
+
+__device__ void multiply(const TensorMap &out_map, const Work &work, Barriers &barriers, int worker) {
+    const u32 base = shared_address(shared);
+    const int thread = threadIdx.x % 128, lane = thread % 32, count = pairs(work) * work.across;
+    const u32 rank = cluster_rank(), row = thread / 32 * 16 + lane / 4;
+    const Desk desk{base + AT_OUT + worker * OUT_BYTES, row * 128, row % 8, thread, 1 + worker};
+    float d[2 * PACKED];
+    Leaving out;
+    bool waiting = false; // whether ``out`` holds a tile
+    Place at;
+    int last = -1; // the stage that was read last, until all products of it have ended
+    auto release = [&] {
+        if (last >= 0 && lane < CLUSTER) arrive_at(shared_address(&barriers.empty[last]), lane);
+    };
+    auto slab = [&](bool first) {
+        wait(shared_address(&barriers.full[at.stage]), at.parity);
+        const u32 x = base + at.stage * X_BYTES + worker * (X_BYTES / WORKERS), w = base + AT_W + at.stage * W_BYTES;
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < DEPTH / 16; ++i)
+            product(d, along_rows(x + i * 32, EIGHT), along_rows(w + i * 32, EIGHT), !(first && i == 0));
+        products_end();
+        products_wait<1>(); // those of the slab before
+        release();
+        last = at.stage;
+        at.advance();
+    };
+    for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) {
+        int done = 0;
+        // The first piece a slab later: what it reads was asked for just now.
+        slab(true);
+        ++done;
+#define STEP(P)                                                                                                        \
+    if (P < PIECES) {                                                                                                  \
+        if (done < work.slabs) slab(false), ++done;                                                                    \
+        if (waiting) leave<P>(out, desk, out_map, work);                                                               \
+    }
+        STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
+        STEP(8) STEP(9) STEP(10) STEP(11) STEP(12) STEP(13) STEP(14) STEP(15)
+#undef STEP
+        for (; done < work.slabs; ++done) slab(false);
+        products_wait<0>();
+        changed(d);
+        release();
+        last = -1;
+        out.tile = tile_of(work, index, rank);
+        out.tile.row += worker * 64;
+        round_tile(out, d, work, thread);
+        ask(out, desk, work);
+        waiting = true;
+    }
+#define STEP(P) leave<P>(out, desk, out_map, work);
+    if (waiting) {
+        STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
+        STEP(8) STEP(9) STEP(10) STEP(11) STEP(12) STEP(13) STEP(14) STEP(15)
+    }
+#undef STEP
+    if (thread == 0) stores_done();
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    many_rows(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+              const __grid_constant__ TensorMap out_map, const __grid_constant__ Work work) {
+    Barriers &barriers = *reinterpret_cast<Barriers *>(shared + AT_BARRIERS);
+    const u32 rank = cluster_rank();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&barriers.full[i]), 1);
+            barrier_init(shared_address(&barriers.empty[i]), WORKERS * 4 * CLUSTER); // a warp, for each block
+        }
+        barriers_ready();
+        prefetch_map(x_map);
+        prefetch_map(w_map);
+        prefetch_map(out_map);
+    }
+    cluster_meet();
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (group == 0) {
+        keep_registers<40>();
+        if (threadIdx.x == 0) load(x_map, w_map, work, barriers, rank);
+        __syncwarp();
+    } else {
+        take_registers<232>();
+        multiply(out_map, work, barriers, group - 1);
+    }
+    cluster_meet(); // a block that ended could not be written to, nor arrived at
+}

@@ -1,0 +1,192 @@
+// RMSNorm of many rows, of x or of x + residual, rounded to 8 bits with its columns in another order: a row is read and
+// written once. What is exchanged between columns goes through shared memory in 16 bits, in which it was rounded anyway.
+//
+// A block takes every so-many-th row. Its threads hold 16 columns of a row each as they are read, and 16 columns as they
+// are written, of which order, factor and zero-point stay in registers from row to row. The next row is on its way
+// while one is computed.
+//
+// Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD, TOKEN (a scale a token), EACH (a
+// factor a column), SHIFT (zero-points), BLOCKS (of a multiprocessor), FP8, HALF (float16 for bfloat16).
+#include "hopper.cuh"
+
+constexpr int THREADS = (WIDTH > COLUMNS ? WIDTH : COLUMNS) / 16, PADDED = (THREADS + 31) / 32 * 32, WARPS = PADDED / 32;
+constexpr int READERS = WIDTH / 16, WRITERS = COLUMNS / 16;
+
+typedef unsigned short u16;
+
+struct Work {
+    const uint4 *x, *weight;
+    uint4 *total; // ADD: the residual, written over with the sum
+    uint4 *values;
+    float *scale;                // TOKEN
+    const float *factor;         // [1], or with EACH [COLUMNS]
+    const int *zero, *order;     // [COLUMNS]
+    long long rows, x_stride, total_stride; // strides in 16 bytes
+    float eps, most;
+};
+static_assert(sizeof(Work) == 96, "norm_order.py packs 96 bytes");
+
+__device__ inline float low(u32 pair) {
+#ifdef HALF
+    float wide;
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }" : "=f"(wide) : "r"(pair));
+    return wide;
+#else
+    return __uint_as_float(pair << 16);
+#endif
+}
+
+__device__ inline float high(u32 pair) {
+#ifdef HALF
+    return low(pair >> 16);
+#else
+    return __uint_as_float(pair & 0xFFFF0000u);
+#endif
+}
+
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+__device__ inline float warp_most(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
+// Two values as e4m3, the first in the lower byte.
+__device__ inline u32 fp8_pair(float first, float second) {
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
+    return both;
+}
+
+// Four bytes of four floats that were raised to 1.5 · 2²³: their lowest bits are whole numbers.
+__device__ inline u32 bytes(float a, float b, float c, float d) {
+    const u32 ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
+    const u32 cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
+    return __byte_perm(ab, cd, 0x5410);
+}
+
+// What a thread keeps of its 16 columns of the values.
+struct Columns {
+    u32 place[8]; // offsets in shared memory of two columns each; 0xFFFF: none, which is put out as 0
+    float factor[EACH ? 16 : 1], zero[SHIFT ? 16 : 1];
+};
+
+__device__ inline u32 pair_of(const Columns &kept, const unsigned char *row, int i, float by, float most, float &a, float &b) {
+    const u32 first = kept.place[i] & 0xFFFF, second = kept.place[i] >> 16;
+    const bool here = first != 0xFFFF, there = second != 0xFFFF;
+    a = low(*reinterpret_cast<const u16 *>(row + (here ? first : 0)));
+    b = low(*reinterpret_cast<const u16 *>(row + (there ? second : 0)));
+    a *= EACH ? kept.factor[EACH ? 2 * i : 0] : by;
+    b *= EACH ? kept.factor[EACH ? 2 * i + 1 : 0] : by;
+#ifdef FP8
+    a = here ? fminf(fmaxf(a, -most), most) : 0.0f, b = there ? fminf(fmaxf(b, -most), most) : 0.0f;
+#else
+    const float whole = 12582912.0f;
+    a = __fadd_rn(a, whole), b = __fadd_rn(b, whole);
+    if (SHIFT) a += kept.zero[SHIFT ? 2 * i : 0], b += kept.zero[SHIFT ? 2 * i + 1 : 0];
+    if (!TOKEN) {
+        a = fminf(fmaxf(a, whole - most - SHIFT), whole + most);
+        b = fminf(fmaxf(b, whole - most - SHIFT), whole + most);
+    }
+    a = here ? a : whole, b = there ? b : whole;
+#endif
+    return 0;
+}
+
+extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __grid_constant__ Work work) {
+    __shared__ __align__(16) unsigned char rows[2][WIDTH * 2];
+    __shared__ float sums[2][WARPS], tops[2][WARPS];
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    const bool reads = t < READERS, writes = t < WRITERS;
+    const uint4 nothing = {0, 0, 0, 0};
+    // pieces of 8 columns, t and READERS + t: neighbours read side by side
+    const uint4 scale0 = reads ? work.weight[t] : nothing, scale1 = reads ? work.weight[READERS + t] : nothing;
+    Columns kept;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        u32 both = 0;
+        for (int j = 0; j < 2; ++j) {
+            const int column = 16 * t + 2 * i + j, from = writes ? work.order[column] : -1;
+            both |= (from < 0 ? 0xFFFFu : static_cast<u32>(2 * from)) << (16 * j);
+            if (EACH) kept.factor[EACH ? 2 * i + j : 0] = writes ? work.factor[column] : 0.0f;
+            if (SHIFT) kept.zero[SHIFT ? 2 * i + j : 0] = writes ? static_cast<float>(work.zero[column]) : 0.0f;
+        }
+        kept.place[i] = both;
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const float fixed = TOKEN || EACH ? 1.0f : work.factor[0];
+    uint4 x0 = nothing, x1 = nothing, r0 = nothing, r1 = nothing;
+    auto fetch = [&](long long row) {
+        if (row >= work.rows || !reads) return;
+        x0 = work.x[row * work.x_stride + t], x1 = work.x[row * work.x_stride + READERS + t];
+        if (ADD) r0 = work.total[row * work.total_stride + t], r1 = work.total[row * work.total_stride + READERS + t];
+    };
+    fetch(blockIdx.x);
+    int turn = 0;
+    for (long long row = blockIdx.x; row < work.rows; row += gridDim.x, turn ^= 1) {
+        u32 v[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
+        if (ADD) {
+            const u32 r[8] = {r0.x, r0.y, r0.z, r0.w, r1.x, r1.y, r1.z, r1.w};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = rounded_pair(low(v[i]) + low(r[i]), high(v[i]) + high(r[i]));
+            if (reads) {
+                work.total[row * work.total_stride + t] = make_uint4(v[0], v[1], v[2], v[3]);
+                work.total[row * work.total_stride + READERS + t] = make_uint4(v[4], v[5], v[6], v[7]);
+            }
+        }
+        fetch(row + gridDim.x);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += low(v[i]) * low(v[i]) + high(v[i]) * high(v[i]);
+        sum = warp_sum(sum);
+        if (lane == 0) sums[turn][warp] = sum;
+        __syncthreads();
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) sum += sums[turn][i];
+        const float spread = rsqrtf(sum / WIDTH + work.eps);
+        const u32 w[8] = {scale0.x, scale0.y, scale0.z, scale0.w, scale1.x, scale1.y, scale1.z, scale1.w};
+        float top = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            v[i] = rounded_pair(low(v[i]) * spread, high(v[i]) * spread);
+            v[i] = rounded_pair(low(v[i]) * low(w[i]), high(v[i]) * high(w[i]));
+            if (TOKEN) top = fmaxf(top, fmaxf(fabsf(low(v[i])), fabsf(high(v[i]))));
+        }
+        if (reads) {
+            reinterpret_cast<uint4 *>(rows[turn])[t] = make_uint4(v[0], v[1], v[2], v[3]);
+            reinterpret_cast<uint4 *>(rows[turn])[READERS + t] = make_uint4(v[4], v[5], v[6], v[7]);
+        }
+        if (TOKEN) {
+            top = warp_most(top);
+            if (lane == 0) tops[turn][warp] = top;
+        }
+        __syncthreads();
+        float by = fixed;
+        if (TOKEN) {
+            top = 1e-6f;
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) top = fmaxf(top, tops[turn][i]);
+            by = __fdiv_rn(work.most, top);
+            if (t == 0) work.scale[row] = __fdiv_rn(top, work.most);
+        }
+        u32 out[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float a, b, c, d;
+            pair_of(kept, rows[turn], 2 * i, by, work.most, a, b);
+            pair_of(kept, rows[turn], 2 * i + 1, by, work.most, c, d);
+#ifdef FP8
+            out[i] = fp8_pair(a, b) | fp8_pair(c, d) << 16;
+#else
+            out[i] = bytes(a, b, c, d);
+#endif
+        }
+        if (writes) work.values[row * WRITERS + t] = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+}

@@ -1,0 +1,212 @@
+"""Products with 16-bit weights by Hopper's copy engine and tensor cores: few_rows.cu for decoding, many_rows.cu for
+prompts.
+
+Few rows: as fast as the weights come from memory; a block for each multiprocessor, each weight read once. Many rows:
+worth it where something is joined to the product that would otherwise travel through memory.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from modelmill.ops.cuda import launch
+
+TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
+# Sizes of many_rows.cu.
+TILE_ROWS, TILE_WIDE, DEPTH, MANY_THREADS = 128, 256, 64, 384
+MANY_SHARED = 4 * (TILE_ROWS + TILE_WIDE) * DEPTH * 2 + 2 * 64 * 128 * 2 + 64
+BAND = 8
+WORK_BYTES = 128
+PLAIN, GATED, ADDED, ROTATED = range(4)
+# Of few_rows.cu: columns of the output a block, as (PARTS, WIDE); shared memory that a block may take.
+WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
+LEAST_ROWS, MOST_ROWS = 33, 64
+MOST_WIDE = 256  # columns of the output for each multiprocessor, beyond which a block would have a second turn
+LEAST_BYTES = 4 << 20
+LEAST_MANY, LEAST_FILLED, DIM = 512, 0.93, 128
+MOST_SHARED, BARRIERS = 227 << 10, 16 * 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Launch sizes of few_rows.cu: its macros. box: rows of x, padded; span: slabs of 64 columns a stage."""
+
+    box: int
+    parts: int
+    wide: int
+    span: int
+    stages: int
+    cluster: int
+    invite: bool = False
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return self.stages * self.span * (self.box + self.parts * self.wide) * 128 + 16 * self.stages
+
+    def macros(self, dtype: torch.dtype, *, gated: bool) -> tuple[str, ...]:
+        """As the compiler takes them."""
+        sizes = {"BOX": self.box, "WIDE": self.wide, "PARTS": self.parts, "SPAN": self.span, "STAGES": self.stages}
+        words = [f"{name}={value}" for name, value in sizes.items()]
+        words += [f"CLUSTER={self.cluster}", f"GATED={int(gated)}", f"INVITE={int(self.invite)}"]
+        return (*words, *TYPES[dtype])
+
+
+def box_of(rows: int) -> int:
+    """Rows of x, padded: 8, 16, 32, 64, 128, 256."""
+    return max(8, 1 << (rows - 1).bit_length())
+
+
+def sizes_of(rows: int, columns: int, multiprocessors: int, *, gated: bool) -> Sizes:
+    """Launch sizes for ``columns`` of output: the narrowest blocks of which each multiprocessor needs one at most.
+
+    Nearly all shared memory is a ring of weights: what of it is filled while the kernel in front computes is time won.
+    """
+    box = box_of(rows)
+    widths = [(2, wide) for wide in (32, 64, 96, 128)] if gated else WIDTHS
+    each = [wide if gated else parts * wide for parts, wide in widths]
+    index = next((i for i, width in enumerate(each) if -(-columns // width) <= multiprocessors), len(each) - 1)
+    parts, wide = widths[index]
+    span = 2 if parts * wide <= 64 else 1
+    stage = span * (box + parts * wide) * 128
+    stages = max(2, min(16, (MOST_SHARED - BARRIERS) // stage))
+    return Sizes(box, parts, wide, span, stages, 4 if box >= 32 and parts * wide >= 192 else 1)
+
+
+def copyable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can read or write x [R, C]: packed rows that begin at multiples of 16 bytes."""
+    return x.dim() == 2 and x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def few_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether ``few`` takes these and is worth it: 33 to 64 rows, a matrix that does not live in the cache, one turn.
+
+    With fewer rows Triton's smaller programs leave room for their neighbours in a step, and win; cuBLAS reads the
+    widest matrices as fast.
+    """
+    if x.dim() != 2 or not LEAST_ROWS <= x.shape[0] <= MOST_ROWS or weight.nbytes < LEAST_BYTES:
+        return False
+    return _readable(x, weight, bias) and weight.shape[0] <= MOST_WIDE * launch.multiprocessors(x.get_device())
+
+
+def many_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the kernel for many rows takes these and is worth it: its tiles fill the multiprocessors to the end."""
+    if x.dim() != 2 or x.shape[0] < LEAST_MANY or weight.shape[0] % 16 or not _readable(x, weight, bias):
+        return False
+    across = -(-weight.shape[0] // TILE_WIDE)
+    return filled(-(-x.shape[0] // (2 * TILE_ROWS)) * across, launch.multiprocessors(x.get_device())) >= LEAST_FILLED
+
+
+def filled(pairs: int, multiprocessors: int) -> float:
+    """The share of the multiprocessors' time that ``pairs`` of equal tiles fill, a pair on two of them at a time."""
+    clusters = multiprocessors // 2
+    return pairs / (-(-pairs // clusters) * clusters)
+
+
+def _readable(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """16 bits on a GPU, laid out for the copy engine; the bias packed and of the same type."""
+    if not x.is_cuda or x.dtype not in TYPES or weight.dtype != x.dtype or not (copyable(x) and copyable(weight)):
+        return False
+    return bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+
+
+def few(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    sizes: Sizes | None = None,
+) -> None:
+    """out = x · weightᵀ (+ bias); where out is half as wide as that, silu(first half) · second half.
+
+    x: [T, K], weight: [N, K], out: [T, N] or [T, N / 2], N even.
+    """
+    tokens, columns = out.shape
+    gated = columns != weight.shape[0]
+    device = x.get_device()
+    with torch.cuda.device(x.device):
+        made = sizes or sizes_of(tokens, columns, launch.multiprocessors(device), gated=gated)
+        threads = max(1, made.box // 64) * 128 + 32
+        kernel = launch.kernel("few_rows", "few_rows", made.macros(x.dtype, gated=gated), threads, made.shared, device)
+        width = made.wide if gated else made.parts * made.wide
+        blocks = -(-columns // width)
+        blocks = -(-blocks // made.cluster) * made.cluster
+        stages = -(-x.shape[1] // (64 * made.span))
+        pointers = (0 if bias is None else bias.data_ptr(), out.data_ptr())
+        work = struct.pack("=2Q4i", *pointers, tokens, columns, stages, out.stride(0))
+        box = made.wide if gated else width
+        kernel.launch(blocks, _map(x, made.box // made.cluster), _map(weight, box), work, early=True)
+
+
+def many(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, band: int = BAND) -> None:
+    """As ``few`` for any number of rows."""
+    gated = out.shape[1] != weight.shape[0]
+    _many(x, weight, bias, out, GATED if gated else PLAIN, b"", band)
+
+
+def many_added(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, total: torch.Tensor, band: int = BAND
+) -> None:
+    """total += x · weightᵀ (+ bias), rounded before it is added. x: [T, K], weight: [N, K], total: [T, N]."""
+    where = struct.pack("=Qq", total.data_ptr(), total.stride(0) // 2)
+    _many(x, weight, bias, total, ADDED, where, band)
+
+
+def many_rotated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    turn: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    band: int = BAND,
+) -> None:
+    """Queries, keys and values of x [T, K]: q [T, heads, 128] is filled, keys and values go to their slots.
+
+    caches: [pages, kv_heads, page_size, 128] of one layout; slots: [T] int64; turn: cos, sin [T, 64] and the scale of
+    q [T], float32, packed, or None.
+    """
+    k, v = caches
+    cos, sin, scale = (0 if t is None else t.data_ptr() for t in turn)
+    pointers = (cos, sin, scale, slots.data_ptr(), k.data_ptr(), v.data_ptr())
+    strides = [stride // 2 for stride in (k.stride(0), k.stride(1), k.stride(2))]
+    sizes = (q.shape[1], k.shape[1], k.shape[2], 0)
+    flat = q.view(len(q), -1)
+    where = struct.pack("=Qq6Q3q4i", q.data_ptr(), flat.stride(0) // 2, *pointers, *strides, *sizes)
+    _many(x, weight, bias, flat, ROTATED, where, band)
+
+
+def _many(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    join: int,
+    more: bytes,
+    band: int,
+) -> None:
+    """more: of many_rows.cu's Work what lies behind its first fields; what is left out is zero."""
+    tokens = len(x)
+    columns = weight.shape[0] // 2 if join == GATED else weight.shape[0]
+    device = x.get_device()
+    with torch.cuda.device(x.device):
+        macros = (f"JOIN={join}", f"BIAS={int(bias is not None)}", f"BAND={band}", *TYPES[x.dtype])
+        kernel = launch.kernel("many_rows", "many_rows", macros, MANY_THREADS, MANY_SHARED, device)
+        across = -(-columns // (TILE_WIDE // 2 if join == GATED else TILE_WIDE))
+        pairs = -(-tokens // (2 * TILE_ROWS)) * across
+        blocks = 2 * min(launch.multiprocessors(device) // 2, pairs)
+        first = (tokens, columns, -(-x.shape[1] // DEPTH), across)
+        work = struct.pack("=Q4i", 0 if bias is None else bias.data_ptr(), *first) + more
+        maps = _map(x, TILE_ROWS), _map(weight, TILE_WIDE // 2), _map(out, 64)
+        kernel.launch(blocks, *maps, work.ljust(WORK_BYTES, b"\0"))
+
+
+def _map(x: torch.Tensor, rows: int) -> bytes:
+    """A matrix as the copy engine sees it: boxes of some rows and 64 columns."""
+    size = x.element_size()
+    sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * size,)
+    return launch.tensor_map(x.data_ptr(), x.dtype, sizes, strides, (64, rows))

@@ -1,0 +1,76 @@
+"""Products by the copy engine: launch sizes that fit and cover, sources that compile without spills."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelmill.ops.cuda import build, products
+
+NVCC = build.nvcc()
+MULTIPROCESSORS = st.integers(1, 300)
+
+
+@given(st.integers(1, products.MOST_ROWS), st.integers(1, 200_000), MULTIPROCESSORS, st.booleans())
+def test_launch_sizes_fit_and_hold_all_rows(rows: int, columns: int, multiprocessors: int, gated: bool) -> None:
+    sizes = products.sizes_of(rows, columns, multiprocessors, gated=gated)
+    assert sizes.box >= rows
+    assert sizes.box % (8 * sizes.cluster) == 0
+    assert sizes.shared <= products.MOST_SHARED
+    assert sizes.stages >= 2
+    assert sizes.parts == 2 or not gated
+
+
+@given(st.integers(1, products.MOST_ROWS), st.integers(1, 25_000), st.booleans())
+def test_each_multiprocessor_has_one_block_at_most_where_that_can_be(rows: int, columns: int, gated: bool) -> None:
+    sizes = products.sizes_of(rows, columns, 132, gated=gated)
+    width = sizes.wide * (1 if gated else sizes.parts)
+    widest = 128 if gated else 256
+    assert -(-columns // width) <= 132 or width == widest
+
+
+@given(st.integers(1, 5000), st.integers(2, 300))
+def test_tiles_fill_at_most_all_of_the_time(pairs: int, multiprocessors: int) -> None:
+    share = products.filled(pairs, multiprocessors)
+    assert 0 < share <= 1
+    assert share == 1 or pairs % (multiprocessors // 2)
+
+
+def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
+    x = torch.empty(4, 64, dtype=torch.bfloat16)
+    assert products.copyable(x)
+    assert not products.copyable(x[:, 1:])
+    assert not products.copyable(x.T)
+    assert not products.copyable(torch.empty(4, 65, dtype=torch.bfloat16))
+    assert not products.few_serves(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), "not on a GPU"
+
+
+def _compiles_without_spills(source: str, macros: tuple[str, ...], out: Path) -> None:
+    assert NVCC is not None
+    assert NVCC.path is not None
+    target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *(f"-D{m}" for m in macros)]
+    command = [NVCC.path, "-cubin", *target, "-o", str(out), str(build.FOLDER / source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    assert "serialized" not in done.stderr, "products that wait for one another"
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_rows_compile_without_spills(rows: int, gated: bool, tmp_path: Path) -> None:
+    sizes = products.sizes_of(rows, 11008, 132, gated=gated)
+    _compiles_without_spills("few_rows.cu", sizes.macros(torch.bfloat16, gated=gated), tmp_path / "out")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize(("join", "bias"), [(0, 1), (1, 1), (2, 0), (3, 1)])
+def test_many_rows_compile_without_spills(join: int, bias: int, tmp_path: Path) -> None:
+    macros = (f"JOIN={join}", f"BIAS={bias}", f"BAND={products.BAND}", *(("HALF",) if join == 2 else ()))
+    _compiles_without_spills("many_rows.cu", macros, tmp_path / "out")
