@@ -1,13 +1,14 @@
 """MiniGPT-4's published sizes on the GPU, beside transformers' plain pipeline: a picture and words in, an answer out.
 
-    python benchmarks/minigpt4.py [--sides bfloat16,int4,transformers] [--works request,many,eyes] [--rounds 5]
+    python benchmarks/minigpt4.py [--sides bfloat16,int4,transformers] [--works eyes,first,request,many] [--rounds 5]
                                   [--layers N] [--out FILE.jsonl]
 
-request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. many: 64 of them at once. eyes: the
-tower, the Q-Former and the projection alone, one picture and 16. Every call brings pictures that were not seen before.
-A side's call runs from pixels (ours: bytes; transformers: normalised floats, as its processor gives them) on the host
-to ids on the host. Sides take turns call by call on one card, and their seconds become a figure by one function
-(``statistic.whole``). Weights are drawn at random: the language model is LLaMA-7B's shape with Vicuna's vocabulary.
+request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. first: its first token alone. many: 64
+of them at once. eyes: the tower, the Q-Former and the projection alone, one picture and 16. Every call brings pictures
+that were not seen before. A side's call runs from pixels (ours: bytes; transformers: normalised floats, as its processor
+gives them) on the host to ids on the host. Sides take turns call by call on one card, and their seconds become a figure
+by one function (``statistic.whole``). Weights are drawn at random: the language model is LLaMA-7B's shape with Vicuna's
+vocabulary.
 Sides of ours: how the language model's matrices are held (``forms.py``; bfloat16: as they are), ``+int8-tower``.
 """
 
@@ -53,18 +54,19 @@ QFORMER = {
 TEXT, NEW, BEFORE, MANY = 100, 100, 40, 64
 """Tokens of text and of an answer; how many of the text stand before the picture; requests at once."""
 PEER = "transformers"
-COUNTS = {"request": (1,), "many": (MANY,), "eyes": (1, 16)}
+COUNTS = {"request": (1,), "first": (1,), "many": (MANY,), "eyes": (1, 16)}
 """Pictures of a call, each of a request of its own."""
+LENGTHS = {"request": NEW, "first": 1, "many": NEW}
 Prepare = Callable[[int], Callable[[], int]]
 """A seed for the prompts and pictures → what is timed, which gives the number of tokens that came."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One subject. asks: so many requests at once. eyes: so many pictures, without the language model."""
+    """One subject. asks: so many requests at once for so many tokens. eyes: so many pictures, by the eyes alone."""
 
     name: str
-    asks: Callable[[int], Prepare]
+    asks: Callable[[int, int], Prepare]
     eyes: Callable[[int], Prepare]
     facts: dict[str, Any]
 
@@ -106,8 +108,8 @@ def ours(name: str, config: dict[str, Any], device: str) -> Side:
     run = RunConfig(**told, max_model_len=length, device=device, enable_prefix_caching=False)
     loop = Loop(model, run, max_model_len=length)
 
-    def asks(count: int) -> Prepare:
-        return functools.partial(_requests, loop, count, queries, side)
+    def asks(count: int, new: int) -> Prepare:
+        return functools.partial(_requests, loop, (count, new), queries, side)
 
     def eyes(count: int) -> Prepare:
         def prepare(seed: int) -> Callable[[], int]:
@@ -120,14 +122,15 @@ def ours(name: str, config: dict[str, Any], device: str) -> Side:
     return Side(name, asks, eyes, facts)
 
 
-def _requests(loop: Loop, count: int, queries: int, side: int, seed: int) -> Callable[[], int]:
-    prompts = prompts_of([(TEXT, NEW)] * count, seed)
+def _requests(loop: Loop, work: tuple[int, int], queries: int, side: int, seed: int) -> Callable[[], int]:
+    count, new = work
+    prompts = prompts_of([(TEXT, new)] * count, seed)
     shown = pictures(count, seed, side).numpy()
     requests = []
     for i, prompt in enumerate(prompts):
         ids = [*prompt[:BEFORE], *[0] * queries, *prompt[BEFORE:]]
         insert = Insert(BEFORE, queries, f"{seed}-{i}", shown[i])
-        requests.append(replace(greedy_request(f"{seed}-{i}", ids, NEW), inserts=(insert,)))
+        requests.append(replace(greedy_request(f"{seed}-{i}", ids, new), inserts=(insert,)))
 
     def call() -> int:
         loop.add_all(requests)
@@ -170,19 +173,19 @@ def theirs(config: dict[str, Any], device: str) -> Side:
     finally:
         torch.set_default_dtype(before)
     randomise(model)
-    how = transformers.GenerationConfig(
-        do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, eos_token_id=None, pad_token_id=0
-    )
 
     def floats(count: int, seed: int) -> torch.Tensor:
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (MEAN, STD))
         return (pictures(count, seed, tower["image"]).permute(0, 3, 1, 2).float() / 255 - mean) / std
 
-    def asks(count: int) -> Prepare:
+    def asks(count: int, new: int) -> Prepare:
+        lengths = {"max_new_tokens": new, "min_new_tokens": new}
+        how = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, **lengths)
+
         def prepare(seed: int) -> Callable[[], int]:
             prompts = [
                 [*prompt[:BEFORE], *[0] * qformer["queries"], *prompt[BEFORE:]]
-                for prompt in prompts_of([(TEXT, NEW)] * count, seed)
+                for prompt in prompts_of([(TEXT, new)] * count, seed)
             ]
             asked, shown = torch.tensor(prompts), floats(count, seed)
 
@@ -192,7 +195,7 @@ def theirs(config: dict[str, Any], device: str) -> Side:
                 mask = torch.ones_like(ids)
                 out = model.generate(pixel_values=values, input_ids=ids, attention_mask=mask, generation_config=how)
                 told = out.tolist()
-                return count * (len(told[0]) - (asked.shape[1] if len(told[0]) > NEW else 0))
+                return count * (len(told[0]) - (asked.shape[1] if len(told[0]) > new else 0))
 
             return call
 
@@ -224,8 +227,9 @@ def rows(sides: Sequence[Side], works: Sequence[str], rounds: int) -> list[dict[
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         for turn in range(rounds + 1):
             for side in sides:
-                prepare = (side.eyes if work == "eyes" else side.asks)(count)
-                took = timed(prepare(turn + 1000 * count), count * (1 if work == "eyes" else NEW), side.name)
+                new = LENGTHS.get(work, 1)
+                prepare = side.eyes(count) if work == "eyes" else side.asks(count, new)
+                took = timed(prepare(turn + 1000 * count + new), count * new, side.name)
                 if turn:  # the first compiles and records
                     seconds[side.name].append(took)
         found += [row(work, count, side, seconds[side.name]) for side in sides]
@@ -262,7 +266,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sides", default=f"bfloat16,int4,{PEER}")
-    parser.add_argument("--works", default="eyes,request,many")
+    parser.add_argument("--works", default="eyes,first,request,many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, help="of the language model, to rehearse; such rows are no evidence")
     parser.add_argument("--out", type=Path)
