@@ -5,7 +5,7 @@
 
 request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. first: its first token alone. many: 64
 of them at once. eyes: the tower, the Q-Former and the projection alone, one picture and 16. Every call brings pictures
-that were not seen before. A side's call runs from pixels (ours: bytes; transformers: normalised floats, as its processor
+that were not seen before. A call runs from pixels (ours: bytes; transformers: normalised floats, as its processor
 gives them) on the host to ids on the host. Sides take turns call by call on one card, and their seconds become a figure
 by one function (``statistic.whole``). Weights are drawn at random: the language model is LLaMA-7B's shape with Vicuna's
 vocabulary.
