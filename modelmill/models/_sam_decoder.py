@@ -159,13 +159,13 @@ class MaskDecoder(nn.Module):
         at = places.to(own.dtype).flatten(1).t()
         tokens, source = self.transformer(source, at, tokens, still)
         makers = [make(tokens[:, 1 + i], still) for i, make in enumerate(self.output_hypernetworks_mlps)]
-        masks = self._pixels(source) @ torch.stack(makers, 2).float()
+        masks = self._pixels(source, still) @ torch.stack(makers, 2).float()
         # what became of one token lies together, by row, column, half and half of a half
         parts = masks.view(count, side, side, 2, 2, 2, 2, MASKS).permute(0, 7, 1, 3, 5, 2, 4, 6)
         scores = self.iou_prediction_head(tokens[:, 0], still)
         return parts.reshape(count, MASKS, 4 * side, 4 * side), scores.float()
 
-    def _pixels(self, image: torch.Tensor) -> torch.Tensor:
+    def _pixels(self, image: torch.Tensor, still: Still) -> torch.Tensor:
         """[N, P, C] → [N, 16·P, C / 8] float32: each token becomes 2 × 2, each of those again.
 
         A transposed convolution whose parts do not overlap is a product of each token with all of them.
@@ -174,13 +174,13 @@ class MaskDecoder(nn.Module):
         assert isinstance(first, Conv2d)
         assert isinstance(norm, ChannelNorm)
         assert isinstance(second, Conv2d)
-        x = _spread(image, first).unflatten(-1, (4, -1))
+        x = _spread(image, first, still).unflatten(-1, (4, -1))
         x = F.gelu(F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps))
-        return F.gelu(_spread(x, second)).view(len(image), 16 * image.shape[1], -1).float()
+        return F.gelu(_spread(x, second, still)).view(len(image), 16 * image.shape[1], -1).float()
 
 
-def _spread(x: torch.Tensor, up: Conv2d) -> torch.Tensor:
+def _spread(x: torch.Tensor, up: Conv2d, still: Still) -> torch.Tensor:
     """[…, C] → […, 4·out] of a transposed convolution of 2 × 2 with stride 2: upper left, upper right, lower left, …"""
     weight = up.weight.permute(2, 3, 1, 0).flatten(0, 2)
     assert up.bias is not None
-    return F.linear(x, weight, up.bias.repeat(4))
+    return still.ops.linear(x.reshape(-1, x.shape[-1]), weight, up.bias.repeat(4)).view(*x.shape[:-1], -1)

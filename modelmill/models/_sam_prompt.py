@@ -44,6 +44,7 @@ class PromptEncoder(nn.Module):
     def __init__(self, width: int, image: int, grid: int) -> None:
         super().__init__()
         self.width, self.image, self.grid = width, image, grid
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self.pe_layer = Waves(width)
         self.point_embeddings = nn.ModuleList(Row(1, width) for _ in range(4))
         self.not_a_point_embed = Row(1, width)
@@ -79,7 +80,10 @@ class PromptEncoder(nn.Module):
         return steps["6"](F.gelu(steps["4"](steps["3"](x))))
 
     def everywhere(self) -> torch.Tensor:
-        """The position of every token of the image, [C, grid, grid] float32."""
-        at = (torch.arange(self.grid, device=self.no_mask_embed.weight.device) + 0.5) / self.grid
-        y, x = torch.meshgrid(at, at, indexing="ij")
-        return self.pe_layer(torch.stack((x, y), -1)).permute(2, 0, 1)
+        """The position of every token of the image, [C, grid, grid] float32; computed once."""
+        matrix = self.pe_layer.positional_encoding_gaussian_matrix
+        if self._places is None or self._places[0] is not matrix:
+            at = (torch.arange(self.grid, device=matrix.device) + 0.5) / self.grid
+            y, x = torch.meshgrid(at, at, indexing="ij")
+            self._places = matrix, self.pe_layer(torch.stack((x, y), -1)).permute(2, 0, 1)
+        return self._places[1]

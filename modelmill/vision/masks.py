@@ -82,7 +82,7 @@ def coco(runs: Sequence[int], height: int, width: int) -> dict[str, Any]:
     values[3:] -= np.asarray(runs[1:-2], dtype=np.int64)
     # 5·n bits hold −2^(5n−1) … 2^(5n−1) − 1
     reach = np.where(values < 0, -values - 1, values)
-    count: np.ndarray = np.sum([reach >> (5 * n - 1) > 0 for n in range(1, 8)], axis=0, dtype=np.int64) + 1
+    count = 1 + np.asarray([reach >> (5 * n - 1) > 0 for n in range(1, 8)]).sum(0)
     place = np.arange(int(count.max(initial=1)))
     groups = (values[:, None] >> (5 * place)) & 31 | np.where(place < count[:, None] - 1, 32, 0)
     text = (groups + 48).astype(np.uint8)[place < count[:, None]].tobytes().decode("ascii")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from modelmill.core.errors import RequestError
 from modelmill.nn.still import Still
+from modelmill.ops.cpu.team import ours_alone
 from modelmill.ops.enlarge import boxes_of
 from modelmill.vision import masks as shapes
 from modelmill.vision.everything import Crop, Everything, crops_of, cut_off, grid_of
@@ -121,7 +123,11 @@ class Eye:
             given = [seen.embedding, points.to(self.device), labels.to(self.device)]
             if part[0].mask is not None:
                 given.append(torch.stack([p.mask for p in part if p.mask is not None])[:, None].to(self.device))
-            decoded = self.recorded("decode", self._decoded, *given) if len(part) <= _FEW else self._decoded(*given)
+            if len(part) > _FEW:
+                decoded = self._decoded(*given)
+            else:
+                with ours_alone() if self.device.type == "cpu" else contextlib.nullcontext():
+                    decoded = self.recorded("decode", self._decoded, *given)
             found.append((decoded[0].clone(), decoded[1].clone()))
             places += group
         if len(found) == 1:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from modelmill.ops.cpu import build, int8_linear
+from modelmill.ops.cpu.team import ours_alone
 from modelmill.ops.int8_linear import quantize
 
 pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
@@ -71,3 +72,19 @@ def test_a_forked_child_computes_too() -> None:
     torch.set_num_threads(before)
     assert os.waitstatus_to_exitcode(status) == 0
     assert torch.equal(int8_linear.run(*args), expected)
+
+
+def test_ours_use_threads_while_torch_uses_one() -> None:
+    args, expected = _product(40)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ours_alone():
+            assert torch.get_num_threads() == 1
+            assert torch.equal(int8_linear.run(*args), expected)
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ZeroDivisionError), ours_alone():
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

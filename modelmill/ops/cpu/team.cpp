@@ -36,6 +36,7 @@ struct Team {
 Team team;
 
 // The OpenMP runtime that torch has loaded, reached through pointers; null where there is none.
+thread_local int told = 0;  // by modelmill_team; 0: as torch
 int (*torch_threads)() = nullptr;                                             // omp_get_max_threads
 void (*torch_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;  // GOMP_parallel
 int (*torch_member)() = nullptr;                                              // omp_get_thread_num
@@ -139,7 +140,7 @@ void hire(int wanted) {
 }  // namespace
 
 int threads() {
-    const int count = torch_threads ? torch_threads() : 1;
+    const int count = told ? told : torch_threads ? torch_threads() : 1;
     return count < kMostThreads ? count : kMostThreads;
 }
 
@@ -174,6 +175,9 @@ bool summon(void (*run)(void*, int), void* self, int members) {
 }
 
 }  // namespace mill
+
+// How many threads the caller's thread may use from now on, whatever torch has been told; 0: as torch.
+extern "C" void modelmill_team(int64_t count) { mill::told = static_cast<int>(count); }
 
 // Hands over omp_get_max_threads, GOMP_parallel and omp_get_thread_num of the OpenMP runtime in use, null for none:
 // torch.set_num_threads decides for us too.
