@@ -19,7 +19,7 @@ HOSTS = ("http://www.w3.org/2000/svg",)  # a name, not an address
 
 
 def call(running: Running, path: str, method: str = "GET", limits: Limits | None = None, **headers: str) -> Response:
-    service = Service(running.service.engines, limits or Limits())
+    service = Service(running.service.engines, limits or Limits(), metrics=running.service.metrics)
     try:
         return asyncio.run(Client(make_app(service)).call(method, path, headers=headers))
     finally:
