@@ -367,15 +367,15 @@ def _inserted(
             high = min(insert.position + insert.length, seq.computed + count)
             if low >= high:
                 continue
-            found.append(_rows_of(insert)[low - insert.position : high - insert.position].cpu())
+            found.append(_rows_of(insert)[low - insert.position : high - insert.position].to(device))
             at = start - seq.computed
             places.append(torch.arange(at + low, at + high))
             mask[at + low : at + high] = True
         start += count
     if not found:
         return None, None
-    # what is text needs no way to the device
-    rows = torch.cat(found).to(device)
+    # what is text needs no way to the device, nor what the eyes have left there
+    rows = torch.cat(found)
     embeds = torch.zeros(tokens, rows.shape[1], dtype=rows.dtype, device=device)
     embeds[torch.cat(places).to(device)] = rows
     return embeds, mask.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ _log = log.get(__name__)
 BATCH = 16
 SIZES = (1, 2, 4, 8, BATCH)
 KEPT_BYTES = 64 << 20
+LENT_BYTES = 192 << 20
 Key = tuple[str, str]
 """A request's cache_salt and a picture's digest."""
 
@@ -56,6 +58,7 @@ class Eyes:
         self._graphs: dict[int, _Graph] | None = {} if graphs else None
         self._kept: OrderedDict[Key, torch.Tensor] = OrderedDict()
         self._room = kept_bytes
+        self._lent: list[weakref.ref[torch.Tensor]] = []
 
     @property
     def kept(self) -> int:
@@ -86,10 +89,22 @@ class Eyes:
 
     @torch.inference_mode()
     def read(self, pictures: Sequence[Any]) -> list[torch.Tensor]:
-        """Pictures [S, S, 3] uint8 → embeddings [length, H] on the CPU, where the packer takes them from."""
+        """Pictures [S, S, 3] uint8 → embeddings [length, H].
+
+        They stay on the device, so that nobody waits for them, up to LENT_BYTES; more go to the CPU: requests that wait
+        may be many.
+        """
         # a stack is a copy: pictures that came from another process may not be written to
         batch = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
-        return list(self._seen(batch)[: len(pictures)].cpu())
+        found = self._seen(batch)[: len(pictures)]
+        self._lent = [each for each in self._lent if each() is not None]
+        size = found[0].numel() * found.itemsize
+        if (len(self._lent) + len(pictures)) * size > LENT_BYTES:
+            return list(found.cpu())
+        # each by itself: a view would keep the whole batch
+        told = [each.clone() for each in found]
+        self._lent += map(weakref.ref, told)
+        return told
 
     def _seen(self, batch: torch.Tensor) -> torch.Tensor:
         """Pictures [B, S, S, 3] uint8 → embeddings [at least B, 32, hidden] on the device."""

@@ -334,7 +334,7 @@ class Runner:
         work = schedule.work
         if self.graphs is None or self.tapped or len(found.seqs) != len(work) or schedule.forks or found.prompts:
             return False
-        if any(count != 1 for _, count in work) or any(s.request.inserts and s.outputs == 0 for s, _ in work):
+        if any(count != 1 for _, count in work) or any(_foreign(s) for s, _ in work):
             return False
         return len(work) <= self.graphs.largest
 
@@ -386,6 +386,11 @@ class Runner:
             top = min(seq.request.params.prompt_logprobs or 0, logits.shape[1])
             flight.prompted.append(Prompted(seq, logprobs.table(logits[start : start + count], chosen, top)))
             start += count
+
+
+def _foreign(seq: Sequence) -> bool:
+    """Whether the next token brings an embedding of its own, which no graph takes."""
+    return any(insert.position + insert.length > seq.computed for insert in seq.request.inserts)
 
 
 def _pooled(found: _Rows, states: torch.Tensor) -> list[Pooled]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from modelmill.core.config import RunConfig
 from modelmill.core.types import Insert, Request, SamplingParams
+from modelmill.eval.subjects import greedy_request
 from modelmill.nn.still import Still
 from modelmill.nn.trial import draw_weights
 from modelmill.ops.shelf import Ops, resolve
 from modelmill.runtime.eyes import BATCH, Eyes
+from modelmill.runtime.graph import Graphs
 from modelmill.runtime.load import build
+from modelmill.runtime.loop import Loop
 from modelmill.weights import held
 
 SIDE, QUERIES, WIDTH = 4, 2, 3
@@ -73,6 +79,20 @@ def test_only_the_latest_stay() -> None:
         eyes.see([asked(picture(value))])
     assert model.batches == [1, 1, 1, 1], "two have room; 1 was forgotten"
     assert eyes.kept == 2 * QUERIES * WIDTH * 4
+
+
+def test_what_is_lent_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = QUERIES * WIDTH * 4
+    monkeypatch.setattr("modelmill.runtime.eyes.LENT_BYTES", 3 * size)
+    eyes = Eyes(Looking(), resolve("cpu"), "cpu")
+    first = eyes.read([picture(1), picture(2)])
+    assert len(eyes._lent) == 2
+    more = eyes.read([picture(3), picture(4)])
+    assert len(eyes._lent) == 2, "these went to the CPU"
+    assert [float(each[0, 0]) for each in (*first, *more)] == [1, 2, 3, 4]
+    del first
+    again = eyes.read([picture(5), picture(6), picture(7)])
+    assert len(eyes._lent) == len(again) == 3
 
 
 def config_of(sizes: dict[str, dict[str, int]]) -> dict[str, Any]:
@@ -169,3 +189,26 @@ def test_an_op_that_waits_for_the_host_is_launched_instead(caplog: pytest.LogCap
         found = Eyes(model, ops, "cuda", graphs=True).read(shown(1, 56))
     assert torch.equal(found[0], wanted[0])
     assert "without CUDA graphs" in caplog.text
+
+
+def answered(graphs: bool) -> list[int | None]:
+    """Tokens of two requests with a picture each."""
+    config = config_of(TINY)
+    run = RunConfig(kv_cache_bytes=1 << 22, max_model_len=128, device="cuda", cuda_graphs=graphs)
+    loop = Loop(moved(drawn(config), config, torch.bfloat16), run, max_model_len=128)
+    tokens: list[int | None] = []
+    for number, each in enumerate(shown(2, 56)):
+        request = greedy_request(str(number), [*range(1, 20), *[0] * 8, *range(20, 40)], 12)
+        loop.add(replace(request, inserts=(Insert(19, 8, str(number), each.numpy()),)))
+        while loop.has_work:
+            tokens += [token.id for token in loop.step()]
+    return tokens
+
+
+@pytest.mark.gpu
+def test_an_answer_after_a_picture_is_decoded_by_graphs() -> None:
+    with mock.patch.object(Graphs, "replay", autospec=True, side_effect=Graphs.replay) as replayed:
+        found = answered(graphs=True)
+    assert replayed.call_count >= 2 * 11, "all tokens but the first of each answer"
+    assert found == answered(graphs=False)
+    assert len(found) == 24
