@@ -44,6 +44,18 @@ __device__ inline float high(u32 pair) {
 #endif
 }
 
+// Products of pairs, rounded once: of two 16-bit numbers that is what float32 and a rounding give.
+__device__ inline u32 times(u32 a, u32 b) {
+    u32 both;
+    asm("mul.rn." TYPE "x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+}
+
+// The larger sizes of two pairs: without their signs, numbers are in the order of their bits.
+__device__ inline u32 larger_sizes(u32 a, u32 b) {
+    return __vmaxu2(a, b & 0x7FFF7FFFu);
+}
+
 __device__ inline float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
@@ -72,34 +84,28 @@ __device__ inline u32 bytes(float a, float b, float c, float d) {
 
 // What a thread keeps of its 16 columns of the values.
 struct Columns {
-    u32 place[8]; // offsets in shared memory of two columns each; 0xFFFF: none, which is put out as 0
+    u32 place[8]; // offsets in a row of two columns each; of a column that is none, that of the zero behind it
     float factor[EACH ? 16 : 1], zero[SHIFT ? 16 : 1];
 };
 
-__device__ inline u32 pair_of(const Columns &kept, const unsigned char *row, int i, float by, float most, float &a, float &b) {
-    const u32 first = kept.place[i] & 0xFFFF, second = kept.place[i] >> 16;
-    const bool here = first != 0xFFFF, there = second != 0xFFFF;
-    a = low(*reinterpret_cast<const u16 *>(row + (here ? first : 0)));
-    b = low(*reinterpret_cast<const u16 *>(row + (there ? second : 0)));
-    a *= EACH ? kept.factor[EACH ? 2 * i : 0] : by;
-    b *= EACH ? kept.factor[EACH ? 2 * i + 1 : 0] : by;
+// A column of the values, not yet a byte.
+__device__ inline float column(const Columns &kept, const unsigned char *row, int i, float by, float most) {
+    const u32 offset = i % 2 == 0 ? kept.place[i / 2] & 0xFFFF : kept.place[i / 2] >> 16;
+    const float y = low(*reinterpret_cast<const u16 *>(row + offset));
+    const float factor = EACH ? kept.factor[EACH ? i : 0] : by;
 #ifdef FP8
-    a = here ? fminf(fmaxf(a, -most), most) : 0.0f, b = there ? fminf(fmaxf(b, -most), most) : 0.0f;
+    return fminf(fmaxf(y * factor, -most), most);
 #else
+    // From 2²³ to 2²⁴ a float32 is a whole number, with 1 in its last bit: what is put there is rounded half to even.
     const float whole = 12582912.0f;
-    a = __fadd_rn(a, whole), b = __fadd_rn(b, whole);
-    if (SHIFT) a += kept.zero[SHIFT ? 2 * i : 0], b += kept.zero[SHIFT ? 2 * i + 1 : 0];
-    if (!TOKEN) {
-        a = fminf(fmaxf(a, whole - most - SHIFT), whole + most);
-        b = fminf(fmaxf(b, whole - most - SHIFT), whole + most);
-    }
-    a = here ? a : whole, b = there ? b : whole;
+    float raised = __fmaf_rn(y, factor, whole);
+    if (SHIFT) raised += kept.zero[SHIFT ? i : 0];
+    return TOKEN ? raised : fminf(fmaxf(raised, whole - most - SHIFT), whole + most);
 #endif
-    return 0;
 }
 
 extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __grid_constant__ Work work) {
-    __shared__ __align__(16) unsigned char rows[2][WIDTH * 2];
+    __shared__ __align__(16) unsigned char rows[2][WIDTH * 2 + 16]; // behind a row stands a zero
     __shared__ float sums[2][WARPS], tops[2][WARPS];
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
     const bool reads = t < READERS, writes = t < WRITERS;
@@ -112,12 +118,13 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         u32 both = 0;
         for (int j = 0; j < 2; ++j) {
             const int column = 16 * t + 2 * i + j, from = writes ? work.order[column] : -1;
-            both |= (from < 0 ? 0xFFFFu : static_cast<u32>(2 * from)) << (16 * j);
-            if (EACH) kept.factor[EACH ? 2 * i + j : 0] = writes ? work.factor[column] : 0.0f;
-            if (SHIFT) kept.zero[SHIFT ? 2 * i + j : 0] = writes ? static_cast<float>(work.zero[column]) : 0.0f;
+            both |= static_cast<u32>(2 * (from < 0 ? WIDTH : from)) << (16 * j);
+            if (EACH) kept.factor[EACH ? 2 * i + j : 0] = from < 0 ? 0.0f : work.factor[column];
+            if (SHIFT) kept.zero[SHIFT ? 2 * i + j : 0] = from < 0 ? 0.0f : static_cast<float>(work.zero[column]);
         }
         kept.place[i] = both;
     }
+    if (t < 2) *reinterpret_cast<u32 *>(rows[t] + WIDTH * 2) = 0;
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const float fixed = TOKEN || EACH ? 1.0f : work.factor[0];
     uint4 x0 = nothing, x1 = nothing, r0 = nothing, r1 = nothing;
@@ -151,13 +158,13 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         for (int i = 0; i < WARPS; ++i) sum += sums[turn][i];
         const float spread = rsqrtf(sum / WIDTH + work.eps);
         const u32 w[8] = {scale0.x, scale0.y, scale0.z, scale0.w, scale1.x, scale1.y, scale1.z, scale1.w};
-        float top = 0.0f;
+        u32 tops_here = 0;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            v[i] = rounded_pair(low(v[i]) * spread, high(v[i]) * spread);
-            v[i] = rounded_pair(low(v[i]) * low(w[i]), high(v[i]) * high(w[i]));
-            if (TOKEN) top = fmaxf(top, fmaxf(fabsf(low(v[i])), fabsf(high(v[i]))));
+            v[i] = times(rounded_pair(low(v[i]) * spread, high(v[i]) * spread), w[i]);
+            if (TOKEN) tops_here = larger_sizes(tops_here, v[i]);
         }
+        float top = fmaxf(low(tops_here), high(tops_here));
         if (reads) {
             reinterpret_cast<uint4 *>(rows[turn])[t] = make_uint4(v[0], v[1], v[2], v[3]);
             reinterpret_cast<uint4 *>(rows[turn])[READERS + t] = make_uint4(v[4], v[5], v[6], v[7]);
@@ -178,9 +185,8 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         u32 out[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float a, b, c, d;
-            pair_of(kept, rows[turn], 2 * i, by, work.most, a, b);
-            pair_of(kept, rows[turn], 2 * i + 1, by, work.most, c, d);
+            const float a = column(kept, rows[turn], 4 * i, by, work.most), b = column(kept, rows[turn], 4 * i + 1, by, work.most);
+            const float c = column(kept, rows[turn], 4 * i + 2, by, work.most), d = column(kept, rows[turn], 4 * i + 3, by, work.most);
 #ifdef FP8
             out[i] = fp8_pair(a, b) | fp8_pair(c, d) << 16;
 #else
