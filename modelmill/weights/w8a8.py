@@ -118,8 +118,11 @@ class Held:
         """The product with activations as they are."""
         return ops.int8_linear(x, self.weight, self.scale, bias)
 
-    def gated(self, x: torch.Tensor | Quantized, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:  # noqa: ARG002
-        return None
+    def gated(self, x: torch.Tensor | Quantized, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
+        if isinstance(x, torch.Tensor) or ops.gated8_linear is None:
+            return None
+        x_scale = self.input_scale if x.scale is None else x.scale
+        return ops.gated8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] as it is multiplied: rounded to 8 bits and back, in x's dtype."""

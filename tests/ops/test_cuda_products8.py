@@ -80,6 +80,26 @@ def test_fp8(form: products8.Form, rows: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 129, 1000])
+def test_gated(form: products8.Form, rows: int) -> None:
+    """Halves that no tile divides; a gate that is far below 0, and one far above."""
+    _need()
+    if form[1] < 64:
+        pytest.skip("too narrow for two halves")
+    for k, inner, dtype in ((592, 72, torch.float32), (1040, 520, torch.bfloat16), (4096, 1032, torch.float16)):
+        args = w8a8_linear.drawn(rows, k, 2 * inner, device="cuda", outliers=300.0) | {"dtype": dtype}
+        args["bias"] = torch.randn(2 * inner, device="cuda", dtype=dtype) if inner == 520 else None
+        plain = _run(args, form=form)
+        gate, up = plain.double().chunk(2, -1)
+        right = torch.nn.functional.silu(gate) * up
+        mine = _run(args, form=form, gated=True)
+        assert mine.shape == right.shape
+        eps = 2.0**-20 + torch.finfo(dtype).eps
+        assert bool(((mine.double() - right).abs() <= eps * right.abs() + 1e-6).all())
+
+
+@pytest.mark.gpu
 def test_long_sums_do_not_overflow() -> None:
     _need()
     x = torch.full((130, 40_000), 127, dtype=torch.int8, device="cuda")
@@ -112,9 +132,10 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
 
 
 def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
-    assert products8.chosen(4096, 12288, 132) == (2, 128, 1, 0)
+    assert products8.chosen(8192, 12288, 132) == (1, 256, 0, 1)
     down, across, _ = products8.FORMS[products8.chosen(65, 4096, 132)]
     assert down * across < 128 * 128
+    assert products8.chosen(65, 64, 132, True)[1] >= 64
     for form in products8.FORMS:
         assert products8._shared(form) <= products8.SHARED_BYTES
         assert products8._stages(form) >= 4
@@ -124,7 +145,8 @@ def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_compile_without_spills(form: products8.Form, tmp_path: Path) -> None:
     kind, dtype = (torch.float8_e4m3fn, torch.float16) if form[1] == 64 else (torch.int8, torch.bfloat16)
-    macros = [f"-D{m}" for m in products8.macros(form, kind, dtype)]
+    gated = form[1] >= 64
+    macros = [f"-D{m}" for m in products8.macros(form, kind, dtype, ("BIAS=1", f"GATED={int(gated)}"))]
     target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *macros]
     command = [str(NVCC), "-cubin", *target, "-o", str(tmp_path / "out"), str(build.FOLDER / "products8.cu")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -7,20 +7,31 @@
 // they share a tile, each half of its rows. With PAIR two blocks are a cluster: their tiles lie below each other, and each
 // brings half of the rows of w for both, without which the second-level cache could not feed the tensor cores.
 //
+// With GATED the rows of w are a gate's and then as many of "up": a tile has both halves of its columns, and
+// silu(gate) · up is stored, out [tokens, n / 2].
+//
 // Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 192, 256), TAKE_TURNS (0, 1), PAIR (0, 1),
-// STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
+// GATED (0, 1), BIAS (0, 1), STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
 #include "hopper8.cuh"
+
+#ifndef BIAS
+#define BIAS 0
+#endif
+#ifndef GATED
+#define GATED 0
+#endif
 
 constexpr int THREADS = 384, WORKERS = 2, SLAB = 128;
 constexpr int MY_ROWS = 64 * MT, BM = TAKE_TURNS ? MY_ROWS : WORKERS * MY_ROWS;
 constexpr u32 X_BYTES = BM * SLAB, STAGE_BYTES = X_BYTES + BN * SLAB, EIGHT = 1024; // EIGHT: 8 rows of 128 bytes
 constexpr int READERS = (TAKE_TURNS ? 4 : 8) << PAIR; // warps that read a stage
 constexpr int HIGH = BM << PAIR;                      // rows of x of a tile, or of the two of a cluster
+constexpr int TURN = 1;                               // named barriers, one a worker: whose turn it is
 constexpr int BAND = 2048 / HIGH;                     // of them that are served together, while they lie in the cache
 
 struct Work {
     const float *scale, *x_scale;
-    const void *bias; // of the output's type, or null
+    const void *bias; // of the output's type
     void *out;
     int tokens, n, slabs, each; // each: whether x_scale is one a token; else one for all
 };
@@ -38,18 +49,24 @@ __device__ inline void place(const Work &work, int index, int &row, int &column)
     const int band = index / (BAND * across), left = index - band * BAND * across;
     const int high = down - band * BAND < BAND ? down - band * BAND : BAND;
     row = (band * BAND + left % high) * HIGH + (PAIR ? rank_in_cluster() * BM : 0);
-    column = left / high * BN;
+    column = left / high * (GATED ? BN / 2 : BN);
 }
 
 __device__ inline int tiles(const Work &work) { return ((work.tokens + HIGH - 1) / HIGH) * ((work.n + BN - 1) / BN); }
 __device__ inline int first_tile() { return blockIdx.x >> PAIR; }
 __device__ inline int next_tile(int index) { return index + (gridDim.x >> PAIR); }
 
-// Rows of w of a slab into a stage: all, or this block's half for both.
-__device__ inline void load_weights(u32 target, const TensorMap &map, u32 full, int slab, int column) {
+// Rows of w of a slab into a stage: all, or this block's half for both. The halves of a gated tile are the gate's rows
+// and those of up.
+__device__ inline void load_weights(u32 target, const TensorMap &map, u32 full, const Work &work, int slab, int column) {
+    constexpr int HALF_ROWS = BN / 2;
+    [[maybe_unused]] const int second = column + (GATED ? work.n / 2 : HALF_ROWS);
 #if PAIR
-    const int half = rank_in_cluster() * (BN / 2);
-    load_box_for_both(target + X_BYTES + half * SLAB, map, full, slab * SLAB, column + half);
+    const int half = rank_in_cluster();
+    load_box_for_both(target + X_BYTES + half * HALF_ROWS * SLAB, map, full, slab * SLAB, half ? second : column);
+#elif GATED
+    load_box(target + X_BYTES, map, full, slab * SLAB, column);
+    load_box(target + X_BYTES + HALF_ROWS * SLAB, map, full, slab * SLAB, second);
 #else
     load_box(target + X_BYTES, map, full, slab * SLAB, column);
 #endif
@@ -84,7 +101,7 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
     for (int slab = 0; slab < ahead; ++slab) {
         const u32 full = shared_address(&barriers.full[slab]);
         arrive_expecting(full, STAGE_BYTES);
-        load_weights(base + slab * STAGE_BYTES, w_map, full, slab, column);
+        load_weights(base + slab * STAGE_BYTES, w_map, full, work, slab, column);
     }
     enter();
     for (int slab = 0; slab < ahead; ++slab)
@@ -98,7 +115,7 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
             wait(shared_address(&barriers.empty[stage]), parity);
             arrive_expecting(full, STAGE_BYTES);
             load_box(target, x_map, full, slab * SLAB, row);
-            load_weights(target, w_map, full, slab, column);
+            load_weights(target, w_map, full, work, slab, column);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
@@ -107,24 +124,6 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
 __device__ inline float2 read_pair(const float *from) {
     float2 got;
     asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(got.x), "=f"(got.y) : "l"(from));
-    return got;
-}
-
-__device__ inline float2 bias_pair(const Work &work, int column) {
-    float2 got = {0.0f, 0.0f};
-    if (work.bias == nullptr) return got;
-#ifdef WIDE
-    got = read_pair(static_cast<const float *>(work.bias) + column);
-#else
-    const u32 both = *reinterpret_cast<const u32 *>(static_cast<const unsigned short *>(work.bias) + column);
-#ifdef HALF
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(got.x), "=f"(got.y)
-        : "r"(both));
-#else
-    got.x = __uint_as_float(both << 16), got.y = __uint_as_float(both & 0xFFFF0000u);
-#endif
-#endif
     return got;
 }
 
@@ -138,9 +137,58 @@ __device__ inline void exchange(u32 (&w)[4], int q) {
     else w[2] = a, w[3] = b;
 }
 
-// A warpgroup's 64 rows from ``row``, BN columns from ``column``.
-__device__ inline void store(const Work &work, Sum (&d)[BN / 2], int row, int column) {
-    const int lane = threadIdx.x % 32, q = lane % 4;
+__device__ inline float2 unpacked(u32 both) {
+    float2 got;
+#ifdef HALF
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+        : "=f"(got.x), "=f"(got.y)
+        : "r"(both));
+#else
+    got.x = __uint_as_float(both << 16), got.y = __uint_as_float(both & 0xFFFF0000u);
+#endif
+    return got;
+}
+
+__device__ inline float2 bias_pair(const Work &work, int column) {
+#ifdef WIDE
+    return read_pair(static_cast<const float *>(work.bias) + column);
+#else
+    return unpacked(*reinterpret_cast<const u32 *>(static_cast<const unsigned short *>(work.bias) + column));
+#endif
+}
+
+// Of two neighbouring sums.
+__device__ inline float2 scaled(Sum a, Sum b, float by, float2 scale) {
+    return {static_cast<float>(a) * by * scale.x, static_cast<float>(b) * by * scale.y};
+}
+
+__device__ inline float2 rounded(float2 v) {
+#ifdef WIDE
+    return v;
+#else
+    return unpacked(rounded_pair(v.x, v.y));
+#endif
+}
+
+__device__ inline float gated(float gate, float up) {
+    return __fdividef(gate, 1.0f + exp2_fast(-1.44269504f * gate)) * up;
+}
+
+constexpr int EIGHTS = BN / 8, WIDTH = GATED ? BN / 2 : BN; // of a tile: eights of columns; columns of out
+
+__device__ inline int columns_of(const Work &work) { return GATED ? work.n / 2 : work.n; }
+
+// Of this thread's two columns in an eight of the tile at ``column``: their row of w. What lies past the end repeats the
+// last one.
+__device__ inline int row_of(const Work &work, int column, int eight) {
+    const int up = GATED && eight >= EIGHTS / 2, columns = columns_of(work);
+    const int at = column + 8 * (eight - up * (EIGHTS / 2)) + 2 * (threadIdx.x % 4);
+    return (at < columns ? at : columns - 2) + up * columns;
+}
+
+// A warpgroup's 64 rows from ``row``; columns of out from ``column``.
+__device__ inline void store(const Work &work, Sum (&d)[BN / 2], const float2 (&scale)[EIGHTS], int row, int column) {
+    const int lane = threadIdx.x % 32, q = lane % 4, columns = columns_of(work);
     const int first = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
     float by[2];
 #pragma unroll
@@ -148,39 +196,45 @@ __device__ inline void store(const Work &work, Sum (&d)[BN / 2], int row, int co
         const int token = first + 8 * half;
         by[half] = work.x_scale[work.each && token < work.tokens ? token : 0];
     }
-#pragma unroll
-    for (int four = 0; four < BN / 32; ++four) {
-#ifndef WIDE
-        u32 words[2][4];
+    auto sums = [&](int eight, int half) {
+        float2 v = scaled(d[4 * eight + 2 * half], d[4 * eight + 2 * half + 1], by[half], scale[eight]);
+#if BIAS
+        const float2 bias = bias_pair(work, row_of(work, column, eight));
+        v.x += bias.x, v.y += bias.y;
 #endif
+        return v;
+    };
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int at = column + 32 * four + 8 * j + 2 * q, i = 4 * (4 * four + j);
-            float2 scale = {0.0f, 0.0f}, bias = {0.0f, 0.0f};
-            if (at < work.n) scale = read_pair(work.scale + at), bias = bias_pair(work, at);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float a = static_cast<float>(d[i + 2 * half]) * by[half] * scale.x + bias.x;
-                const float b = static_cast<float>(d[i + 2 * half + 1]) * by[half] * scale.y + bias.y;
-#ifdef WIDE
-                const int token = first + 8 * half;
-                if (token < work.tokens && at < work.n)
-                    *reinterpret_cast<float2 *>(static_cast<float *>(work.out) + u64(token) * work.n + at) = {a, b};
-#else
-                words[half][j] = rounded_pair(a, b);
-#endif
-            }
-        }
-#ifndef WIDE
+    for (int four = 0; four < WIDTH / 32; ++four) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            exchange(words[half], q);
-            const int token = first + 8 * half, at = column + 32 * four + 8 * q;
-            const uint4 eight = {words[half][0], words[half][1], words[half][2], words[half][3]};
-            if (token < work.tokens && at < work.n)
-                *reinterpret_cast<uint4 *>(static_cast<unsigned short *>(work.out) + u64(token) * work.n + at) = eight;
-        }
+            const int token = first + 8 * half;
+#ifndef WIDE
+            u32 words[4];
 #endif
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float2 v = sums(4 * four + j, half);
+#if GATED
+                const float2 gate = rounded(v), up = rounded(sums(4 * four + j + EIGHTS / 2, half));
+                v = {gated(gate.x, up.x), gated(gate.y, up.y)};
+#endif
+#ifdef WIDE
+                const int at = column + 32 * four + 8 * j + 2 * q;
+                if (token < work.tokens && at < columns)
+                    *reinterpret_cast<float2 *>(static_cast<float *>(work.out) + u64(token) * columns + at) = v;
+#else
+                words[j] = rounded_pair(v.x, v.y);
+#endif
+            }
+#ifndef WIDE
+            exchange(words, q);
+            const int at = column + 32 * four + 8 * q;
+            const uint4 eight = {words[0], words[1], words[2], words[3]};
+            if (token < work.tokens && at < columns)
+                *reinterpret_cast<uint4 *>(static_cast<unsigned short *>(work.out) + u64(token) * columns + at) = eight;
+#endif
+        }
     }
 }
 
@@ -188,9 +242,17 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
     const u32 base = shared_address(shared) + (TAKE_TURNS ? 0 : worker * MY_ROWS * SLAB);
     const int count = tiles(work);
     Sum d[MT][BN / 2];
+    float2 scale[EIGHTS];
     int turn = 0;
+    // Whoever waits for a stage must have seen it filled the time before: nobody begins before the other has read all
+    // that lies in front.
+    if (TAKE_TURNS && worker == 1) pass(TURN, 256);
     for (int index = first_tile(); index < count; index = next_tile(index), ++turn) {
         if (TAKE_TURNS && turn % WORKERS != worker) continue;
+        if (TAKE_TURNS) meet(TURN + worker, 256);
+        int row, column;
+        place(work, index, row, column);
+        if (!TAKE_TURNS) row += worker * MY_ROWS;
         const int before = turn * work.slabs;
         int stage = before % STAGES, last = 0;
         u32 parity = before / STAGES % 2;
@@ -214,15 +276,15 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
             last = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
+        if (TAKE_TURNS && next_tile(index) < count) pass(TURN + 1 - worker, 256);
+#pragma unroll
+        for (int eight = 0; eight < EIGHTS; ++eight) scale[eight] = read_pair(work.scale + row_of(work, column, eight));
         products_wait<0>();
 #pragma unroll
         for (int m = 0; m < MT; ++m) changed(d[m]);
         release(barriers.empty[last]);
-        int row, column;
-        place(work, index, row, column);
-        if (!TAKE_TURNS) row += worker * MY_ROWS;
 #pragma unroll
-        for (int m = 0; m < MT; ++m) store(work, d[m], row + 64 * m, column);
+        for (int m = 0; m < MT; ++m) store(work, d[m], scale, row + 64 * m, column);
     }
 }
 

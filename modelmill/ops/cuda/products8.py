@@ -17,15 +17,15 @@ THREADS, SLAB, BARRIER_BYTES, SHARED_BYTES = 384, 128, 16, 227 << 10
 Form = tuple[int, int, int, int]  # MT, BN, TAKE_TURNS, PAIR
 # A tile's rows of x and of w, and what a multiprocessor makes of it beside the largest.
 FORMS: dict[Form, tuple[int, int, float]] = {
-    (2, 128, 1, 0): (128, 128, 1.0),
-    (1, 256, 0, 0): (128, 256, 1.0),
-    (1, 128, 1, 0): (64, 128, 0.85),
-    (1, 64, 1, 0): (64, 64, 0.6),
-    (1, 32, 1, 0): (64, 32, 0.4),
-    (1, 256, 0, 1): (128, 256, 0.1),
-    (1, 192, 0, 1): (128, 192, 0.1),
-    (2, 128, 1, 1): (128, 128, 0.1),
-    (2, 128, 0, 1): (256, 128, 0.1),
+    (1, 256, 0, 1): (128, 256, 1.0),
+    (1, 192, 0, 1): (128, 192, 0.9),
+    (2, 128, 0, 1): (256, 128, 0.9),
+    (2, 128, 1, 1): (128, 128, 0.85),
+    (1, 256, 0, 0): (128, 256, 0.8),
+    (2, 128, 1, 0): (128, 128, 0.7),
+    (1, 128, 1, 0): (64, 128, 0.5),
+    (1, 64, 1, 0): (64, 64, 0.35),
+    (1, 32, 1, 0): (64, 32, 0.25),
 }
 
 
@@ -34,7 +34,7 @@ def available(kind: str) -> str | None:
     reason = build.available(kind)
     if reason is None:
         try:
-            build.compiled("products8", macros((2, 128, 1, 0), torch.int8, torch.bfloat16))
+            build.compiled("products8", macros((1, 256, 0, 1), torch.int8, torch.bfloat16))
         except MissingDependency as problem:
             reason = str(problem)
     return reason
@@ -65,38 +65,43 @@ def run(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     *,
+    gated: bool = False,
     form: Form | None = None,
 ) -> torch.Tensor:
-    """(x · weightᵀ) · x_scale · scale (+ bias), [T, N] of ``dtype``; x_scale [T] or [1]."""
+    """(x · weightᵀ) · x_scale · scale (+ bias), [T, N] of ``dtype``; x_scale [T] or [1].
+
+    gated: silu(first half) · second half of that, [T, N / 2]; N is a multiple of 16.
+    """
     (tokens, k), n = x.shape, weight.shape[0]
-    out = torch.empty((tokens, n), dtype=dtype, device=x.device)
+    out = torch.empty((tokens, n // 2 if gated else n), dtype=dtype, device=x.device)
     device = x.get_device()
-    form = form or chosen(tokens, n, launch.multiprocessors(device))
+    form = form or chosen(tokens, n, launch.multiprocessors(device), gated)
     down, across, _ = FORMS[form]
     blocks = min(_tiles(form, tokens, n) << form[3], launch.multiprocessors(device) >> form[3] << form[3])
     pointers = (scale.data_ptr(), x_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
     work = struct.pack("=4Q4i", *pointers, tokens, n, -(-k // SLAB), x_scale.numel() > 1)
+    told = (*([] if bias is None else ["BIAS=1"]), *(["GATED=1"] if gated else []))
+    halves = gated or bool(form[3])  # of a tile of the weight, each with a copy of its own
     with torch.cuda.device(device):
-        _kernel(form, x.dtype, dtype, device).launch(
-            blocks, _map(x, down), _map(weight, across >> form[3]), work, early=True
-        )
+        kernel = _kernel(form, x.dtype, dtype, told, device)
+        kernel.launch(blocks, _map(x, down), _map(weight, across >> halves), work, early=True)
     return out
 
 
 @functools.cache
-def _kernel(form: Form, kind: torch.dtype, dtype: torch.dtype, device: int) -> launch.Kernel:
-    return launch.kernel("products8", "products8", macros(form, kind, dtype), THREADS, _shared(form), device)
+def _kernel(form: Form, kind: torch.dtype, dtype: torch.dtype, told: tuple[str, ...], device: int) -> launch.Kernel:
+    return launch.kernel("products8", "products8", macros(form, kind, dtype, told), THREADS, _shared(form), device)
 
 
 @functools.lru_cache(4096)
-def chosen(tokens: int, n: int, processors: int) -> Form:
-    """The form whose rounds of tiles take the least time."""
+def chosen(tokens: int, n: int, processors: int, gated: bool = False) -> Form:
+    """The form whose rounds of tiles take the least time; a gated one stores 32 columns of out at a time, or more."""
 
     def cost(form: Form) -> float:
         down, across, rate = FORMS[form]
         return -(-_tiles(form, tokens, n) // (processors >> form[3])) * down * across / rate
 
-    return min(FORMS, key=cost)
+    return min((form for form in FORMS if not gated or form[1] >= 64), key=cost)
 
 
 def _tiles(form: Form, tokens: int, n: int) -> int:
@@ -105,11 +110,11 @@ def _tiles(form: Form, tokens: int, n: int) -> int:
     return -(-tokens // (down << form[3])) * -(-n // across)
 
 
-def macros(form: Form, kind: torch.dtype, dtype: torch.dtype) -> tuple[str, ...]:
-    """Of the kernel for inputs of ``kind`` and outputs of ``dtype``."""
+def macros(form: Form, kind: torch.dtype, dtype: torch.dtype, told: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Of the kernel for inputs of ``kind`` and outputs of ``dtype``; told: BIAS=1, GATED=1."""
     mt, bn, turns, pair = form
     sizes = (f"MT={mt}", f"BN={bn}", f"TAKE_TURNS={turns}", f"PAIR={pair}")
-    return (*sizes, f"STAGES={_stages(form)}", *KINDS[kind], *OUTPUTS[dtype])
+    return (*sizes, f"STAGES={_stages(form)}", *KINDS[kind], *OUTPUTS[dtype], *told)
 
 
 def _stages(form: Form) -> int:

@@ -11,7 +11,7 @@ from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import knows_fp8
 from modelmill.ops.triton.linear import tile
-from modelmill.ops.triton.products8 import tile8, vector8
+from modelmill.ops.triton.products8 import tile8, vector8, words
 from modelmill.ops.triton.sizes import Chosen, Key, Sizes
 from modelmill.ops.triton.sizes import key_of as key_of
 
@@ -62,7 +62,7 @@ def run(
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     if x_scale is None:
         tile(x, weight, scale, bias, out)
-    elif x.shape[0] == 1:
+    elif words(x, weight):
         vector8(x, weight, scale, x_scale, bias, out, chosen)
     else:
         tile8(x, weight, scale, x_scale, bias, out, chosen)

@@ -1,8 +1,9 @@
 """Products of 8-bit activations with 8-bit weights: int8 in whole numbers, fp8 with sums in float32.
 
-One token: ``vector8`` holds a few whole rows of the weight in flight; of int8 it multiplies four in an instruction. No
-tensor core. Otherwise ``tile8``: tensor cores, the weight as the left operand, so that its rows fill an instruction
-that a few tokens would leave empty. Scales and bias come in once, in float32, before the one rounding.
+One token: ``vector8`` holds a few whole rows of the weight in flight, in words of four values; of int8 it multiplies
+such in one instruction. No tensor core. Otherwise ``tile8``: tensor cores, the weight as the left operand, so that its
+rows fill an instruction that a few tokens would leave empty. Scales and bias come in once, in float32, before the one
+rounding.
 """
 
 from __future__ import annotations
@@ -103,6 +104,17 @@ def _multiplied(w, x, total, WHOLE: tl.constexpr):
         return tl.dot(w, x, total, max_num_imprecise_acc=128)
 
 
+def words(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether rows are whole words of four values, at addresses of such: what ``vector8`` reads."""
+    return (
+        x.shape[1] % 4 == 0
+        and x.shape[0] == 1
+        and weight.is_contiguous()
+        and x.data_ptr() % 4 == 0
+        and weight.data_ptr() % 4 == 0
+    )
+
+
 def vector8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -112,38 +124,36 @@ def vector8(
     out: torch.Tensor,
     chosen: Chosen | None = None,
 ) -> None:
-    """The same for x [1, K]; int8: K a multiple of 4, rows of x and weight packed and at addresses in fours."""
-    n, k = weight.shape
-    picked = None if chosen is None else chosen.get(sizes.key_of(x, weight))
+    """The same for x [1, K], where ``words`` says so."""
+    n, k = weight.shape[0], weight.shape[1] // 4
     whole = x.dtype is torch.int8
-    if whole:
-        x, weight, k = x.view(torch.int32), weight.view(torch.int32), k // 4
+    picked = None if chosen is None else chosen.get(sizes.key_of(x, weight))
     rows, block, warps = picked or strip8(n, weight.shape[1], whole)
     block = min(block, power_of_two(max(k, 8)))
     _vector8[(triton.cdiv(n, rows),)](
-        x, weight, scale, x_scale, x if bias is None else bias, out, n, k, weight.stride(0),
+        x.view(torch.int32), weight.view(torch.int32), scale, x_scale, x if bias is None else bias, out, n, k,
         BIAS=bias is not None, WHOLE=whole, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0, ONCE=k <= block,
         BLOCK_N=rows, BLOCK_K=block, num_warps=max(1, min(warps, rows * block // 32)), **launch(x.device, 1),
     )  # fmt: skip
 
 
 def strip8(n: int, k: int, whole: bool) -> Sizes:
-    """(rows of the weight a program, columns at a time (of int8: fours of them), warps) for one token."""
+    """(rows of the weight a program, words at a time, warps) for one token."""
     if whole:
         return (1, 1024, 4) if n <= 16384 else (2, 1024, 4)
-    return (1, 4096, 4) if n <= 16384 else (2, 4096, 8)
+    return (2, 1024, 4) if n <= 16384 else (4, 1024, 8)
 
 
 @triton.jit
 def _vector8(
-    x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr, n, k, stride,
+    x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr, n, k,
     BIAS: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
     EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.minimum(row, n - 1)
     column = tl.arange(0, BLOCK_K)
-    source = weight_ptr + held.to(tl.int64)[:, None] * stride + column[None, :]
+    source = weight_ptr + held.to(tl.int64)[:, None] * k + column[None, :]
     # The weight is used once in a step; its first block, and its scales, are on their way before x may be read.
     w = _once(source, column < k, EVEN)
     scale = tl.load(scale_ptr + held)
@@ -168,20 +178,24 @@ def _once(source, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(source, eviction_policy="evict_first")
     else:  # noqa: RET505  what stands after a return is compiled as well
-        return tl.load(source, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        return tl.load(source, mask=inside[None, :], other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _added(w, x_ptr, inside, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr):
-    """w [N, K] times x [K], eight neighbours, which one thread holds, added: [N, K / 8]. WHOLE: words of four int8."""
+    """w [N, K] times x [K], words of four values; eight neighbours, which one thread holds, added: [N, K / 8]."""
     if EVEN:
         x = tl.load(x_ptr)
     else:
-        x = tl.load(x_ptr, mask=inside, other=0.0)
+        x = tl.load(x_ptr, mask=inside, other=0)
     if WHOLE:
         products = _words(w, tl.broadcast_to(x[None, :], w.shape), ASSEMBLY)
+    elif ASSEMBLY:
+        first, second = _eighths(x)
+        first, second = tl.broadcast_to(first[None, :], w.shape), tl.broadcast_to(second[None, :], w.shape)
+        products = _fp8_words(w, first, second)
     else:
-        products = w.to(tl.float32) * x.to(tl.float32)[None, :]
+        products = _fp8_bytes(w, tl.broadcast_to(x[None, :], w.shape))
     return tl.sum(tl.reshape(products, [w.shape[0], w.shape[1] // 8, 8]), axis=2)
 
 
@@ -197,3 +211,66 @@ def _words(w, x, ASSEMBLY: tl.constexpr):
         for byte in tl.static_range(4):
             total += ((w << (24 - 8 * byte)) >> 24) * ((x << (24 - 8 * byte)) >> 24)
         return total
+
+
+@triton.jit
+def _eighths(x):
+    """Four fp8 of each int32 as two pairs of float16, an eighth of them: sums of two products then fit float16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 a, b;
+        .reg .b32 c;
+        mov.b32 {a, b}, $2;
+        mov.b32 c, 0x30003000;
+        cvt.rn.f16x2.e4m3x2 $0, a;
+        cvt.rn.f16x2.e4m3x2 $1, b;
+        mul.rn.f16x2 $0, $0, c;
+        mul.rn.f16x2 $1, $1, c;
+        }""",
+        "=r,=r,r",
+        args=[x],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _fp8_words(w, first, second):
+    """The sum of the products of the four fp8 of each int32 with float16 of ``_eighths``.
+
+    A product has 8 bits and is exact in float16; a sum of two keeps 11 bits. All else is added in float32.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 a, b;
+        .reg .b32 p, r;
+        .reg .f32 x, y;
+        mov.b32 {a, b}, $1;
+        cvt.rn.f16x2.e4m3x2 p, a;
+        cvt.rn.f16x2.e4m3x2 r, b;
+        mul.rn.f16x2 p, p, $2;
+        fma.rn.f16x2 p, r, $3, p;
+        mov.b32 {a, b}, p;
+        cvt.f32.f16 x, a;
+        cvt.f32.f16 y, b;
+        add.f32 x, x, y;
+        mul.f32 $0, x, 0f41000000;
+        }""",
+        "=f,r,r,r",
+        args=[w, first, second],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _fp8_bytes(w, x):
+    """The same for the interpreter."""
+    total = tl.zeros(w.shape, tl.float32)
+    for byte in tl.static_range(4):
+        a = ((w >> (8 * byte)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        b = ((x >> (8 * byte)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        total += a * b
+    return total

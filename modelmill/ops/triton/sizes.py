@@ -38,11 +38,10 @@ TILINGS: dict[int, tuple[Sizes, ...]] = {
     128: ((128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (128, 64, 128, 3, 4)),
     256: ((256, 128, 64, 3, 8), (128, 128, 64, 4, 8)),
 }
-# The same of products with activations in 8 bits; the depth of int8 strips counts fours of values.
-STRIPS8: dict[torch.dtype, tuple[Sizes, ...]] = {
-    torch.int8: ((1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (2, 1024, 8), (1, 512, 4), (4, 512, 4)),
-    torch.float8_e4m3fn: ((1, 4096, 4), (2, 4096, 8), (2, 4096, 4), (1, 2048, 4), (2, 2048, 4), (4, 1024, 4)),
-}
+# The same of products with activations in 8 bits; the depth of a strip counts words of four values.
+STRIPS8: tuple[Sizes, ...] = (
+    *((1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (2, 1024, 8), (4, 1024, 8), (1, 512, 4), (4, 512, 4)),
+)
 TILINGS8: dict[int, tuple[Sizes, ...]] = {
     8: ((16, 32, 256, 4, 4), (8, 32, 256, 4, 4), (8, 64, 128, 4, 4), (16, 16, 512, 3, 4), (16, 64, 256, 3, 4)),
     16: ((16, 32, 256, 4, 4), (16, 16, 512, 3, 4), (16, 64, 256, 3, 4), (16, 16, 256, 6, 2)),
@@ -75,9 +74,9 @@ def candidates(key: Key, held: int, *, gated: bool = False) -> tuple[Sizes, ...]
 def candidates8(key: Key) -> tuple[Sizes, ...]:
     """The same where activations are in 8 bits; none where they are not, or rows are many."""
     rows, _, _, dtype = key
-    if dtype not in STRIPS8:
+    if dtype not in (torch.int8, torch.float8_e4m3fn):
         return ()
-    return STRIPS8[dtype] if rows == 1 else TILINGS8.get(rows, ())
+    return STRIPS8 if rows == 1 else TILINGS8.get(rows, ())
 
 
 def strip(x: torch.Tensor, weight: torch.Tensor, chosen: Chosen | None, *, gated: bool) -> Sizes:

@@ -6,7 +6,7 @@ import torch
 
 from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.products8 import tile8, vector8
+from modelmill.ops.triton.products8 import tile8, vector8, words
 from modelmill.ops.triton.sizes import Chosen, Key, Sizes
 from modelmill.ops.triton.sizes import key_of as key_of
 
@@ -43,9 +43,7 @@ def run(
 ) -> torch.Tensor:
     """As the reference. chosen: launch sizes for this device; the rest have defaults."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    # words of four bytes: rows must start at such
-    words = x.shape[1] % 4 == 0 and weight.is_contiguous() and x.data_ptr() % 4 == 0 and weight.data_ptr() % 4 == 0
-    if x.shape[0] == 1 and words:
+    if words(x, weight):
         vector8(x, weight, scale, x_scale, bias, out, chosen)
     else:
         tile8(x, weight, scale, x_scale, bias, out, chosen)

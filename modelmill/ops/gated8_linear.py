@@ -1,0 +1,45 @@
+"""A gated pair of products in 8 bits and SwiGLU's gate in one op: what lies between them never reaches memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from modelmill.ops import fp8_linear, w8a8_linear
+from modelmill.ops.case import Case, nbytes
+from modelmill.ops.silu_mul import silu_mul
+
+TOLERANCE = {torch.float32: 4e-3, torch.float16: 3e-2, torch.bfloat16: 2.5e-1}
+
+
+def gated8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """silu(x Gᵀ) · (x Uᵀ), [T, I] of ``dtype``. x: [T, K], weight: [2·I, K], G above U, both int8 or both e4m3.
+
+    Scales and bias as w8a8_linear and fp8_linear have them; the products are rounded to ``dtype`` before the gate.
+    """
+    product = w8a8_linear.w8a8_linear if x.dtype is torch.int8 else fp8_linear.fp8_linear
+    return silu_mul(product(x, weight, scale, x_scale, dtype, bias))
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Few and many rows, sizes that no tile divides; the 7B shape only on a GPU."""
+    shapes = [(1, 64, 48), (5, 100, 33), (70, 48, 40)]
+    if device != "cpu":
+        shapes += [(100, 592, 104), (1000, 4096, 1032), (300, 4096, 11008)]
+    for rows, k, inner in shapes:
+        for name, drawn in (("int8", w8a8_linear.drawn), ("fp8", fp8_linear.drawn)):
+            args: dict[str, Any] = drawn(rows, k, 2 * inner, device=device, per_token=rows != 100)
+            generator = torch.Generator().manual_seed(inner)
+            bias = torch.randn(2 * inner, generator=generator).to(device, dtype) if rows in (5, 100) else None
+            args |= {"dtype": dtype, "bias": bias}
+            moved = nbytes(args["x"], args["weight"], args["scale"], bias) + rows * inner * dtype.itemsize
+            yield Case(f"{rows}x{k}->2x{inner}-{name}", args, moved, 4 * rows * k * inner)
