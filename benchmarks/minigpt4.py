@@ -114,7 +114,7 @@ def ours(name: str, config: dict[str, Any], device: str) -> Side:
     def eyes(count: int) -> Prepare:
         def prepare(seed: int) -> Callable[[], int]:
             shown = list(pictures(count, seed, side))
-            return lambda: len(loop.eyes.read(shown))
+            return lambda: len(torch.stack(loop.eyes.read(shown)).cpu())
 
         return prepare
 

@@ -56,6 +56,8 @@ class Eyes:
         self._model: Any = model
         self._ops, self._device = ops, device
         self._graphs: dict[int, _Graph] | None = {} if graphs else None
+        # what a replay puts out is copied at once, so that all graphs may use the same memory
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._kept: OrderedDict[Key, torch.Tensor] = OrderedDict()
         self._room = kept_bytes
         self._lent: list[weakref.ref[torch.Tensor]] = []
@@ -84,7 +86,8 @@ class Eyes:
     def warm_up(self, largest: int = BATCH) -> None:
         """Record the graphs of up to ``largest`` pictures now, not when they are first needed."""
         side = getattr(self._model, "image_size", 0)
-        for count in (size for size in SIZES if size <= largest and side and self._graphs is not None):
+        # the largest first: the others find room in its memory
+        for count in (size for size in reversed(SIZES) if size <= largest and side and self._graphs is not None):
             self.read([torch.zeros(side, side, 3, dtype=torch.uint8)] * count)
 
     @torch.inference_mode()
@@ -133,7 +136,7 @@ class Eyes:
             rehearsed(lambda: self._call(given))
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = self._call(given)
         return _Graph(graph, given, out)
 
