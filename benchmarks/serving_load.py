@@ -6,7 +6,8 @@ Two sides take turns, in the other order every round, each with the engine on on
 own, and ``modelmill serve`` whose worker is pinned to that core, with the API and the client on the other. A round is
 the same requests on both; its ratio is served output per second over the loop's. The CPU seconds of the loop over those
 of the worker tell the same without what other programs do to the clock. ``--burst`` adds long prompts while answers
-run, and tells the gaps between tokens before and during it. On a GPU (--device cuda) the cores are for Python alone:
+run, and tells the gaps between tokens before and during it, and the loop's own steps (on a CPU in CPU time, so that
+it may be busy with other things). On a GPU (--device cuda) the cores are for Python alone:
 give three of them, so that a client that asks for thousands of tokens a second does not stand in the API's way.
 """
 
@@ -132,6 +133,15 @@ def at(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def steps(bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+    """The loop's own steps, in ms, without long prompts and with them."""
+    quiet, during = ([1000 * each for found in bursts for each in found[name]] for name in ("quiet", "during"))
+    median = at(quiet, 0.5)
+    told = {"quiet_median_ms": median, "quiet_p99_ms": at(quiet, 0.99), "during_median_ms": at(during, 0.5)}
+    told |= {"during_p99_ms": at(during, 0.99), "p99_over_quiet_median": at(during, 0.99) / median}
+    return told | {"rounds": [at(each["during"], 0.99) / at(each["quiet"], 0.5) for each in bursts]}
+
+
 def summary(plan: Plan, rounds: Sequence[dict[str, float]], bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """The figures of all rounds."""
     tokens = plan.streams * plan.tokens
@@ -196,6 +206,7 @@ def main() -> int:
         served.ready()
         rounds: list[dict[str, float]] = []
         bursts: list[dict[str, list[float]]] = []
+        inner: list[dict[str, list[float]]] = []
         one_round(plan, -1, alone, served)  # both warm
         for round in range(args.rounds):
             rounds.append(one_round(plan, round, alone, served))
@@ -203,8 +214,12 @@ def main() -> int:
             print(f"round {round + 1}: {last['alone_s'] / last['served_s']:.4f} of the loop's output", file=sys.stderr)
             if plan.burst:
                 bursts.append(asyncio.run(burst(served.remote, plan, round)))
+                long = plan.prompts(2500 + round, plan.burst, plan.long)
+                inner.append(alone.burst(plan.prompts(1500 + round, plan.streams, plan.prompt), long))
         told = {"engine": args.engine.name, "device": args.device, "streams": args.streams, "prompt": args.prompt}
         told |= {"tokens": args.tokens, "rounds": args.rounds, **summary(plan, rounds, bursts)}
+        if inner:
+            told["burst_steps"] = steps(inner)
     finally:
         served.close()
         alone.close()

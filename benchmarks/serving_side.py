@@ -15,8 +15,14 @@ from typing import Any
 
 import psutil
 
+from modelmill.core.config import RunConfig
 from modelmill.core.errors import ModelmillError
+from modelmill.core.types import Request, SamplingParams
 from modelmill.eval.remote import Remote
+from modelmill.runtime.loop import Loop
+
+QUIET = 60
+"""Steps without long prompts that are timed."""
 
 
 class Alone:
@@ -38,6 +44,13 @@ class Alone:
         self._process.stdin.flush()
         told = self._read()
         return float(told["seconds"]), float(told["cpu"])
+
+    def burst(self, prompts: Sequence[list[int]], long: Sequence[list[int]]) -> dict[str, list[float]]:
+        """Seconds of steps of the running answers before long prompts come ("quiet") and meanwhile ("during")."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "long": long}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
 
     def close(self) -> None:
         """End it."""
@@ -100,32 +113,62 @@ class Served:
         self._process.communicate(timeout=60)
 
 
+def _requests(name: str, prompts: Sequence[list[int]], tokens: int) -> list[Request]:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return [Request(id=f"{name} {i}", prompt=tuple(ids), params=params) for i, ids in enumerate(prompts)]
+
+
+def _generate(loop: Loop, name: str, prompts: Sequence[list[int]], tokens: int) -> dict[str, float]:
+    began, cpu, told = time.perf_counter(), time.process_time(), 0
+    for request in _requests(name, prompts, tokens):
+        loop.add(request)
+    while loop.has_work:
+        told += len(loop.step())
+    return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "told": told}
+
+
+def _burst(loop: Loop, name: str, prompts: Sequence[list[int]], long: Sequence[list[int]]) -> dict[str, list[float]]:
+    """As a server's worker schedules. On a CPU in CPU seconds: what else runs there does not count."""
+    scheduler = loop.scheduler
+    kept = scheduler.limits, scheduler.pace, loop.clock
+    scheduler.interactive(None, on_gpu=loop.device != "cpu")
+    loop.clock = time.thread_time if loop.device == "cpu" else time.perf_counter
+    found: dict[str, list[float]] = {"quiet": [], "during": []}
+
+    def step(which: str) -> None:
+        began = loop.clock()
+        loop.step()
+        found[which].append(loop.clock() - began)
+
+    running, late = _requests(name, prompts, 1 << 30), _requests(name + " long", long, 1)
+    for request in running:
+        loop.add(request)
+    for _ in range(QUIET + 4):
+        step("quiet")
+    for request in late:
+        loop.add(request)
+    waiting = {request.id for request in late}
+    while waiting & loop.ledger.live.keys():
+        step("during")
+    for request in running:
+        loop.abort(request.id)
+    while loop.has_work:
+        loop.step()
+    scheduler.limits, scheduler.pace, loop.clock = kept
+    return {"quiet": found["quiet"][4:], "during": found["during"]}
+
+
 def serve(engine: Path, run: dict[str, Any], core: int) -> None:
     """The loop's process: one line of requests in, one line of seconds out."""
     os.sched_setaffinity(0, {core})
-    from modelmill.core.config import RunConfig
-    from modelmill.core.types import Request, SamplingParams
-    from modelmill.runtime.loop import Loop
-
     loop = Loop.open(engine, RunConfig(**run))
     loop.warm_up()
     print(json.dumps({"vocab": loop.vocab}), flush=True)
     for count, line in enumerate(sys.stdin):
         asked = json.loads(line)
-        params = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)
-        requests = [
-            Request(id=f"{count} {i}", prompt=tuple(ids), params=params) for i, ids in enumerate(asked["prompts"])
-        ]
-        began, cpu = time.perf_counter(), time.process_time()
-        told = 0
-        for request in requests:
-            loop.add(request)
-        while loop.has_work:
-            told += len(loop.step())
-        print(
-            json.dumps({"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "told": told}),
-            flush=True,
-        )
+        long = asked.get("long")
+        found = _generate(loop, str(count), asked["prompts"], asked["tokens"]) if long is None else None
+        print(json.dumps(found or _burst(loop, str(count), asked["prompts"], long)), flush=True)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,8 @@ class Loop:
         self._calm = 0
         self._steps = 0
         self._told = 0.0
+        # seconds that steps take, of which the pieces of prompts follow
+        self.clock: Callable[[], float] = time.perf_counter
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> Loop:
@@ -267,12 +269,12 @@ class Loop:
     def _step(self) -> list[Token]:
         events, self._events = self._events, []
         # what was launched ahead runs since the step before it has been told
-        began = time.perf_counter() if self._flight is None else self._told
+        began = self.clock() if self._flight is None else self._told
         flight = self._flight or self._launch(self.scheduler.schedule())
         self._flight = self._launch_ahead(flight)
         if flight is not None:
             events += self.ledger.settle(flight)
-            self._told = time.perf_counter()
+            self._told = self.clock()
             self.scheduler.timed(flight.schedule, self._told - began)
         return events
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving_load import Plan, at, stream, summary
+from benchmarks.serving_load import Plan, at, steps, stream, summary
+from benchmarks.serving_side import QUIET, _burst
 from modelmill.eval.remote import Remote
+from tests.runtime import tiny
 
 PLAN = Plan(streams=4, prompt=8, tokens=10, burst=2, long=32, seed=0, vocab=500)
 
@@ -72,3 +74,23 @@ def test_each_token_has_its_time(tokens: int) -> None:
     times = asyncio.run(main())
     assert len(times) == 3
     assert times[0] == times[1]
+
+
+def test_steps_of_a_burst_are_told_beside_quiet_ones() -> None:
+    quiet = [0.010] * 60
+    told = steps([{"quiet": quiet, "during": [0.020] * 98 + [0.025, 0.030]}, {"quiet": quiet, "during": [0.030]}])
+    assert told["quiet_median_ms"] == pytest.approx(10)
+    assert told["during_median_ms"] == pytest.approx(20)
+    assert told["rounds"] == pytest.approx([3.0, 3.0])
+
+
+def test_a_burst_is_scheduled_as_a_server_does_and_leaves_the_loop_as_it_was() -> None:
+    loop = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=512)
+    before = loop.scheduler.limits
+    found = _burst(loop, "x", [[5, 6, 7 + i] for i in range(4)], [list(range(5, 60)), list(range(60, 4, -1))])
+    assert len(found["quiet"]) == QUIET
+    # 111 tokens in pieces: more than a step, far less than one a token
+    assert 2 < len(found["during"]) < 60
+    assert min(found["quiet"] + found["during"]) > 0
+    assert (loop.scheduler.limits, loop.scheduler.pace) == (before, None)
+    tiny.idle(loop)
