@@ -280,14 +280,16 @@ def main() -> None:
     config = shape(options.layers)
     names = options.sides.split(",")
     sides = [theirs(config, device) if name == PEER else ours(name, config, device) for name in names]
-    command = shlex.join(["python", "benchmarks/minigpt4.py", *sys.argv[1:]])
+    # folders of this machine by their last name
+    names_only = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
+    command = shlex.join(["python", "benchmarks/minigpt4.py", *names_only])
     found = rows(sides, options.works.split(","), options.rounds)
     if options.out:
         date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         with options.out.open("a", encoding="utf-8") as sink:
             for each in found:
-                told = each | each.pop("facts") | {"command": command, "date": date}
-                sink.write(json.dumps(told, ensure_ascii=False) + "\n")
+                line = each | each.pop("facts") | {"command": command, "date": date}
+                sink.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

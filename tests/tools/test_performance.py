@@ -11,6 +11,7 @@ import pytest
 from benchmarks.targets import TARGETS
 from tools.performance import page, plots, tables
 from tools.performance.__main__ import main
+from tools.performance.pictures import pictures
 from tools.performance.rows import Measured, cpu_groups, ideas, kernels, line_of, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -234,3 +235,33 @@ def test_every_row_says_how_where_with_what_and_when_it_was_measured(device: str
         assert not missing, f"{device}.jsonl, line {number}: no {', '.join(sorted(missing))}"
         assert "versions" in row or "torch" in row, f"{device}.jsonl, line {number}: no versions"
         assert "layers" not in row, f"{device}.jsonl, line {number}: a rehearsal is no evidence"
+
+
+def test_pictures_show_the_newest_run_of_each_work() -> None:
+    def row(work: str, subject: str, value: float, date: str, count: int = 1) -> dict[str, Any]:
+        told = {"bench": "minigpt4", "work": work, "pictures": count, "subject": subject, "value": value, "date": date}
+        more = {"requests_per_s": 1e3 * count / value} if work == "many" else {}
+        spread = {"min": value - 1, "max": value + 1, "runs": 3}
+        versions = {"transformers": "5", "torch": "2"}
+        return {**told, **more, "spread": spread, "command": f"python {date}", "device": "card", "versions": versions}
+
+    rows = [
+        row("request", "bfloat16", 500, "2026-01-01"),
+        row("request", "bfloat16", 350, "2026-01-02"),
+        row("request", "transformers", 1400, "2026-01-02"),
+        row("request", "int4", 200, "2026-01-02"),
+        row("many", "bfloat16", 800, "2026-01-01", 64),
+        row("many", "bfloat16", 700, "2026-01-03", 7),
+        {"bench": "op"},
+    ]
+    lines = pictures(rows)
+    assert lines[0] == "| work | bfloat16 | int4 | transformers 5 | × ours, bfloat16 |"
+    [request] = [line for line in lines if line.startswith("| a request")]
+    assert "**350** (349 … 351) (reached: 400) | **200** (199 … 201) (missed: 190)" in request
+    assert request.endswith("| **1,400** (1,399 … 1,401) | **4.00** |")
+    [many] = [line for line in lines if "requests/s" in line]
+    assert "**80.0** (reached: 60)" in many
+    assert [line for line in lines if line.startswith("* ")] == [
+        "* `python 2026-01-02`, card, transformers 5, torch 2, 2026-01-02",
+        "* `python 2026-01-01`, card, transformers 5, torch 2, 2026-01-01",
+    ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.performance import plots, tables
+from tools.performance.pictures import pictures
 from tools.performance.rows import Row, read_rows
 
 STORY, PAGE = Path("docs/performance.story.md"), Path("docs/performance.md")
@@ -45,6 +46,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "products": ("h200", lambda rows: tables.bars(plots.rates(rows), ("kernel and case", "TFLOP/s"))),
     "ideas": ("h200", lambda rows: tables.bars(plots.states(rows), ("state of the code", "time"))),
     "gpus": ("h200", tables.gpus),
+    "pictures": ("h200", pictures),
     "cpu": ("cpu", tables.cpu),
 }
 _MARK = re.compile(r"^\{\{ *(table|plot) +(\w+) *\}\}$", re.MULTILINE)

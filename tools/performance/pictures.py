@@ -1,0 +1,57 @@
+"""The table of MiniGPT-4: each work's newest run, ours beside transformers' pipeline in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tools.performance.rows import Measured, Row
+from tools.performance.tables import number, spread
+
+WORKS = {
+    ("eyes", 1): "tower, Q-Former and projection, one picture, ms",
+    ("eyes", 16): "the same, 16 pictures at once, ms",
+    ("first", 1): "first token of a request, ms",
+    ("request", 1): "a request: 100 tokens of text, a picture, 100 new tokens, ms",
+    ("many", 64): "64 such requests at once, requests/s",
+}
+MUST = {
+    ("eyes", "bfloat16"): 15.0,
+    ("request", "bfloat16"): 400.0,
+    ("request", "int4"): 190.0,
+    ("many", "bfloat16"): 60.0,
+}
+PEER = "transformers"
+
+
+def pictures(rows: Sequence[Row]) -> list[str]:
+    """Lines of the table, and the runs that they come from."""
+    known = [row for row in rows if row.get("bench") == "minigpt4" and (row["work"], row["pictures"]) in WORKS]
+    names = list(dict.fromkeys(row["subject"] for row in known if row["subject"] != PEER))
+    version = next((row["versions"][PEER] for row in reversed(known) if row["subject"] == PEER), "")
+    head = ["work", *names, f"{PEER} {version}", "× ours, bfloat16"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    told: dict[str, None] = {}
+    for key, title in WORKS.items():
+        these = [row for row in known if (row["work"], row["pictures"]) == key]
+        newest = max((row["date"] for row in these), default=None)
+        run = {row["subject"]: row for row in these if row["date"] == newest}
+        cells = [_cell(run.get(name), key[0], name) for name in (*names, PEER)]
+        plain, peer = run.get("bfloat16"), run.get(PEER)
+        ratio = f"**{peer['value'] / plain['value']:.2f}**" if plain and peer else ""
+        lines.append("| " + " | ".join([title, *cells, ratio]) + " |")
+        for row in run.values():
+            shown = ", ".join(f"{name} {each}" for name, each in row["versions"].items() if name != "numpy")
+            told[f"`{row['command']}`, {row['device']}, {shown}, {row['date'][:10]}"] = None
+    return [*lines, "", *(f"* {each}" for each in told)]
+
+
+def _cell(row: Row | None, work: str, name: str) -> str:
+    if row is None:
+        return "–"
+    must = MUST.get((work, name))
+    if work == "many":
+        rate = row["requests_per_s"]
+        reached = "" if must is None else f" ({'reached' if rate >= must else 'missed'}: {must:g})"
+        return f"**{number(rate)}**{reached}"
+    reached = "" if must is None else f" ({'reached' if row['value'] <= must else 'missed'}: {must:g})"
+    return f"**{number(row['value'])}**{spread(Measured.of(row)).removeprefix(number(row['value']))}{reached}"
