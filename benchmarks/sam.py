@@ -2,7 +2,7 @@
 
     python benchmarks/sam.py [--sides bfloat16,fp8,smoothquant,transformers,transformers-compiled]
                              [--works encoder,click,everything] [--batches 1,8] [--rounds 9] [--depth N]
-                             [--out FILE.jsonl]
+                             [--kernel OP=VARIANT] [--out FILE.jsonl]
 
 encoder: normalised pixels [B, 3, 1024, 1024] on the device to embeddings there; sides take turns call by call, every
 call on other pixels. click: one point on an embedding that is kept, to three masks of 1800 × 1200 on the host, ours.
@@ -22,7 +22,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,9 +83,9 @@ def drawn(name: str, spec: VitSpec, device: str) -> nn.Module:
     return model
 
 
-def ours(name: str, spec: VitSpec, device: str) -> Side:
-    """An eye around a drawn model."""
-    ops = resolve(device)
+def ours(name: str, spec: VitSpec, device: str, kernels: Mapping[str, str]) -> Side:
+    """An eye around a drawn model. kernels: OP → variant, switched by hand."""
+    ops = resolve(device, kernels)
     eye = Eye(drawn(name, spec, device), Still(ops), sam.MEAN, sam.STD)
     facts = {"device": device_name(device), "versions": versions(), "kernels": dict(ops.chosen)}
     return Side(name, lambda pixels: torch.cat(eye.embedded(pixels)), facts, eye)
@@ -218,6 +218,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--depth", type=int, help="of the encoder, to rehearse; such rows are no evidence")
+    parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
 
@@ -229,7 +230,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     spec = spec_of(options.depth)
     names = options.sides.split(",")
-    sides = [(theirs if name.startswith(PEER) else ours)(name, spec, device) for name in names]
+    kernels = dict(each.split("=", 1) for each in options.kernel)
+    sides = [
+        theirs(name, spec, device) if name.startswith(PEER) else ours(name, spec, device, kernels) for name in names
+    ]
     command = shlex.join(["python", "benchmarks/sam.py", *sys.argv[1:]])
     batches = [int(each) for each in options.batches.split(",")]
     found = rows(sides, options.works.split(","), batches, options.rounds, device)

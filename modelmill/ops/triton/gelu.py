@@ -1,4 +1,4 @@
-"""GELU by the error function, elementwise in float32."""
+"""GELU by the error function, elementwise in float32; of 16-bit values its tanh form, off by less than 5e-4."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.device import INTERPRETED, multiprocessors
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import multiprocessors
 from modelmill.ops.triton.early import enter, launch
 
 
@@ -22,21 +22,36 @@ def run(x: torch.Tensor) -> torch.Tensor:
     count = x.numel()
     block = 256 if count < 4096 * multiprocessors(x.device) else 2048
     _kernel[(triton.cdiv(count, block),)](
-        x, out, count, BLOCK=block, num_warps=max(1, block // 256), **launch(x.device, count // x.shape[-1])
-    )
+        x, out, count, ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block,
+        num_warps=max(1, block // 256), **launch(x.device, count // x.shape[-1]),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _kernel(
+    x_ptr, out_ptr, count, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     enter(EARLY)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    tl.store(out_ptr + at, bent(x.to(tl.float32)).to(x.dtype), mask=inside)
+    tl.store(out_ptr + at, bent(x.to(tl.float32), ROUGH, ASSEMBLY).to(x.dtype), mask=inside)
 
 
 @triton.jit
-def bent(x):
-    """x · Φ(x) of float32 values."""
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+def bent(x, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """x · Φ(x) of float32 values. ROUGH: of values that had 8 or 11 bits, by the tanh form, a quarter of the work."""
+    if ROUGH:
+        return 0.5 * x * (1.0 + _tanh(x * (0.7978845608028654 + 0.035677406412765714 * x * x), ASSEMBLY))
+    else:  # noqa: RET505  what stands after a return is compiled as well
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _tanh(x, ASSEMBLY: tl.constexpr):
+    """To 11 bits by one instruction."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+    else:  # noqa: RET505
+        return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))

@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.device import INTERPRETED, rows_of
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import multiprocessors, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.gelu import bent
-from modelmill.ops.triton.layer_norms import fits
-from modelmill.ops.triton.row8 import rounded8
+from modelmill.ops.triton.layer_norms import fits, halves
+from modelmill.ops.triton.rounding import own_factor, rounded8
 
 
 def supports(x: torch.Tensor, kind: torch.dtype, factor: torch.Tensor | None = None) -> bool:
@@ -20,38 +20,56 @@ def supports(x: torch.Tensor, kind: torch.dtype, factor: torch.Tensor | None = N
 
 
 def run(
-    x: torch.Tensor, kind: torch.dtype, factor: torch.Tensor | None = None
+    x: torch.Tensor, kind: torch.dtype, factor: torch.Tensor | None = None, *, sizes: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """As the reference. sizes: rows a program, warps."""
     flat = rows_of(x)
     rows, width = flat.shape
     values = torch.empty(x.shape, dtype=kind, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if factor is None else None
-    block = power_of_two(width)
-    share = max(1, rows // (8 * multiprocessors(x.device)))
+    main, rest = halves(width)
+    share, warps = sizes or (1, max(1, min(16, main // 512)))
     _kernel[(triton.cdiv(rows, share),)](
         flat, values, values if scale is None else scale, values if factor is None else factor,
-        rows, width, flat.stride(0), share, WHOLE=kind is torch.int8, TOKEN=factor is None,
-        BLOCK=block, STAGES=2 if share > 1 else 1, num_warps=max(1, min(16, block // 1024)), **launch(x.device, rows),
+        rows, width, flat.stride(0), WHOLE=kind is torch.int8, TOKEN=factor is None,
+        ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED,
+        ROWS=share, MAIN=main, REST=rest, num_warps=warps, **launch(x.device, rows),
     )  # fmt: skip
     return values, scale
 
 
-@triton.jit(do_not_specialize=["rows", "share"])
+@triton.jit(do_not_specialize=["rows"])
 def _kernel(
-    x_ptr, values_ptr, scales_ptr, factor_ptr, rows, width, stride, share,
-    WHOLE: tl.constexpr, TOKEN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, values_ptr, scales_ptr, factor_ptr, rows, width, stride,
+    WHOLE: tl.constexpr, TOKEN: tl.constexpr, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr,
+    ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    factor = 1.0
-    if not TOKEN:
-        factor = tl.load(factor_ptr)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column, spare = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 16))
+    there = row < rows
     enter(EARLY)
-    first = tl.program_id(0).to(tl.int64) * share
-    for row in tl.range(first, tl.minimum(first + share, rows), num_stages=STAGES):
-        x = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
-        # rounded to x's dtype first, as the two ops one after the other would
-        y = bent(x.to(tl.float32)).to(x.dtype).to(tl.float32)
-        y = rounded8(y, scales_ptr + row, factor, WHOLE, TOKEN)
-        tl.store(values_ptr + row * width + column, y.to(values_ptr.dtype.element_ty), mask=inside)
+    y = _read(x_ptr + row * stride, there, column, width, ROUGH, ASSEMBLY)
+    beyond = y
+    if REST:
+        beyond = _read(x_ptr + row * stride, there, spare, width, ROUGH, ASSEMBLY)
+    if TOKEN:
+        amax = tl.max(tl.abs(y), axis=1)
+        if REST:
+            amax = tl.maximum(amax, tl.max(tl.abs(beyond), axis=1))
+        factor = own_factor(amax, scales_ptr + row, there, WHOLE)[:, None]
+    else:
+        factor = tl.load(factor_ptr)
+    target = values_ptr + row * width
+    kept: tl.constexpr = values_ptr.dtype.element_ty
+    y = rounded8(y, factor, WHOLE, TOKEN).to(kept)
+    tl.store(target[:, None] + column, y, mask=there[:, None] & (column < width))
+    if REST:
+        beyond = rounded8(beyond, factor, WHOLE, TOKEN).to(kept)
+        tl.store(target[:, None] + spare, beyond, mask=there[:, None] & (spare < width))
+
+
+@triton.jit
+def _read(at, there, column, width, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """GELU of a part of the rows, rounded to x's dtype as the two ops one after the other would, in float32."""
+    x = tl.load(at[:, None] + column, mask=there[:, None] & (column < width), other=0.0)
+    return bent(x.to(tl.float32), ROUGH, ASSEMBLY).to(x.dtype).to(tl.float32)

@@ -1,7 +1,6 @@
 """LayerNorm with a residual, with an 8-bit output, or both: rows in registers, read and written once.
 
-A program takes several rows, so that weight and bias are read once for all of them; the next row is on its way while
-one is normalised.
+A row of 1,280 values lies in registers as 1,024 and 256: padded to a power of two, a third of the work would be idle.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.device import knows_fp8, multiprocessors, power_of_two, rows_of
+from modelmill.ops.triton.device import knows_fp8, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.row8 import rounded8
+from modelmill.ops.triton.rounding import own_factor, rounded8
 
 WIDEST = 16384
 
@@ -24,55 +23,100 @@ def fits(x: torch.Tensor, kind: torch.dtype | None = None, factor: torch.Tensor 
     return known and one and 0 < x.shape[-1] <= WIDEST and x.numel() > 0
 
 
+def halves(width: int) -> tuple[int, int]:
+    """Two powers of two that a row lies in: 1,280 → (1,024, 256), 768 → (512, 256), 1,024 → (1,024, 0)."""
+    whole = power_of_two(width)
+    if width == whole or whole <= 16:
+        return whole, 0
+    rest = power_of_two(width - whole // 2)
+    return (whole // 2, rest) if rest < whole // 2 else (whole, 0)
+
+
 def norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float,
-    kind: torch.dtype | None = None, factor: torch.Tensor | None = None,
+    kind: torch.dtype | None = None, factor: torch.Tensor | None = None, sizes: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(normed, or values of ``kind``; their scales or None; the sum, or x)."""
+    """(normed, or values of ``kind``; their scales or None; the sum, or x). sizes: rows a program, warps."""
     flat, held = rows_of(x), rows_of(x if residual is None else residual)
     rows, width = flat.shape
     out = torch.empty(x.shape, dtype=kind or x.dtype, device=x.device)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     token = kind is not None and factor is None
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if token else None
-    block = power_of_two(width)
-    share = max(1, rows // (8 * multiprocessors(x.device)))
+    main, rest = halves(width)
+    share, warps = sizes or (1, max(1, min(16, main // 512)))
     _norm[(triton.cdiv(rows, share),)](
         flat, held, weight, bias, out, out if scale is None else scale, total, weight if factor is None else factor,
-        rows, width, flat.stride(0), held.stride(0), eps, share,
+        rows, width, flat.stride(0), held.stride(0), eps,
         ADD=residual is not None, KIND=0 if kind is None else 1 if kind is torch.int8 else 2, TOKEN=token,
-        BLOCK=block, STAGES=2 if share > 1 else 1, num_warps=max(1, min(16, block // 512)), **launch(x.device, rows),
+        ROWS=share, MAIN=main, REST=rest, num_warps=warps, **launch(x.device, rows),
     )  # fmt: skip
     return out, scale, total
 
 
-@triton.jit(do_not_specialize=["rows", "share"])
+@triton.jit(do_not_specialize=["rows"])
 def _norm(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scales_ptr, total_ptr, factor_ptr,
-    rows, width, x_stride, residual_stride, eps, share,
-    ADD: tl.constexpr, KIND: tl.constexpr, TOKEN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    rows, width, x_stride, residual_stride, eps,
+    ADD: tl.constexpr, KIND: tl.constexpr, TOKEN: tl.constexpr,
+    ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    factor = 1.0
-    if KIND and not TOKEN:
-        factor = tl.load(factor_ptr)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column, spare = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 16))
     enter(EARLY)
-    first = tl.program_id(0).to(tl.int64) * share
-    for row in tl.range(first, tl.minimum(first + share, rows), num_stages=STAGES):
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-        if ADD:
-            held = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
-            # rounded to the stream's dtype before the statistics, as the unfused pair of ops would
-            x = (x.to(tl.float32) + held.to(tl.float32)).to(x.dtype)
-            tl.store(total_ptr + row * width + column, x, mask=inside)
-        wide = x.to(tl.float32)
-        away = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
-        y = away * tl.rsqrt(tl.sum(away * away, axis=0) / width + eps) * weight + bias
-        y = y.to(x.dtype)
-        if KIND:
-            y = rounded8(y.to(tl.float32), scales_ptr + row, factor, KIND == 1, TOKEN)
-        tl.store(out_ptr + row * width + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+    x_at, held_at, total_at = x_ptr + row * x_stride, residual_ptr + row * residual_stride, total_ptr + row * width
+    there = row < rows
+    x = _read(x_at, held_at, total_at, there, column, width, ADD)
+    total = tl.sum(x, axis=1)
+    beyond = x
+    if REST:
+        beyond = _read(x_at, held_at, total_at, there, spare, width, ADD)
+        total += tl.sum(beyond, axis=1)
+    mean = (total / width)[:, None]
+    x = tl.where((column < width)[None, :], x - mean, 0.0)
+    spread = tl.sum(x * x, axis=1)
+    if REST:
+        beyond = tl.where((spare < width)[None, :], beyond - mean, 0.0)
+        spread += tl.sum(beyond * beyond, axis=1)
+    scale = tl.rsqrt(spread / width + eps)[:, None]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x = _scaled(x, scale, weight_ptr, bias_ptr, column, width).to(dtype)
+    if REST:
+        beyond = _scaled(beyond, scale, weight_ptr, bias_ptr, spare, width).to(dtype)
+    if KIND:
+        x, beyond = x.to(tl.float32), beyond.to(tl.float32)
+        if TOKEN:
+            amax = tl.max(tl.abs(x), axis=1)
+            if REST:
+                amax = tl.maximum(amax, tl.max(tl.abs(beyond), axis=1))
+            factor = own_factor(amax, scales_ptr + row, there, KIND == 1)[:, None]
+        else:
+            factor = tl.load(factor_ptr)
+        x = rounded8(x, factor, KIND == 1, TOKEN)
+        if REST:
+            beyond = rounded8(beyond, factor, KIND == 1, TOKEN)
+    out_at = out_ptr + row * width
+    kept: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out_at[:, None] + column, x.to(kept), mask=there[:, None] & (column < width))
+    if REST:
+        tl.store(out_at[:, None] + spare, beyond.to(kept), mask=there[:, None] & (spare < width))
+
+
+@triton.jit
+def _read(x_at, held_at, total_at, there, column, width, ADD: tl.constexpr):
+    """Part of the rows, with the residual added where there is one, in float32."""
+    inside = there[:, None] & (column < width)
+    x = tl.load(x_at[:, None] + column, mask=inside, other=0.0)
+    if ADD:
+        held = tl.load(held_at[:, None] + column, mask=inside, other=0.0)
+        # rounded to the stream's dtype before the statistics, as the unfused pair of ops would
+        x = (x.to(tl.float32) + held.to(tl.float32)).to(x.dtype)
+        tl.store(total_at[:, None] + column, x, mask=inside)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _scaled(away, scale, weight_ptr, bias_ptr, column, width):
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    return away * scale * weight[None, :] + bias[None, :]

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.device import power_of_two
+from modelmill.ops.triton.device import INTERPRETED, power_of_two
 from modelmill.ops.triton.early import enter, launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -37,50 +37,68 @@ def split(dim: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
+def attend(
+    qkv: torch.Tensor, window: tuple[int, int], fill: torch.Tensor | None, rel_h: torch.Tensor, rel_w: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """qkv [B, H, W, 3, heads, D] → out [B, H, W, heads·D]; the rest as ``ops.image_attention``."""
+    rel_h, rel_w = rel_h.to(qkv.dtype).contiguous(), rel_w.to(qkv.dtype).contiguous()
+    if window == (qkv.shape[1], qkv.shape[2]) and window[1] in (16, 32, 64, 128) and window[0] >= 16:
+        whole(qkv, rel_h, rel_w, out)
+    else:
+        windowed(qkv, window, fill, rel_h, rel_w, out)
+
+
 def windowed(
-    qkv: torch.Tensor, window: int, fill: torch.Tensor | None, rel_h: torch.Tensor, rel_w: torch.Tensor,
+    qkv: torch.Tensor, window: tuple[int, int], fill: torch.Tensor | None, rel_h: torch.Tensor, rel_w: torch.Tensor,
     out: torch.Tensor, sizes: Sizes | None = None,
 ) -> None:  # fmt: skip
-    """qkv [B, H, W, 3, heads, D] → out [B, H, W, heads·D]; rel_h, rel_w [2·window − 1, D] of qkv's dtype."""
+    """qkv [B, H, W, 3, heads, D] → out [B, H, W, heads·D]; rel_h, rel_w [2·S − 1, D] of qkv's dtype, S the window's
+    height and width."""
     batch, height, width, _, heads, dim = qkv.shape
-    rows, columns = triton.cdiv(height, window), triton.cdiv(width, window)
-    block_m, block_n, warps, stages = sizes or _window_sizes(window, qkv)
+    tall, wide = window
+    tokens = tall * wide
+    rows, columns = triton.cdiv(height, tall), triton.cdiv(width, wide)
+    block_m, block_n, warps, stages = sizes or _window_sizes(tokens, qkv)
     main, rest = split(dim)
-    tokens = window * window
     left = tokens % block_n
     outside = qkv if fill is None else fill
     grid = (triton.cdiv(tokens, block_m), heads, batch * rows * columns)
     _windowed[grid](
         qkv, outside, rel_h, rel_w, out, dim**-0.5, height, width, rows, columns, *qkv.stride()[:5],
-        HEADS=heads, DIM=dim, SIDE=window, PADDED=fill is not None, MAIN=main, REST=rest,
+        HEADS=heads, DIM=dim, TALL=tall, WIDE=wide, PADDED=fill is not None, MAIN=main, REST=rest,
         BLOCK_M=block_m, BLOCK_N=block_n, TAIL=0 if left == 0 else max(16, power_of_two(left)),
-        PLACES=max(16, power_of_two(window)), OFFSETS=max(16, power_of_two(2 * window - 1)),
         num_warps=warps, num_stages=stages, **launch(qkv.device, batch * height * width),
     )  # fmt: skip
 
 
-def _window_sizes(window: int, qkv: torch.Tensor) -> Sizes:
+def _window_sizes(tokens: int, qkv: torch.Tensor) -> Sizes:
     if qkv.dtype == torch.float32:
         return 16, 16, 4, 1
-    return (64, 64, 4, 2) if window > 8 else (64, 32, 4, 1)
+    return (64, 64, 4, 2) if tokens > 64 else (64, 32, 4, 1)
+
+
+@triton.constexpr_function
+def _padded(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
 
 
 @triton.jit(do_not_specialize=["height", "width", "rows", "columns"])
 def _windowed(
     qkv_ptr, fill_ptr, rel_h_ptr, rel_w_ptr, out_ptr, scale,
     height, width, rows, columns, batch_stride, y_stride, x_stride, part_stride, head_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, PADDED: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
-    PLACES: tl.constexpr, OFFSETS: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     tile = tl.program_id(2)
     batch = tile // (rows * columns)
-    top = (tile // columns) % rows * SIDE
-    left = tile % columns * SIDE
+    top = (tile // columns) % rows * TALL
+    left = tile % columns * WIDE
     # queries are counted inside the image only
-    across = tl.minimum(SIDE, width - left)
-    queries = tl.minimum(SIDE, height - top) * across
+    across = tl.minimum(WIDE, width - left)
+    queries = tl.minimum(TALL, height - top) * across
     enter(EARLY)
     first = tl.program_id(0) * BLOCK_M
     if first < queries:
@@ -90,26 +108,26 @@ def _windowed(
         base = qkv_ptr + batch * batch_stride + head * head_stride
         at = (top + qy) * y_stride + (left + qx) * x_stride
         q, q_rest = _rows(base + at, there, DIM, MAIN, REST)
-        by_row = _offsets(q, q_rest, rel_h_ptr, qy, scale, SIDE, DIM, MAIN, REST, PLACES, OFFSETS)
-        by_column = _offsets(q, q_rest, rel_w_ptr, qx, scale, SIDE, DIM, MAIN, REST, PLACES, OFFSETS)
+        by_row = _offsets(q, q_rest, rel_h_ptr, qy, scale, TALL, DIM, MAIN, REST)
+        by_column = _offsets(q, q_rest, rel_w_ptr, qx, scale, WIDE, DIM, MAIN, REST)
 
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
         mixed = tl.zeros([BLOCK_M, MAIN], tl.float32)
         mixed_rest = tl.zeros([BLOCK_M, max(REST, 16)], tl.float32)
-        whole: tl.constexpr = SIDE * SIDE // BLOCK_N * BLOCK_N
+        whole: tl.constexpr = TALL * WIDE // BLOCK_N * BLOCK_N
         outside = fill_ptr + HEADS * DIM + head * DIM
         for start in range(0, whole, BLOCK_N):
             best, mass, mixed, mixed_rest = _keys(
                 q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, start, base + part_stride, outside,
                 top, left, height, width, y_stride, x_stride, part_stride, scale,
-                HEADS, DIM, SIDE, PADDED, MAIN, REST, BLOCK_N, PLACES, False,
+                HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, BLOCK_N, False,
             )  # fmt: skip
         if TAIL:
             best, mass, mixed, mixed_rest = _keys(
                 q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, whole, base + part_stride, outside,
                 top, left, height, width, y_stride, x_stride, part_stride, scale,
-                HEADS, DIM, SIDE, PADDED, MAIN, REST, TAIL, PLACES, True,
+                HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, TAIL, True,
             )  # fmt: skip
         place = ((batch * height + top + qy) * width + left + qx) * HEADS + head
         _store(out_ptr + place * DIM, there, mixed, mixed_rest, mass, DIM, MAIN, REST)
@@ -130,30 +148,30 @@ def _rows(at, there, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
 @triton.jit
 def _offsets(
     q, q_rest, table_ptr, at, scale, SIDE: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    PLACES: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """What each row (or column) of keys adds to a query's scores, before they are scaled: [M, PLACES] of q's dtype."""
-    offset = tl.arange(0, OFFSETS)
+    """What each row (or column) of keys adds to a query's scores, before they are scaled: [M, SIDE] of q's dtype."""
+    offsets: tl.constexpr = _padded(2 * SIDE - 1)
+    offset = tl.arange(0, offsets)
     table, table_rest = _rows(table_ptr + offset * DIM, offset < 2 * SIDE - 1, DIM, MAIN, REST)
     found = tl.dot(q, tl.trans(table), input_precision="ieee")
     if REST:
         found = tl.dot(q_rest, tl.trans(table_rest), found, input_precision="ieee")
-    place = tl.arange(0, PLACES)
+    place = tl.arange(0, _padded(SIDE))
     index = at[:, None] - place[None, :] + (SIDE - 1)
-    return tl.gather(found * (1.0 / scale), tl.minimum(tl.maximum(index, 0), OFFSETS - 1), 1).to(q.dtype)
+    return tl.gather(found * (1.0 / scale), tl.minimum(tl.maximum(index, 0), offsets - 1), 1).to(q.dtype)
 
 
 @triton.jit
 def _keys(
     q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, start, k_ptr, outside,
     top, left, height, width, y_stride, x_stride, part_stride, scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, PADDED: tl.constexpr,
-    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, LAST: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of a window."""
     key = start + tl.arange(0, BLOCK)
-    ky, kx = key // SIDE, key % SIDE
-    real = key < SIDE * SIDE
+    ky, kx = key // WIDE, key % WIDE
+    real = key < TALL * WIDE
     k_at = k_ptr + (top + ky) * y_stride + (left + kx) * x_stride
     v_at = k_at + part_stride
     if PADDED:
@@ -161,12 +179,12 @@ def _keys(
         k_at = tl.where(inside, k_at, outside)
         v_at = tl.where(inside, v_at, outside + HEADS * DIM)
     k, k_rest = _rows(k_at, real, DIM, MAIN, REST)
-    place = tl.arange(0, PLACES)
+    row, column = tl.arange(0, _padded(TALL)), tl.arange(0, _padded(WIDE))
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if REST:
         score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
-    score = tl.dot(by_row, (place[:, None] == ky[None, :]).to(q.dtype), score, input_precision="ieee")
-    score = tl.dot(by_column, (place[:, None] == kx[None, :]).to(q.dtype), score, input_precision="ieee")
+    score = tl.dot(by_row, (row[:, None] == ky[None, :]).to(q.dtype), score, input_precision="ieee")
+    score = tl.dot(by_column, (column[:, None] == kx[None, :]).to(q.dtype), score, input_precision="ieee")
     score *= scale * LOG2E
     if LAST:
         score = tl.where(real[None, :], score, float("-inf"))
@@ -198,21 +216,27 @@ def whole(
     """The same without windows, for images whose width is a power of two from 16 to 128."""
     batch, height, width, _, heads, dim = qkv.shape
     by_row, by_column = tables(qkv, rel_h, rel_w)
-    block_m, _, warps, stages = sizes or ((16, 0, 4, 1) if qkv.dtype == torch.float32 else (128, 0, 8, 3))
+    block_m, registers, warps, stages = sizes or _whole_sizes(qkv)
     main, rest = split(dim)
     grid = (triton.cdiv(height * width, block_m), heads, batch)
     _whole[grid](
         qkv, by_row, by_column, out, dim**-0.5, *qkv.stride()[:5],
         HEADS=heads, DIM=dim, TALL=height, WIDE=width, MAIN=main, REST=rest, BLOCK_M=block_m,
-        num_warps=warps, num_stages=stages, **launch(qkv.device, batch * height * width),
+        ASSEMBLY=qkv.dtype == torch.bfloat16 and not INTERPRETED,
+        num_warps=warps, num_stages=stages, maxnreg=registers or None, **launch(qkv.device, batch * height * width),
     )  # fmt: skip
+
+
+def _whole_sizes(qkv: torch.Tensor) -> Sizes:
+    """(queries, registers a thread at most or 0, warps, stages)."""
+    return (16, 0, 4, 1) if qkv.dtype == torch.float32 else (64, 0, 4, 3)
 
 
 @triton.jit
 def _whole(
     qkv_ptr, row_ptr, column_ptr, out_ptr, scale, batch_stride, y_stride, x_stride, part_stride, head_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, ASSEMBLY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -223,20 +247,21 @@ def _whole(
     q, q_rest = _rows(base + query // WIDE * y_stride + query % WIDE * x_stride, there, DIM, MAIN, REST)
     across = tl.arange(0, WIDE)
     place = (batch * TALL * WIDE + query) * HEADS + head
-    beside = tl.load(column_ptr + place[:, None] * WIDE + across, mask=there[:, None], other=0.0).to(tl.float32)
+    beside = tl.load(column_ptr + place[:, None] * WIDE + across, mask=there[:, None], other=0.0)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, MAIN], tl.float32)
     mixed_rest = tl.zeros([BLOCK_M, max(REST, 16)], tl.float32)
     every = across >= 0
     key_at = base + part_stride + across * x_stride
+    row_at = row_ptr + (batch * HEADS + head) * (TALL * TALL * WIDE) + query
     for ky in range(0, TALL):
         k, k_rest = _rows(key_at + ky * y_stride, every, DIM, MAIN, REST)
-        above = tl.load(row_ptr + place * TALL + ky, mask=there, other=0.0).to(tl.float32)
+        above = tl.load(row_at + ky * (TALL * WIDE), mask=there, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
             score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
-        score = score * (scale * LOG2E) + beside
+        score = tl.fma(score, scale * LOG2E, _widened(beside, ASSEMBLY))
         # what the row of keys adds is the same for all of them
         new = tl.maximum(best, tl.max(score, 1) + above)
         weight = tl.exp2(score - (new - above)[:, None])
@@ -251,36 +276,52 @@ def _whole(
     _store(out_ptr + place * DIM, there, mixed, mixed_rest, mass, DIM, MAIN, REST)
 
 
+@triton.jit
+def _widened(x, ASSEMBLY: tl.constexpr):
+    """bfloat16 to float32 where it is used: the compiler would keep twice the registers from before the loop on."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, is_pure=False, pack=2
+        )
+    else:  # noqa: RET505  what stands after a return is compiled as well
+        return x.to(tl.float32)
+
+
 def tables(qkv: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q · rel_h[yq − yk + H − 1] and q · rel_w[xq − xk + W − 1], times log2 e: [B, H, W, heads, H] and […, W]."""
+    """q · rel_h[yq − yk + H − 1] and q · rel_w[xq − xk + W − 1], times log2 e.
+
+    The first as [B, heads, H, tokens] float32: a block of keys needs one row of it; the second as
+    [B, tokens, heads, W].
+    """
     batch, height, width, _, heads, dim = qkv.shape
-    by_row = torch.empty((batch, height, width, heads, height), dtype=qkv.dtype, device=qkv.device)
-    by_column = torch.empty((batch, height, width, heads, width), dtype=qkv.dtype, device=qkv.device)
+    by_row = torch.empty((batch, heads, height, height * width), dtype=torch.float32, device=qkv.device)
+    by_column = torch.empty((batch, height * width, heads, width), dtype=qkv.dtype, device=qkv.device)
     main, rest = split(dim)
     batch_stride, y_stride, x_stride, _, head_stride = qkv.stride()[:5]
-    # a program: all queries of one row with all rows, or of one column with all columns
-    for table, target, lines, long, line_stride, step in (
-        (rel_h, by_row, height, width, y_stride, x_stride),
-        (rel_w, by_column, width, height, x_stride, y_stride),
+    # a program: queries of one row with all rows, or of one column with all columns
+    for table, target, sizes in (
+        (rel_h, by_row, (height, width, y_stride, x_stride, width, 1, 1, height * width)),
+        (rel_w, by_column, (width, height, x_stride, y_stride, 1, width, heads * width, 1)),
     ):
-        vertical = target is by_row
+        lines, long = sizes[:2]
         block, places = max(16, power_of_two(long)), max(16, power_of_two(lines))
         if qkv.dtype == torch.float32:
             block = min(block, 32)
         _table[(lines * triton.cdiv(long, block), heads, batch)](
-            qkv, table, target, lines, long, batch_stride, line_stride, step, head_stride,
-            width if vertical else 1, 1 if vertical else width,
-            HEADS=heads, DIM=dim, MAIN=main, REST=rest, BLOCK=block, PLACES=places, num_warps=4,
+            qkv, table, target, *sizes, batch_stride, head_stride, height * width * heads * lines,
+            lines if target is by_column else lines * height * width,
+            DIM=dim, MAIN=main, REST=rest, BLOCK=block, PLACES=places, num_warps=4,
             **launch(qkv.device, batch * height * width),
         )  # fmt: skip
     return by_row, by_column
 
 
-@triton.jit(do_not_specialize=["lines", "long"])
+@triton.jit(do_not_specialize=["lines", "long", "line_tokens", "step_tokens"])
 def _table(
-    qkv_ptr, table_ptr, out_ptr, lines, long, batch_stride, line_stride, step, head_stride, line_tokens, step_tokens,
-    HEADS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    BLOCK: tl.constexpr, PLACES: tl.constexpr, EARLY: tl.constexpr,
+    qkv_ptr, table_ptr, out_ptr, lines, long, line_stride, step, line_tokens, step_tokens, token_stride, place_stride,
+    batch_stride, head_stride, out_batch_stride, out_head_stride,
+    DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0) % lines
     head = tl.program_id(1)
@@ -295,6 +336,7 @@ def _table(
     if REST:
         found = tl.dot(q_rest, tl.trans(table_rest), found, input_precision="ieee")
     found = found * LOG2E
-    token = (batch * lines * long + line * line_tokens + along * step_tokens) * HEADS + head
+    token = (line * line_tokens + along * step_tokens) * token_stride
+    target = out_ptr + batch.to(tl.int64) * out_batch_stride + head * out_head_stride
     inside = (along < long)[:, None] & (place < lines)[None, :]
-    tl.store(out_ptr + token[:, None] * lines + place, found.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(target + token[:, None] + place * place_stride, found.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""A row to 8 bits inside a kernel, with the bits of ``ops.rms_norm_quant.quantized``."""
+"""Rows to 8 bits inside a kernel, with the bits of ``ops.rms_norm_quant.quantized``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ _WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
 @triton.jit
-def rounded8(y, scale_ptr, factor, WHOLE: tl.constexpr, TOKEN: tl.constexpr):
-    """y, one row in float32 → its 8-bit values, to be cast to their type at the store.
+def own_factor(amax, scale_at, there, WHOLE: tl.constexpr):
+    """What rows of the largest magnitudes amax [R] are multiplied by; their scales are stored where there are rows."""
+    amax = tl.maximum(amax, _LEAST)
+    most = amax * 0.0 + (127.0 if WHOLE else 448.0)
+    tl.store(scale_at, tl.div_rn(amax, most), mask=there)
+    return tl.div_rn(most, amax)
 
-    TOKEN: with the row's own scale, which is stored at ``scale_ptr``; otherwise times ``factor``. WHOLE: int8.
-    """
+
+@triton.jit
+def rounded8(y, factor, WHOLE: tl.constexpr, TOKEN: tl.constexpr):
+    """y float32 → y · factor as 8-bit values, to be cast to their type at the store. TOKEN: by the row's own factor."""
     most: tl.constexpr = 127.0 if WHOLE else 448.0
-    if TOKEN:
-        amax = tl.maximum(tl.max(tl.abs(y), axis=0), _LEAST)
-        largest = amax * 0.0 + most
-        factor = tl.div_rn(largest, amax)
-        tl.store(scale_ptr, tl.div_rn(amax, largest))
     y *= factor
     if WHOLE:
         # from 2²³ to 2²⁴ a float32 is a whole number, with 1 in its last bit: a value put there is rounded half to
