@@ -79,7 +79,13 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes += [(40, 1056, 97, 128)]
     if device != "cpu":
         shapes += [(1, 4096, 12288, 128), (1, 4096, 4096, 128), (1, 4096, 22016, 128), (1, 11008, 4096, 128)]
-        shapes += [(8, 4096, 4096, 64), (64, 4096, 4096, 128)]
+        shapes += [
+            (8, 4096, 4096, 64),
+            (64, 4096, 4096, 128),
+            (1, 1056, 600, 32),
+            (1, 1120, 600, 64),
+            (20, 992, 64, 32),
+        ]
     for rows, k, n, group in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
         args = {"x": x, **drawn(n, k, group, device=device, symmetric=rows == 5), "group": group}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelmill.core.errors import MissingDependency
-from modelmill.ops.cuda import build, clustered_linear, int4_linear, int4_rows, launch, paged_attention
+from modelmill.ops.cuda import build, clustered_linear, int4_linear, int4_rows, launch, one_row, paged_attention
 
 NVCC = build.nvcc()
 FORMS = (
@@ -133,8 +133,10 @@ def _compiles_without_spills(source: str, macros: tuple[str, ...], out: Path) ->
 @pytest.mark.parametrize("gated", [False, True])
 def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) -> None:
     form = int4_linear.form_of(tokens)
-    for offset, dtype in ((True, torch.bfloat16), (False, torch.float16)):
-        macros = int4_linear._macros(dtype, form, offset=offset, gated=gated)
+    for offset, piece, dtype in ((True, 128, torch.bfloat16), (False, 64, torch.float16), (True, 32, torch.bfloat16)):
+        if tokens == int4_linear.MOST and piece == 128:
+            continue  # int4_rows serves those
+        macros = int4_linear._macros(dtype, form, piece, offset=offset, gated=gated)
         _compiles_without_spills("int4_linear.cu", macros, tmp_path / "out")
 
 
@@ -145,6 +147,16 @@ def test_int4_of_many_rows_compiles_without_spills(form: int4_rows.Form, tmp_pat
         macros = int4_rows._macros(dtype, form, box, offset=not gated, gated=gated)
         if form.stages * box * 256 >= box * (64 * form.workers + 4) * 4:
             _compiles_without_spills("int4_rows.cu", macros, tmp_path / "out")
+
+
+ONE_ROW = [(4, False, True, False), (8, False, False, True), (8, True, False, False), (4, True, True, False)]
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("kind", [one_row.Kind(*each) for each in ONE_ROW])
+def test_products_of_one_row_compile_without_spills(kind: one_row.Kind, tmp_path: Path) -> None:
+    for dtype, gated in ((torch.bfloat16, not kind.integer), (torch.float32 if kind.integer else torch.float16, False)):
+        _compiles_without_spills("one_row.cu", one_row._macros(kind, 5, dtype, gated=gated), tmp_path / "out")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not here")

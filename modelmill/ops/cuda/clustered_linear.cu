@@ -9,15 +9,10 @@
 //
 // Every warp has DEPTH pieces on their way before q may be read.
 //
-// Macros: those of narrow_weights.cuh, PACKED, OFFSET (4 bit alone), DYNAMIC (a step for each row of q and group).
+// Macros: those of narrow_weights.cuh, PACKED, OFFSET (4 bit alone), DYNAMIC (a step for each row of q and group), DEPTH, BLOCKS.
 #include "narrow_weights.cuh"
 
-#ifndef DEPTH
-#define DEPTH (PACKED ? (NT <= 2 ? 4 : 2) : 2)
-#endif
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
+constexpr int COLUMNS = 128; // of a piece
 constexpr int LOADS = PACKED ? 1 : 2; // of 16 bytes, for a thread's part of a weight row's piece
 constexpr u32 ONES = 0x01010101u;
 

@@ -7,7 +7,7 @@ import struct
 import torch
 
 from modelmill.core.errors import MissingDependency
-from modelmill.ops.cuda import build, launch
+from modelmill.ops.cuda import build, launch, one_row
 from modelmill.ops.cuda.narrow_weights import PIECE, THREADS, TYPES, Form, fits, shift
 
 # rows of q up to … → how the kernel is compiled, for 8-bit and for 4-bit weights
@@ -16,6 +16,7 @@ FORMS = {
     torch.uint8: ((8, Form(1, 1, 4, 2)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1))),
 }
 MOST = 64
+STREAM = True
 
 
 def available(kind: str) -> str | None:
@@ -71,6 +72,8 @@ def run(
     """As the reference."""
     tokens, columns = q.shape
     rows, groups = weight.shape[0], scale.shape[1]
+    if STREAM and one_row.serves(q, weight, one_row.kind_of(q, weight, scale, offset), group, groups):
+        return one_row.product(q, weight, (scale, offset, group), (step, constant, bias), dtype)
     out = torch.empty((tokens, rows), dtype=dtype, device=q.device)
     form = form_of(tokens, weight.dtype)
     with torch.cuda.device(q.device):

@@ -2,25 +2,20 @@
 // scale * (x . codes) + offset * (sum of x), for up to 8 * NT rows of x, in 16 bits.
 //
 // A run of 32 columns lies in 16 bytes: byte j has column j in its low half and column j + 16 in its high half
-// (ops/int4_linear.py). The four threads of a quad take the four runs of 128 columns of two weight rows, so that each
-// reads 16 bytes at a time and a quad's registers are, without a move between threads, the left operand of
+// (ops/int4_linear.py). The four threads of a quad take a piece of two weight rows, a quarter each, 16 bytes at a time
+// where a piece is 128 columns. A quad's registers are, without a move between threads, the left operand of
 // mma.m16n8k16: which column a slot along K stands for is free, as long as x comes in the same order.
 //
 // A code c is put under the exponent of 128 (1024 in float16): `(word >> 4 h) & 0x000F000F | magic` makes two numbers
 // 128 + c in one or two instructions, and no conversion. What that adds is 128 times the sum of x, which the offsets need
 // anyway: one more product, with ones in the place of the weights, gives it in the layout of the sums.
 //
-// Every warp has DEPTH pieces of 128 columns on their way before x may be read.
+// Every warp has DEPTH pieces on their way before x may be read.
 //
-// Macros: those of narrow_weights.cuh, OFFSET (0: symmetric).
+// Macros: those of narrow_weights.cuh, OFFSET (0: symmetric), PIECE (columns: 128, 64 or 32), DEPTH, BLOCKS.
 #include "narrow_weights.cuh"
 
-#ifndef DEPTH
-#define DEPTH (NT <= 2 ? 4 : 2)
-#endif
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
+constexpr int WORDS = PIECE / 32; // of a thread's quarter of a piece
 #ifdef HALF
 constexpr u32 MAGIC = 0x64006400u, ONES = 0x3C003C00u;
 constexpr float RAISED = 1024.0f;
@@ -29,15 +24,15 @@ constexpr u32 MAGIC = 0x43004300u, ONES = 0x3F803F80u;
 constexpr float RAISED = 128.0f;
 #endif
 
-// Strides in elements of what they step through; a weight row in runs of 16 bytes.
+// Strides in elements of what they step through.
 struct Work {
     const u16 *x;
-    const uint4 *weight;
+    const u32 *weight;
     const Grid *scale, *offset; // [N, groups]
     const u16 *bias;            // of x's type, or null
     u16 *out;
     int tokens, rows, runs, x_stride, groups;
-    int shift; // pieces of 128 columns that share a scale, as a power of two
+    int shift; // pieces that share a scale, as a power of two
 };
 
 // d += a . b, 16 x 16 times 16 x 8.
@@ -50,51 +45,82 @@ __device__ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
 
 __device__ inline u32 codes(u32 word, int half) { return ((word >> (4 * half)) & 0x000F000Fu) | MAGIC; }
 
-// Where this thread reads: two weight rows at its run of the first piece, their scales, and its rows of x.
+// Where this thread reads: its quarter of the first piece of two weight rows, their scales, and its rows of x.
 struct Place {
-    const uint4 *low, *high;
+    const u32 *low, *high;
     const float2 *grid_low, *grid_high;
     const u16 *x[NT]; // null: no such row of x
 };
 
-// Two weight rows' part of a piece: 32 columns each.
+// Two weight rows' part of a piece: a quarter of the columns each.
 struct Piece {
-    uint4 low, high;
+    u32 low[WORDS], high[WORDS];
 };
 
+__device__ inline void fetch_words(u32 (&to)[WORDS], const u32 *from) {
+    if constexpr (WORDS == 4) {
+        const uint4 got = once(reinterpret_cast<const uint4 *>(from));
+        to[0] = got.x, to[1] = got.y, to[2] = got.z, to[3] = got.w;
+    } else if constexpr (WORDS == 2) {
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+    } else {
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+    }
+}
+
 __device__ inline void fetch(Piece &piece, const Place &at, int number, bool there) {
+    if (there) {
+        fetch_words(piece.low, at.low + 4 * WORDS * number);
+        fetch_words(piece.high, at.high + 4 * WORDS * number);
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            piece.low[i] = piece.high[i] = 0;
+        }
+    }
+}
+
+// Columns 4 i … 4 i + 3 and those 16 further on, as two words each.
+struct Four {
+    u32 near[2], far[2];
+};
+
+// Of a row of x, the columns that meet words `first` and `first + 1` of a thread's quarter.
+__device__ inline void fetch_x(Four (&to)[2], const u16 *from, bool there) {
     const uint4 zero = {0, 0, 0, 0};
-    piece.low = there ? once(at.low + 4 * number) : zero;
-    piece.high = there ? once(at.high + 4 * number) : zero;
+    const uint4 *at = reinterpret_cast<const uint4 *>(from);
+    const uint4 near = there ? at[0] : zero, far = there ? at[2] : zero;
+    to[0] = {{near.x, near.y}, {far.x, far.y}};
+    to[1] = {{near.z, near.w}, {far.z, far.w}};
+}
+
+__device__ inline void fetch_x(Four (&to)[1], const u16 *from, bool there) {
+    const uint2 zero = {0, 0};
+    const uint2 *at = reinterpret_cast<const uint2 *>(from);
+    const uint2 near = there ? at[0] : zero, far = there ? at[4] : zero;
+    to[0] = {{near.x, near.y}, {far.x, far.y}};
 }
 
 // total += this piece's part of 16 weight rows times up to 8 NT rows of x.
 __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Place &at, int number, bool there,
                            int group) {
-    const u32 low[4] = {piece.low.x, piece.low.y, piece.low.z, piece.low.w};
-    const u32 high[4] = {piece.high.x, piece.high.y, piece.high.z, piece.high.w};
+    constexpr int AT_ONCE = WORDS > 1 ? 2 : 1; // words that meet 16 bytes of x
     float part[NT][4] = {}, sums[NT][4] = {};
-    // words 2 j and 2 j + 1 of a run meet columns 8 j … 8 j + 7 and those 16 further on
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < WORDS / AT_ONCE; ++j) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            uint4 near = {0, 0, 0, 0}, far = {0, 0, 0, 0};
-            if (there && at.x[n]) {
-                const uint4 *from = reinterpret_cast<const uint4 *>(at.x[n] + COLUMNS * number) + j;
-                near = from[0];
-                far = from[2];
-            }
-            const u32 x[2][4] = {{near.x, near.y, near.z, near.w}, {far.x, far.y, far.z, far.w}};
+            Four x[AT_ONCE];
+            fetch_x(x, at.x[n] + PIECE * number + 8 * j, there && at.x[n]);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 a = low[2 * j + i], b = high[2 * j + i];
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const u32 a = piece.low[AT_ONCE * j + i], b = piece.high[AT_ONCE * j + i];
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
                     // columns (0, 2) or (1, 3) of the word's four, near and far
                     const u32 pick = odd ? 0x7632u : 0x5410u;
-                    const u32 b0 = __byte_perm(x[0][2 * i], x[0][2 * i + 1], pick);
-                    const u32 b1 = __byte_perm(x[1][2 * i], x[1][2 * i + 1], pick);
+                    const u32 b0 = __byte_perm(x[i].near[0], x[i].near[1], pick);
+                    const u32 b1 = __byte_perm(x[i].far[0], x[i].far[1], pick);
                     multiply(part[n], codes(a, 2 * odd), codes(b, 2 * odd), codes(a, 2 * odd + 1),
                              codes(b, 2 * odd + 1), b0, b1);
                     multiply(sums[n], ONES, ONES, ONES, ONES, b0, b1);
@@ -121,15 +147,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_linear(const 
     const int along_n = warp % RW, along_k = warp / RW;
     const int mine = along_n * 16 + quad;
     const long long low = row_of(mine, w.rows), high = row_of(mine + 8, w.rows);
-    Place at = {w.weight + low * w.runs + place, w.weight + high * w.runs + place, grids + mine * (w.groups + 1),
-                grids + (mine + 8) * (w.groups + 1)};
+    Place at = {w.weight + low * w.runs * 4 + place * WORDS, w.weight + high * w.runs * 4 + place * WORDS,
+                grids + mine * (w.groups + 1), grids + (mine + 8) * (w.groups + 1)};
+    // the first column of this thread's quarter
+    const int column = PIECE == 128 ? 32 * place : PIECE == 64 ? place / 2 * 32 + place % 2 * 8 : 4 * place;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const int token = quad + 8 * n;
-        at.x[n] = token < w.tokens ? w.x + static_cast<long long>(token) * w.x_stride + 32 * place : nullptr;
+        at.x[n] = token < w.tokens ? w.x + static_cast<long long>(token) * w.x_stride + column : nullptr;
     }
     // of the last piece, which may not be whole, some threads have no run
-    const int pieces = (w.runs + 3) / 4, whole = (w.runs - place + 3) / 4;
+    const int pieces = (w.runs + WORDS - 1) / WORDS, whole = (w.runs - column / 32 + WORDS - 1) / WORDS;
     Piece ahead[DEPTH];
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {

@@ -7,12 +7,13 @@ import struct
 import torch
 
 from modelmill.core.errors import MissingDependency
-from modelmill.ops.cuda import build, int4_rows, launch
-from modelmill.ops.cuda.narrow_weights import RUN, THREADS, TYPES, Form, fits, shift
+from modelmill.ops.cuda import build, int4_rows, launch, one_row
+from modelmill.ops.cuda.narrow_weights import PIECE, RUN, THREADS, TYPES, Form, fits, piece_of, shift
 
 # rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
-FORMS = ((8, Form(1, 1, 4, 2)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1)))
+FORMS = ((8, Form(1, 1, 4, 2)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 1, 1)))
 MOST = FORMS[-1][0]
+STREAM = True
 FEW = 16  # rows; more of them go through shared memory (int4_rows)
 
 
@@ -21,7 +22,7 @@ def available(kind: str) -> str | None:
     reason = build.available(kind)
     if reason is None:
         try:
-            build.compiled("int4_linear", _macros(torch.bfloat16, form_of(1), offset=True, gated=False))
+            build.compiled("int4_linear", _macros(torch.bfloat16, form_of(1), PIECE, offset=True, gated=False))
         except MissingDependency as problem:
             reason = str(problem)
     return reason
@@ -40,14 +41,15 @@ def supports(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 128, 256, 512 … columns or of all, float16 scales."""
+    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all, float16 scales."""
     if x.dim() != 2 or not 0 < x.shape[0] <= MOST or x.dtype.itemsize != 2 or not x.is_cuda:
         return False
     grids = [t for t in (scale, offset) if t is not None]
     packed = all(t.dtype == torch.float16 and t.is_contiguous() for t in grids) and weight.is_contiguous()
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     biased = bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
-    whole = shift(group, x.shape[1]) is not None and x.shape[1] % RUN == 0
+    columns = x.shape[1]
+    whole = shift(group, columns, piece_of(group, columns)) is not None and columns % RUN == 0
     return packed and aligned and biased and whole and fits(form_of(x.shape[0]), scale.shape[1])
 
 
@@ -76,21 +78,26 @@ def product(
     """The output [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
     rows = weight.shape[0]
+    if STREAM and one_row.serves(x, weight, one_row.kind_of(x, weight, scale, offset), group, scale.shape[1]):
+        return one_row.product(x, weight, (scale, offset, group), (None, None, bias), x.dtype, gated=gated)
     if tokens > FEW:
         many = int4_rows.form_of(rows, columns, group, int4_rows.box_of(tokens), launch.multiprocessors(x.get_device()))
         if many is not None:
             return int4_rows.product(x, weight, scale, offset, group, bias, many, gated=gated)
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
-    form = form_of(tokens)
+    form, piece = form_of(tokens), piece_of(group, columns)
     groups = scale.shape[1]
     with torch.cuda.device(x.device):
-        macros = _macros(x.dtype, form, offset=offset is not None, gated=gated)
+        macros = _macros(x.dtype, form, piece, offset=offset is not None, gated=gated)
         kernel = launch.kernel("int4_linear", "int4_linear", macros, THREADS, form.shared(groups), x.get_device())
         pointers = [0 if t is None else t.data_ptr() for t in (x, weight, scale, offset, bias, out)]
-        counts = (tokens, rows, columns // RUN, x.stride(0), groups, shift(group, columns))
+        counts = (tokens, rows, columns // RUN, x.stride(0), groups, shift(group, columns, piece))
         kernel.launch(form.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), early=True)
     return out
 
 
-def _macros(dtype: torch.dtype, form: Form, *, offset: bool, gated: bool) -> tuple[str, ...]:
-    return (*form.macros, f"OFFSET={int(offset)}", f"GATED={int(gated)}", "WIDE=0", *TYPES[dtype])
+def _macros(dtype: torch.dtype, form: Form, piece: int, *, offset: bool, gated: bool) -> tuple[str, ...]:
+    if piece < PIECE and form.tiles <= 2:  # as many bytes are on their way
+        form = form._replace(depth=2 * form.depth)
+    switches = (f"PIECE={piece}", f"OFFSET={int(offset)}", f"GATED={int(gated)}", "WIDE=0")
+    return (*form.macros, *switches, *TYPES[dtype])

@@ -25,7 +25,7 @@ class Form(NamedTuple):
     stages: int
 
 
-FORMS = (Form(2, 1, 4, 4), Form(2, 2, 4, 4), Form(2, 4, 4, 4), Form(3, 1, 2, 4), Form(3, 2, 2, 4))
+FORMS = tuple(Form(*each, 4) for each in ((2, 1, 4), (2, 2, 4), (2, 4, 4), (3, 1, 2), (3, 2, 2), (3, 4, 2)))
 
 
 def box_of(tokens: int) -> int:
@@ -90,7 +90,7 @@ def product(
         add = launch.kernel("int4_rows", "group_sums", macros, 256, 0, device)
         counts = (tokens, columns, x.stride(0), groups, group)
         add.launch(-(-groups * box // 8), struct.pack("=2Q5i", x.data_ptr(), sums.data_ptr(), *counts), early=True)
-        threads, size = 128 * form.workers + 32, shared(form, box, share)
+        threads, size = 128 * (form.workers + 1), shared(form, box, share)
         kernel = launch.kernel("int4_rows", "int4_rows", macros, threads, size, device)
         strides = (x.stride(0) * x.element_size(),)
         x_map = launch.tensor_map(x.data_ptr(), x.dtype, (columns, tokens), strides, (64, box))

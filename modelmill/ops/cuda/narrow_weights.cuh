@@ -11,7 +11,7 @@
 
 typedef unsigned short u16;
 
-constexpr int WARPS = 8, KW = WARPS / RW, THREADS = 32 * WARPS, COLUMNS = 128;
+constexpr int WARPS = 8, KW = WARPS / RW, THREADS = 32 * WARPS;
 
 __device__ inline float widened(u16 half_bits) {
     float wide;

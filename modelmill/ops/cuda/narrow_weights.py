@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ _MOST_SHARED = 200 << 10  # bytes of a block, beside what the kernels take anywa
 
 
 class Form(NamedTuple):
-    """How a product is compiled: tiles of 8 rows of x, warps along N (the others split K), pieces of 128 columns that a
-    warp has on their way, blocks that registers are saved for on a multiprocessor."""
+    """How a product is compiled: tiles of 8 rows of x, warps along N (the others split K), pieces that a warp has on
+    their way, blocks that registers are saved for on a multiprocessor."""
 
     tiles: int
     wide: int
@@ -40,9 +41,14 @@ def fits(form: Form, groups: int) -> bool:
     return form.shared(groups) <= _MOST_SHARED - form.tiles * 4096
 
 
-def shift(group: int, columns: int) -> int | None:
+def piece_of(group: int, columns: int) -> int:
+    """Columns that a warp takes at a time, all of one group: 128, 64 or 32."""
+    return PIECE if group >= columns else gcd(group, PIECE)
+
+
+def shift(group: int, columns: int, piece: int = PIECE) -> int | None:
     """How many pieces share a scale, as a power of two; None where it is none."""
     if group >= columns:
         return 30
-    pieces = group // PIECE
-    return pieces.bit_length() - 1 if group % PIECE == 0 and pieces & (pieces - 1) == 0 else None
+    pieces = group // piece
+    return pieces.bit_length() - 1 if group % piece == 0 and pieces & (pieces - 1) == 0 else None

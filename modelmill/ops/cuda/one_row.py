@@ -1,0 +1,95 @@
+"""Products of one row with 4- and 8-bit weights by Hopper's copy engine and tensor cores (one_row.cu)."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from modelmill.ops.cuda import launch
+from modelmill.ops.cuda.narrow_weights import PIECE, TYPES, shift
+
+# Sizes of one_row.cu.
+THREADS, TILE, STAGE, SCALES = 288, 16, 16 * (1024 + 64), 2
+_ROOM = 112 << 10  # bytes of a block, so that the next kernel's finds room on the same multiprocessor
+_STAGES = (6, 5, 4, 3)
+_MOST = 226 << 10
+
+
+class Kind(NamedTuple):
+    """What is multiplied: bits of a weight, whether x is integers, whether there are offsets, float32 scales."""
+
+    bits: int
+    integer: bool
+    offset: bool
+    wide: bool
+
+
+def shared(kind: Kind, columns: int, groups: int, stages: int) -> int:
+    """Bytes of a block's shared memory."""
+    pieces = -(-columns // PIECE)
+    used = stages * STAGE + pieces * (128 if kind.integer else 256) + 4 * (pieces + groups + 2 * 8 * TILE)
+    barriers = 8 * (2 * stages + 2 * SCALES)
+    grids = SCALES * (2 if kind.offset else 1) * TILE * groups * (4 if kind.wide else 2)
+    return -(-used // 16) * 16 + -(-barriers // 16) * 16 + grids
+
+
+def stages_of(kind: Kind, columns: int, groups: int) -> int | None:
+    """Stages of the ring: as many as leave room for a neighbour; None where not even the fewest fit."""
+    for stages in _STAGES:
+        if shared(kind, columns, groups, stages) <= _ROOM:
+            return stages
+    return _STAGES[-1] if shared(kind, columns, groups, _STAGES[-1]) <= _MOST else None
+
+
+def serves(x: torch.Tensor, weight: torch.Tensor, kind: Kind, group: int, groups: int) -> bool:
+    """One row, packed, at addresses of 16 bytes; rows of the weight in sixteens, of multiples of 16 bytes."""
+    columns = x.shape[1]
+    if x.shape[0] != 1 or weight.shape[0] % TILE or weight.shape[1] % 16 or columns % 32 or not weight.is_contiguous():
+        return False
+    if x.data_ptr() % 16 or weight.data_ptr() % 16 or x.stride(1) != 1 or shift(group, columns) is None:
+        return False
+    return stages_of(kind, columns, groups) is not None
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grids: tuple[torch.Tensor, torch.Tensor | None, int],
+    more: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    """x [1, K] · weightᵀ → [1, N] of ``dtype``; gated: silu(first half) · second half of it, [1, N / 2].
+
+    grids: scale and offset [N, G], columns of a group. more: step [G], constant [N], bias [N].
+    """
+    scale, offset, group = grids
+    rows, columns = weight.shape[0], x.shape[1]
+    groups = scale.numel() // rows
+    kind = kind_of(x, weight, scale, offset)
+    stages, by = stages_of(kind, columns, groups), shift(group, columns)
+    assert stages is not None and by is not None  # noqa: PT018  supports() has said so
+    out = torch.empty((1, rows // 2 if gated else rows), dtype=dtype, device=x.device)
+    device = x.get_device()
+    with torch.cuda.device(x.device):
+        macros = _macros(kind, stages, dtype, gated=gated)
+        kernel = launch.kernel("one_row", "one_row", macros, THREADS, shared(kind, columns, groups, stages), device)
+        pointers = [0 if t is None else t.data_ptr() for t in (x, weight, scale, offset, *more, out)]
+        tiles = rows // TILE
+        work = struct.pack("=8Q6i", *pointers, rows, weight.stride(0), columns, groups, by, tiles)
+        kernel.launch(min(tiles, launch.multiprocessors(device)), work, early=True)
+    return out
+
+
+def kind_of(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> Kind:
+    """What the kernel is compiled for."""
+    bits = 4 if weight.dtype is torch.uint8 else 8
+    return Kind(bits, x.dtype is torch.int8, offset is not None, scale.dtype is torch.float32)
+
+
+def _macros(kind: Kind, stages: int, dtype: torch.dtype, *, gated: bool) -> tuple[str, ...]:
+    sizes = {"BITS": kind.bits, "INTEGER": kind.integer, "OFFSET": kind.offset, "WIDE": kind.wide, "GATED": gated}
+    return (*(f"{name}={int(size)}" for name, size in sizes.items()), f"STAGES={stages}", *TYPES[dtype])
