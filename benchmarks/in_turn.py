@@ -1,0 +1,128 @@
+"""Times a model's steps with different choices of kernels, in turn on one card: what an idea is worth.
+
+    python benchmarks/in_turn.py qwen-7b --prefill 1x4096 --against gated_linear=torch --against linear=triton
+                                 [--decode 8x1024] [--pause 0.3] [--seconds 8] [--save FILE.jsonl]
+
+Each ``--against OP=VARIANT[,…]`` is one choice, beside the usual one ("all kernels"); the rows carry it as ``state``.
+Decode steps are graphs. Prompts are launched as the engine does; with --pause each waits for that many seconds, so that
+the card is cool, and without it they follow one another for --seconds, and the power limit shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.make_checkpoint import SHAPES  # noqa: E402
+from benchmarks.step import greedy, make_step, pairs, random_model, spread  # noqa: E402
+from modelmill.eval.report import device_name, save, versions  # noqa: E402
+from modelmill.nn.step import Step  # noqa: E402
+from modelmill.ops.clock import copy_rate, in_turn, recorded  # noqa: E402
+from modelmill.ops.shelf import resolve  # noqa: E402
+
+Kernels = Mapping[str, str]
+States = Mapping[str, Kernels]
+LEAST_TURNS = 5
+
+
+def states_of(against: Sequence[str]) -> dict[str, Kernels]:
+    """The choices by their names: the usual one first."""
+    return {"all kernels": {}} | {each: dict(pair.split("=") for pair in each.split(",")) for each in against}
+
+
+def calls_of(model: nn.Module, step: Step, states: States) -> list[Callable[[], Any]]:
+    """The same step with each choice of kernels."""
+    steps = [replace(step, ops=resolve("cuda", kernels)) for kernels in states.values()]
+    return [functools.partial(greedy, model, each) for each in steps]
+
+
+@torch.inference_mode()
+def decode(model: nn.Module, batch: int, context: int, states: States) -> Iterator[dict[str, Any]]:
+    """One decode step with each choice, replays in turn; milliseconds."""
+    replays = []
+    for call in calls_of(model, make_step(model, batch, 1, context), states):
+        call()  # compiles
+        replays.append(recorded(call))
+    for state, times in zip(states, in_turn(replays, 15, 4, "cuda"), strict=True):
+        about = {"figure": "step.decode_ms", "batch": batch, "context": context, "state": state}
+        yield about | spread([1e3 * each for each in times])
+
+
+@torch.inference_mode()
+def prefill(
+    model: nn.Module, batch: int, tokens: int, states: States, pause: float, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """A first step with each choice, another one first in each turn; milliseconds."""
+    calls = calls_of(model, make_step(model, batch, tokens, tokens), states)
+    in_turn(calls, 1, 1, "cuda")  # compiles
+    times: list[list[float]] = [[] for _ in calls]
+    began, turn = time.perf_counter(), 0
+    while turn < LEAST_TURNS or time.perf_counter() - began < seconds:
+        for index in (*range(turn % len(calls), len(calls)), *range(turn % len(calls))):
+            time.sleep(pause)
+            times[index] += [1e3 * each for each in timed(calls[index])]
+        turn += 1
+    for state, found in zip(states, times, strict=True):
+        about = {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, "state": state, "pause_s": pause}
+        yield about | spread(found)
+
+
+def timed(call: Callable[[], Any]) -> list[float]:
+    """Seconds of one call, by events."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return [start.elapsed_time(end) / 1e3]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("--decode", default="")
+    parser.add_argument("--prefill", default="")
+    parser.add_argument("--against", action="append", default=[], metavar="OP=VARIANT[,…]")
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--save", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print and record."""
+    options = parse()
+    states, model, now = states_of(options.against), random_model(options.shape), datetime.now(UTC)
+    stamp = {
+        "run": now.strftime("turns-%Y%m%dT%H%M%S"), "command": "python benchmarks/in_turn.py " + " ".join(sys.argv[1:]),
+        "shape": options.shape, "unit": "ms", "copy_gbps": round(copy_rate() / 1e9), "device": device_name("cuda"),
+        "versions": versions(), "date": now.isoformat(timespec="seconds"),
+    }  # fmt: skip
+    how = (states, options.pause, options.seconds)
+    for row in itertools.chain(
+        *(decode(model, b, c, states) for b, c in pairs(options.decode)),
+        *(prefill(model, b, n, *how) for b, n in pairs(options.prefill)),
+    ):
+        print(json.dumps(row), flush=True)
+        if options.save is not None:
+            save(options.save, [row | stamp])
+
+
+if __name__ == "__main__":
+    main()
