@@ -23,7 +23,7 @@ MAY = {
     "models": {"core", "ops", "nn", "checkpoint.rename"},
     "runtime": {"core", "parallel", "ops", "weights", "nn", "artifact"},
     "vision": {"core", "ops", "nn", "artifact", "runtime.load", "runtime.graph"},
-    "quant": {"core", "weights", "nn"},
+    "quant": {"core", "ops", "weights", "nn"},
     "build": {
         *("core", "checkpoint", "weights", "nn", "quant", "artifact", "ops"),
         *("text.tokenizer", "text.image_chat", "vision.square"),

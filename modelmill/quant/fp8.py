@@ -18,10 +18,10 @@ from modelmill.quant.block import Block
 from modelmill.quant.gptq import carried, chosen_anew, damped
 from modelmill.quant.recipe import Prepared, Statistics
 from modelmill.quant.smoothquant import static
+from modelmill.quant.steps import E4M3, Steps
 from modelmill.weights.fp8 import Held
 from modelmill.weights.w8a8 import AS_THEY_ARE, BY_TOKEN
 
-E4M3 = torch.float8_e4m3fn
 METHODS = ("gptq", "nearest")
 BINADE = 8  # scales tried
 SWEEPS = 2
@@ -64,14 +64,10 @@ def carried_to_e4m3(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values [N, K] e4m3, scale [N]). scale: the least that holds each row; hessian: [K, K], damped."""
     scale = scale_in_binade(weight, hessian.diagonal(), scale, per_channel)
-    by = 1.0 / scale
-
-    def nearest(column: torch.Tensor, _: int) -> torch.Tensor:
-        return rounded(column * by, E4M3).float() * scale
-
-    values = carried(weight, hessian, nearest)
+    steps = Steps(scale[:, None].expand_as(weight).contiguous())
+    values = carried(weight, hessian, steps)
     for _ in range(SWEEPS):
-        values = chosen_anew(weight, hessian, values, nearest)
+        values = chosen_anew(weight, hessian, values, steps)
     return rounded(values / scale[:, None], E4M3), scale
 
 

@@ -7,17 +7,15 @@ from any result: it fits scales and offsets to the codes under H, and then picks
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
-from modelmill.quant.grid import LEVELS, ZERO, Grid, settle, to_codes
+from modelmill.quant.grid import LEVELS, ZERO, Grid, settle
+from modelmill.quant.steps import BLOCK, Steps
 
-BLOCK = 128
 DAMPING = 0.01
-Nearest = Callable[[torch.Tensor, int], torch.Tensor]
-_FITTED = 256  # rows whose grids are fitted at a time
+_ROWS = 256  # whose grids are fitted at a time, at least
+_FITTED = {"cpu": 0, "cuda": 1 << 26}  # as many as this leaves room for, in numbers of their normal equations
 
 
 def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
@@ -49,37 +47,24 @@ def gptq(
 
     The grid stays as it is, so groups stay contiguous whatever the order.
     """
-    scale, offset = grid.spread(weight.shape[1])
-
-    def nearest(column: torch.Tensor, j: int) -> torch.Tensor:
-        return to_codes(column, scale[:, j], offset[:, j], levels) * scale[:, j] + offset[:, j]
-
-    return to_codes(carried(weight, hessian, nearest, act_order=act_order), scale, offset, levels)
+    steps = Steps(*grid.spread(weight.shape[1]), levels)
+    return steps.codes(carried(weight, hessian, steps, act_order=act_order))
 
 
-def carried(weight: torch.Tensor, hessian: torch.Tensor, nearest: Nearest, *, act_order: bool = True) -> torch.Tensor:
+def carried(weight: torch.Tensor, hessian: torch.Tensor, steps: Steps, *, act_order: bool = True) -> torch.Tensor:
     """Rounded values [N, K], columns that are not rounded yet carrying the error of those that are.
 
-    nearest: what a column [N] with its number is rounded to. act_order: round the columns of the largest inputs first,
-    while others can still carry their errors.
+    act_order: round the columns of the largest inputs first, while others can still carry their errors.
     """
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     here = torch.arange(columns, device=weight.device)
     order = torch.argsort(hessian.diagonal(), descending=True) if act_order else here
-    numbers = order.tolist()
-    work = weight[:, order].clone()
-    factor = inverse_factor(hessian[order][:, order])
+    work, steps = weight[:, order].clone(), steps.ordered(order)
+    factor = inverse_factor(hessian[order][:, order]).contiguous()
     values = torch.empty_like(work)
     for first in range(0, columns, BLOCK):
         last = min(first + BLOCK, columns)
-        errors = torch.empty(rows, last - first, device=weight.device)
-        inner = factor[first:last, first:last]
-        for j in range(first, last):
-            column = work[:, j]
-            values[:, j] = nearest(column, numbers[j])
-            error = (column - values[:, j]) / inner[j - first, j - first]
-            work[:, j:last] -= error[:, None] * inner[j - first, j - first :]
-            errors[:, j - first] = error
+        errors = steps.walk(work, factor, first, last, values, anew=False)
         work[:, last:] -= errors @ factor[first:last, last:]
     out = torch.empty_like(values)
     out[:, order] = values
@@ -98,32 +83,18 @@ def refine(
 
 def sweep(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Each column's codes chosen anew given all others; codes [N, K]."""
-    scale, offset = grid.spread(weight.shape[1])
-
-    def nearest(column: torch.Tensor, j: int) -> torch.Tensor:
-        return to_codes(column, scale[:, j], offset[:, j]) * scale[:, j] + offset[:, j]
-
-    return to_codes(chosen_anew(weight, hessian, codes * scale + offset, nearest), scale, offset)
+    steps = Steps(*grid.spread(weight.shape[1]), LEVELS)
+    return steps.codes(chosen_anew(weight, hessian, grid.values(codes), steps))
 
 
-def chosen_anew(weight: torch.Tensor, hessian: torch.Tensor, values: torch.Tensor, nearest: Nearest) -> torch.Tensor:
+def chosen_anew(weight: torch.Tensor, hessian: torch.Tensor, values: torch.Tensor, steps: Steps) -> torch.Tensor:
     """Each column of ``values`` [N, K] rounded anew to what errs least under H given all others."""
     columns = weight.shape[1]
     values = values.clone()
     pull = (weight - values) @ hessian
-    diagonal = hessian.diagonal()
     for first in range(0, columns, BLOCK):
         last = min(first + BLOCK, columns)
-        changes = torch.empty(len(weight), last - first, device=weight.device)
-        mine = pull[:, first:last]
-        square = hessian[first:last, first:last]
-        for j in range(first, last):
-            now = values[:, j].clone()
-            values[:, j] = nearest(now + mine[:, j - first] / diagonal[j], j)
-            change = now - values[:, j]
-            changes[:, j - first] = change
-            mine += change[:, None] * square[j - first]
-        pull[:, :first] += changes @ hessian[first:last, :first]
+        changes = steps.walk(pull, hessian, first, last, values, anew=True)
         pull[:, last:] += changes @ hessian[first:last, last:]
     return values
 
@@ -135,8 +106,9 @@ def fit_grid(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, g
     h = F.pad(hessian, (0, missing, 0, missing))
     summed = h.view(count, group, -1).sum(1)  # [G, K]: what an offset of each group does
     scale, offset = grid.scale.clone(), grid.offset.clone()
-    for first in range(0, len(weight), _FITTED):
-        part = slice(first, first + _FITTED)
+    together = max(_ROWS, _FITTED[weight.device.type] // (2 * count) ** 2)
+    for first in range(0, len(weight), together):
+        part = slice(first, first + together)
         w, q = F.pad(weight[part], (0, missing)), F.pad(codes[part] - (ZERO if symmetric else 0), (0, missing))
         normal, right = _normal(w, q, h, summed, symmetric)
         ridge = normal.diagonal(dim1=1, dim2=2)
