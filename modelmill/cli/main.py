@@ -161,7 +161,7 @@ def _reworded(error: Any, argv: list[str]) -> str:
 
         verb = _verb(argv)
         module = find("modelmill.cli", verb) if verb else None
-        known = ["--" + flag.long for flag in flags_of(module.Args) if not flag.positional] if module else []
+        known = [f"--{n}" for f in flags_of(module.Args) if not f.positional for n in f.names] if module else []
         hint = nearest(option.replace("_", "-"), known)
         text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
     text = text[:1].lower() + text[1:]

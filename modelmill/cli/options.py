@@ -4,8 +4,8 @@ A verb's ``Args`` holds plain fields and whole configs (BuildConfig, RunConfig, 
 become flags of the verb, and a name that stands in several configs is one flag that sets it in each. A value is
 looked for on the command line, then in MODELMILL_<FLAG>, then in ``--config FILE.yaml``, then in the dataclass.
 
-Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, ``--x`` replaces the long one),
-``positional``, ``metavar``, ``required``, ``hidden``.
+Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, the first ``--x`` replaces the long one,
+others are further names of it), ``positional``, ``metavar``, ``required``, ``hidden``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Flag:
 
     shape: "one" value, "many" (repeatable), "ints" (comma-separated and repeatable), "pairs" (KEY=VALUE,
     repeatable) or "two" (two values after one flag). kind: the type of a value; key: that of a pair's key.
+    short: its other names.
     """
 
     name: str
@@ -56,6 +57,11 @@ class Flag:
     hidden: bool
     panel: str | None
     negatable: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its long names, the first one first, without dashes."""
+        return (self.long, *(name[2:] for name in self.short if name.startswith("--")))
 
     @property
     def label(self) -> str:
@@ -112,7 +118,7 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
     return Flag(
         name=each.name,
         long=long[0] if long else each.name.replace("_", "-"),
-        short=tuple(name for name in named if not name.startswith("--")),
+        short=(*(name for name in named if not name.startswith("--")), *(f"--{name}" for name in long[1:])),
         shape=shape,
         kind=kind,
         key=key,
@@ -180,7 +186,7 @@ def _parameter(flag: Flag) -> Any:
         *flag.short,
         help=_with_default(flag),
         metavar=_metavar(flag),
-        envvar=variable(flag),
+        envvar=[variable(name) for name in flag.names],
         show_envvar=False,
         show_default=False,
         rich_help_panel=flag.panel,
@@ -188,9 +194,9 @@ def _parameter(flag: Flag) -> Any:
     )
 
 
-def variable(flag: Flag) -> str:
-    """Name of a flag's environment variable."""
-    return "MODELMILL_" + flag.long.replace("-", "_").upper()
+def variable(name: str) -> str:
+    """The environment variable of a flag's long name."""
+    return "MODELMILL_" + name.replace("-", "_").upper()
 
 
 def _metavar(flag: Flag) -> str | None:

@@ -65,7 +65,7 @@ def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
         name: flag
         for flag in flags
         if not (flag.positional and flag.required)
-        for name in (flag.name, flag.long.replace("-", "_"))
+        for name in (flag.name, *(each.replace("-", "_") for each in flag.names))
     }
     values = {}
     for key, value in raw.items():

@@ -115,7 +115,11 @@ class RunConfig:
     """What may differ from one start of an engine to the next."""
 
     device: str = option("auto", "cpu, cuda or cuda:N")
-    tp: int = option(1, "GPUs that compute the model together, from the device on (on a CPU: processes)")
+    tp: int = option(
+        1,
+        "GPUs that compute the model together, from the device on (on a CPU: processes)",
+        flags=("--tp", "-tp", "--tensor-parallel-size"),
+    )
     max_model_len: int | None = option(None, "lower the engine's longest sequence")
     max_num_seqs: int = option(256, "most sequences computed in one step")
     max_num_batched_tokens: int = option(8192, "most tokens computed in one step (longer prompts go in chunks)")

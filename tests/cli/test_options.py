@@ -102,6 +102,17 @@ def test_dash_and_underscore_are_alike(probe: Probe) -> None:
     assert parse(probe, "--stop", "--a_b").sampling.stop == ("--a_b",), "values stay as they are"
 
 
+def test_a_flag_may_have_names_that_others_know_it_by(
+    probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (("--tp", "2"), ("-tp", "2"), ("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",)):
+        assert parse(probe, *words).run.tp == 2
+    (tmp_path / "c.yaml").write_text("tensor-parallel-size: 3\n")
+    assert parse(probe, "--config", str(tmp_path / "c.yaml")).run.tp == 3
+    monkeypatch.setenv("MODELMILL_TENSOR_PARALLEL_SIZE", "4")
+    assert parse(probe).run.tp == 4
+
+
 def test_command_line_beats_environment_beats_file(
     probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,13 +189,14 @@ def test_flags_stand_once_with_help_and_a_variable() -> None:
         module = find("modelmill.cli", name)
         assert module is not None
         flags = flags_of(module.Args)
-        longs = [flag.long for flag in flags]
+        longs = [each for flag in flags for each in flag.names]
         assert len(longs) == len(set(longs))
         assert {"json", "config"} <= set(longs)
         for flag in flags:
             assert flag.help, f"{name} --{flag.long} has no help"
-            assert variable(flag).startswith("MODELMILL_")
-            assert not variable(flag).startswith("MODELMILL_CACHE"), "that variable names the cache folder"
+            for each in flag.names:
+                assert variable(each).startswith("MODELMILL_")
+                assert not variable(each).startswith("MODELMILL_CACHE"), "that variable names the cache folder"
 
 
 def test_borrowed_options_follow_their_source() -> None:
