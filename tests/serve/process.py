@@ -79,7 +79,7 @@ class Serving:
         found = {name.lower(): value for name, value in told.items()}
         return status, json.loads(content) if "json" in found.get("content-type", "") else content.decode(), found
 
-    def wait(self, status: int, seconds: float = 180) -> Any:
+    def wait(self, status: int, seconds: float = 600) -> Any:
         """Until /health answers so."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
