@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import quantization_speed as speed  # noqa: E402
+
 STORY, PAGE = Path("docs/quantization.story.md"), Path("docs/quantization.md")
 PLOT = Path("docs/img/quantization.svg")
 RESULTS = Path("benchmarks/results/quantization.jsonl")
@@ -52,10 +56,12 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def render(story: str, rows: Sequence[Row]) -> str:
-    """The page's text."""
+def render(story: str, rows: Sequence[Row], steps: Sequence[Row] = ()) -> str:
+    """The page's text; steps: rows of whole steps on a GPU."""
     text = story.replace("{{ table }}", "\n".join(table(rows)))
     text = text.replace("{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})")
+    text = text.replace("{{ speed }}", "\n".join(speed.table(steps)))
+    text = text.replace("{{ speed plot }}", f"![Speed and what it costs]({speed.PLOT.relative_to('docs')})")
     return f"{NOTE}\n\n{text.strip()}\n"
 
 
@@ -88,7 +94,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
 def stale(root: Path) -> bool:
     """Whether the page is not what story and rows give."""
     page = root / PAGE
-    wanted = render((root / STORY).read_text("utf-8"), rows_of(root / RESULTS))
+    wanted = render((root / STORY).read_text("utf-8"), rows_of(root / RESULTS), speed.rows_of(root / speed.RESULTS))
     return not page.exists() or page.read_text("utf-8") != wanted
 
 
@@ -103,9 +109,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{PAGE} is stale; run `make quantization`", file=sys.stderr)
             return 1
         return 0
-    rows = rows_of(options.root / RESULTS)
-    (options.root / PAGE).write_text(render((options.root / STORY).read_text("utf-8"), rows), "utf-8")
+    rows, steps = rows_of(options.root / RESULTS), speed.rows_of(options.root / speed.RESULTS)
+    (options.root / PAGE).write_text(render((options.root / STORY).read_text("utf-8"), rows, steps), "utf-8")
     draw(rows, options.root / PLOT)
+    speed.draw(steps, rows, options.root / speed.PLOT)
     print(PAGE)
     return 0
 

@@ -1,0 +1,145 @@
+"""The speed half of docs/quantization.md: steps of LLaMA-7B's shape on an H200, by how the weights are held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path("benchmarks/results/h200.jsonl")
+PLOT = Path("docs/img/quantization-speed.svg")
+Row = Mapping[str, Any]
+
+
+class Line(NamedTuple):
+    """A line of the table: what step.py was asked for (shape, kind of weights, of the cache, batch, tokens held or
+    prompt), the milliseconds that vLLM 0.25.1 took on another day, and what must be reached."""
+
+    shape: str
+    weights: str
+    kv: str
+    batch: int
+    tokens: int
+    peer: float | None
+    must: float | None
+    prefill: bool = False
+
+
+LINES = (
+    Line("llama-7b", "dense", "auto", 1, 128, None, None),
+    Line("llama-7b", "int8", "auto", 1, 128, None, 2.2),
+    Line("llama-7b", "int4", "auto", 1, 128, 3.67, 1.6),
+    Line("llama-7b", "int4-g64", "auto", 1, 128, None, None),
+    Line("llama-7b", "int4-g32", "auto", 1, 128, None, None),
+    Line("llama-7b", "smoothquant", "auto", 1, 128, 3.48, 2.4),
+    Line("llama-7b", "fp8", "auto", 1, 128, None, None),
+    Line("qwen-7b", "fp8", "auto", 1, 128, 3.47, 2.6),
+    Line("llama-7b", "rptq-w8a8", "auto", 1, 128, None, 2.5),
+    Line("llama-7b", "rptq-w4a8", "auto", 1, 128, None, 1.9),
+    Line("llama-7b", "dense", "auto", 64, 1024, None, None),
+    Line("llama-7b", "smoothquant", "auto", 64, 1024, 12.5, None),
+    Line("llama-7b", "smoothquant", "int8", 64, 1024, None, None),
+    Line("llama-7b", "int4", "auto", 64, 1024, 13.4, None),
+    Line("llama-7b", "int4", "int8", 64, 1024, None, 7.5),
+    Line("llama-7b", "smoothquant", "auto", 1, 1024, 17.8, 16.0, prefill=True),
+    Line("llama-7b", "fp8", "auto", 1, 1024, None, 16.0, prefill=True),
+)
+# Weights here → builds whose perplexity stands for them in the plot, the first that was measured.
+BUILDS = {
+    "int8": ("-q int8",),
+    "int4": ("-q int4", "-q int4 --method gptq --group-size 128"),
+    "int4-g64": ("-q int4 --group-size 64", "-q int4 --method gptq --group-size 64"),
+    "int4-g32": ("-q int4 --group-size 32", "-q int4 --method gptq --group-size 32"),
+    "smoothquant": ("-q smoothquant",),
+    "fp8": ("-q fp8",),
+    "rptq-w8a8": ("-q rptq", "-q rptq --bits w8a8"),
+    "rptq-w4a8": ("-q rptq --bits w4a8",),
+}
+
+
+def rows_of(file: Path) -> list[Row]:
+    """The rows of whole steps."""
+    found = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    return [row for row in found if str(row.get("figure", "")).startswith("step.") and "shape" in row]
+
+
+def newest(rows: Sequence[Row], line: Line) -> Row | None:
+    """The newest row of a line; None where it was not measured."""
+    wanted = {"shape": line.shape, "weights": line.weights, "kv": line.kv, "batch": line.batch}
+    wanted["tokens" if line.prefill else "context"] = line.tokens
+    wanted["figure"] = "step.prefill_ms" if line.prefill else "step.decode_ms"
+    plain = [
+        row
+        for row in rows
+        if {"kv": "auto", **row}.items() >= wanted.items()
+        and "--kernel" not in row["command"]
+        and "--quantize-head" not in row["command"]
+    ]
+    return max(plain, key=lambda row: row["date"], default=None)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Markdown lines."""
+    lines = [
+        "| step | weights | KV | floor, ms | must | measured, ms | | vLLM 0.25.1, another day |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for line in LINES:
+        row = newest(rows, line)
+        if row is None:
+            continue
+        what = f"first token, {line.batch} × {line.tokens}" if line.prefill else f"{line.batch} × {line.tokens}"
+        what += "" if line.shape == "llama-7b" else f", {line.shape}"
+        told = f"**{row['value']:.3g}**"
+        if "spread" in row:
+            told += f" ({row['spread']['min']:.3g} … {row['spread']['max']:.3g})"
+        state = "" if line.must is None else "reached" if row["value"] <= line.must else "missed"
+        cells = (
+            what, f"`{line.weights}`", line.kv, f"{row['floor_ms']:.3g}" if "floor_ms" in row else "–",
+            "–" if line.must is None else f"{line.must:g}", told, state, "–" if line.peer is None else f"{line.peer:g}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def points(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """(weights, ms a token, % of perplexity) of what was measured on both sides, one sequence after 128 tokens."""
+    plain = [row for row in accuracy if row.get("kv_cache_dtype", "auto") == "auto" and "excess" in row]
+    excess = {row["options"]: 100 * row["excess"] for row in plain}
+    found = []
+    for line in LINES:
+        one = (line.shape, line.batch, line.tokens, line.prefill) == ("llama-7b", 1, 128, False)
+        row = newest(rows, line) if one else None
+        build = next((each for each in BUILDS.get(line.weights, ()) if each in excess), None)
+        if row is not None and build is not None:
+            found.append((line.weights, row["value"], excess[build]))
+    return found
+
+
+def draw(rows: Sequence[Row], accuracy: Sequence[Row], file: Path) -> None:
+    """What a recipe costs in perplexity over what a token takes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "modelmill"
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for name, ms, excess in points(rows, accuracy):
+        at = (ms, max(excess, 0.01))
+        axes.plot(*at, "o", color="#d62728")
+        axes.annotate(name, at, xytext=(6, 3), textcoords="offset points", fontsize=8)
+    dense = newest(rows, LINES[0])
+    if dense is not None:
+        axes.axvline(dense["value"], color="#7f7f7f", linewidth=1)
+        axes.annotate("bfloat16", (dense["value"], 1.0), xytext=(-52, 3), textcoords="offset points", fontsize=8)
+    axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    axes.set_xlabel("ms a token, LLaMA-7B's shape, one sequence, H200")
+    axes.set_ylabel("perplexity over float32, % (SmolLM2-135M)")
+    axes.set_title("Speed and what it costs")
+    axes.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
