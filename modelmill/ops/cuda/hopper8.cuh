@@ -39,10 +39,11 @@ __device__ inline u32 rank_in_cluster() {
     return rank;
 }
 
-// Arrive at the barrier that lies at this place in block ``rank``.
+// Arrive at the barrier that lies at this place in block ``rank``. It orders nothing beyond the block: what was read here
+// was read by products that have ended. (With release.cluster a fence of the whole GPU stands in front: 0.65 us.)
 __device__ inline void arrive_at(u32 barrier, u32 rank) {
     asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
                  "r"(rank)
                  : "memory");
 }
