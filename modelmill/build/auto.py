@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from modelmill.build.calibration import Source, find_source, load_ids
+from modelmill.build.calibration import Source, find_source
+from modelmill.build.shown import embedded, samples_of
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Resolved, apply
 from modelmill.core.config import BuildConfig
@@ -23,7 +24,6 @@ from modelmill.core.errors import UsageError
 from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.block import SITES, Block, Flow, Heads
-from modelmill.quant.calibrate import check_ids
 from modelmill.quant.search import FORMS, WHOLE, Option, choose, hold_all
 from modelmill.weights.dense import Held as Dense
 
@@ -105,13 +105,13 @@ class Walk:
         for name, buffer in list(self.model.named_buffers()):
             if not buffer.is_meta:
                 self._set(name, buffer.to(device))
-        self._put("embed.")
+        self.put("embed.")
 
     def layers(self) -> Iterator[Block]:
         """Each is gone when the next one comes."""
         for index in range(self.sizes.layers):
             module = self.model.layers[index]
-            self._put(f"layers.{index}.")
+            self.put(f"layers.{index}.")
             yield Block(module, self.heads)
             for linear in module.modules():
                 if isinstance(linear, Linear):
@@ -119,8 +119,8 @@ class Walk:
 
     def head(self) -> None:
         """The last norm and the projection to the vocabulary."""
-        self._put("norm.")
-        self._put("head.")
+        self.put("norm.")
+        self.put("head.")
         if self.sizes.tied:
             self.model.head.held = Dense(self.model.embed.weight)
 
@@ -133,7 +133,8 @@ class Walk:
             for part in x.split(ROWS):
                 yield self.model.head(part, batch.step)
 
-    def _put(self, prefix: str) -> None:
+    def put(self, prefix: str) -> None:
+        """Fill what the prefix names, in float32."""
         for resolved in self.renames:
             if not resolved.target.startswith(prefix):
                 continue
@@ -175,13 +176,14 @@ def search(
     Raises UsageError for calibration data that is no good.
     """
     limits = limits_of(config)
-    sequences = load_ids(replace(source, samples=TOGETHER, length=min(LENGTH, source.length)),
-                         walk.checkpoint.tokenizer_files(), walk.sizes.vocab, config.seed)  # fmt: skip
-    check_ids(sequences, walk.sizes.vocab)
+    some = replace(source, samples=TOGETHER, length=min(LENGTH, source.length))
+    samples = samples_of(some, walk.checkpoint.tokenizer_files(), walk.model, config.seed)
+    sequences = [sample.ids for sample in samples]
     told = progress or (lambda *_: None)
     ops = shelf.resolve(walk.device, config.kernels)
-    start = Flow.start(walk.model, sequences, ops, walk.device)
-    few = Flow.start(walk.model, sequences[:ALONE], ops, walk.device)
+    shown = embedded(samples, walk.model, walk.put, ops)
+    start = Flow.start(walk.model, sequences, ops, walk.device, shown)
+    few = Flow.start(walk.model, sequences[:ALONE], ops, walk.device, shown[:ALONE])
     options, energy = _alone(walk, start.fork(), few, told)
     budget, best = limits.budget, None
     for number in range(ROUNDS):
@@ -276,7 +278,7 @@ def _divergence(right: Sequence[torch.Tensor], logits: Iterator[torch.Tensor]) -
 
 
 def _next_ids(step: Any) -> torch.Tensor:
-    """The token after each of a batch's tokens; −1 behind the last of a sequence."""
+    """The token after each of a batch's tokens; −1 behind the last of a sequence, and where a picture follows."""
     after = torch.cat([step.ids[1:], step.ids[:1]])
     ends = step.query_start[1:].long() - 1
     after[ends] = -1

@@ -13,15 +13,14 @@ import torch
 from modelmill.artifact.quantization import path_of, to_bytes
 from modelmill.artifact.shard import ShardReader, ShardWriter
 from modelmill.artifact.store import Staging
-from modelmill.build.calibration import load_ids
 from modelmill.build.plan import Piece, Plan
-from modelmill.build.shown import Sample, has_eyes, load_samples, look
+from modelmill.build.shown import embedded, samples_of
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan
 from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.block import Block, Flow, Heads
-from modelmill.quant.calibrate import check_ids, quantize_layer
+from modelmill.quant.calibrate import quantize_layer
 from modelmill.weights import held
 from modelmill.weights.dense import Held as Dense
 
@@ -43,11 +42,7 @@ class Layers:
             if not buffer.is_meta:
                 self._set(name, buffer.to(self.device))
         files = plan.checkpoint.tokenizer_files()
-        if has_eyes(files):
-            self.samples = load_samples(plan.calibration, files, int(self.model.image_size))
-        else:
-            self.samples = [Sample(ids) for ids in load_ids(plan.calibration, files, sizes.vocab, plan.config.seed)]
-        check_ids([sample.ids for sample in self.samples], sizes.vocab)
+        self.samples = samples_of(plan.calibration, files, self.model, plan.config.seed)
         self._flow: Flow | None = None
 
     def pass_by(self, layer: int, pieces: Iterable[Piece], shard: str) -> None:
@@ -80,20 +75,9 @@ class Layers:
             self._put(embed, self._read)
             ops = shelf.resolve(self.device, self.plan.config.kernels)
             ids = [sample.ids for sample in self.samples]
-            self._flow = Flow.start(self.model, ids, ops, self.device, self._shown(ops))
+            shown = embedded(self.samples, self.model, self._put_all, ops)
+            self._flow = Flow.start(self.model, ids, ops, self.device, shown)
         return self._flow
-
-    def _shown(self, ops: shelf.Ops) -> list[dict[int, torch.Tensor]]:
-        """Embeddings of each sample's pictures, by their places; the eyes are gone from memory afterwards."""
-        pictures = [torch.as_tensor(picture) for sample in self.samples for picture in sample.pictures.values()]
-        if not pictures:
-            return [{} for _ in self.samples]
-
-        def put(prefix: str) -> None:
-            self._put([p for p in self.plan.pieces if p.resolved.target.startswith(prefix)], self._read)
-
-        found = iter(look(self.model, torch.stack(pictures), put, ops))
-        return [{position: next(found) for position in sample.pictures} for sample in self.samples]
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -103,6 +87,9 @@ class Layers:
         tensor = apply(piece.resolved, checkpoint.get, checkpoint.info)
         scan(", ".join(piece.resolved.sources), tensor)
         return {piece.resolved.target: tensor if piece.held is not None else tensor.to(self.plan.dtype)}
+
+    def _put_all(self, prefix: str) -> None:
+        self._put([piece for piece in self.plan.pieces if piece.resolved.target.startswith(prefix)], self._read)
 
     def _put(self, pieces: Iterable[Piece], read: Callable[[Piece], Mapping[str, torch.Tensor]]) -> None:
         for piece in pieces:

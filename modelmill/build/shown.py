@@ -8,7 +8,7 @@ has them. Without a file pictures of our own are drawn and talked about in our o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from modelmill.build.calibration import KEYS, PICTURES, Joined, Source, lines_of, own_text, text_of
+from modelmill.build.calibration import KEYS, PICTURES, Joined, Source, lines_of, load_ids, own_text, text_of
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.nn.still import Still
 from modelmill.ops.shelf import Ops
+from modelmill.quant.calibrate import check_ids
 from modelmill.text.image_chat import FILE, ImageChat, Picture, load_image_chat
 from modelmill.text.tokenizer import load_tokenizer
 from modelmill.vision.square import from_url, square
@@ -52,6 +53,28 @@ def with_pictures(source: Source) -> Source:
             digest.update(hashlib.sha256(data).digest())
             any_shown = True
     return replace(source, shown=digest.hexdigest() if any_shown else "")
+
+
+def samples_of(source: Source, files: Mapping[str, bytes], model: Any, seed: int) -> list[Sample]:
+    """Calibration sequences of a model with eyes or without. Raises UsageError for data that is no good."""
+    vocab = int(model.config.vocab)
+    if has_eyes(files):
+        found = load_samples(source, files, int(model.image_size))
+    else:
+        found = [Sample(ids) for ids in load_ids(source, files, vocab, seed)]
+    check_ids([sample.ids for sample in found], vocab)
+    return found
+
+
+def embedded(
+    samples: Sequence[Sample], model: Any, put: Callable[[str], None], ops: Ops
+) -> list[dict[int, torch.Tensor]]:
+    """Embeddings of each sample's pictures, by their places, as ``look`` makes them."""
+    pictures = [torch.as_tensor(picture) for sample in samples for picture in sample.pictures.values()]
+    if not pictures:
+        return [{} for _ in samples]
+    found = iter(look(model, torch.stack(pictures), put, ops))
+    return [{position: next(found) for position in sample.pictures} for sample in samples]
 
 
 def load_samples(source: Source, files: Mapping[str, bytes], side: int) -> list[Sample]:

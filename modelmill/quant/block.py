@@ -82,7 +82,8 @@ class Flow:
     ) -> Flow:
         """Embed sequences of ids. ``model`` needs its embedding alone; all is computed in float32.
 
-        shown: for each sequence the foreign embeddings (of pictures) [L, H] by the position of their first place.
+        shown: for each sequence the foreign embeddings (of pictures) [L, H] by the position of their first place; the
+        ids there are −1 afterwards, since no token stands there.
         """
         batches: list[Batch] = []
         begun = 0
@@ -97,6 +98,7 @@ class Flow:
                     for position, embeddings in places.items():
                         at = first + position
                         x[at : at + len(embeddings)] = embeddings.to(x.device, x.dtype)
+                        step.ids[at : at + len(embeddings)] = -1
                 batches.append(Batch(step, rope, x))
         return Flow(batches)
 

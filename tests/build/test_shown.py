@@ -223,3 +223,24 @@ def test_a_build_with_pictures_is_the_same_twice_and_told(
     held = artifact.manifest.weights
     assert {held[name] for name in held if name.startswith("reader.")} == {"dense"}
     assert {held[name] for name in held if name.startswith("layers.")} != {"dense"}
+
+
+def test_auto_looks_at_pictures_too(folder: Path, tmp_path: Path) -> None:
+    save(tmp_path / "a.png")
+    lines = [{"image": "a.png", "text": "What is it?", "answer": "word " * 90}, {"text": "word " * 200}]
+    path = written(tmp_path / "l.jsonl", *lines)
+    options: dict[str, Any] = {
+        "quantization": "auto",
+        "max_kl": 0.05,
+        "calibration": str(path),
+        "dtype": "float32",
+        "target": "cpu",
+    }
+    plan = make_plan(open_checkpoint(folder), BuildConfig(**options))
+    assert plan.found is not None
+    assert plan.found.whole.kl <= 0.05
+    assert set(plan.config.layer_recipes) == {"0", "1", "2"}
+    save(tmp_path / "a.png", 5)
+    other = make_plan(open_checkpoint(folder), BuildConfig(**options)).found
+    assert other is not None
+    assert other.whole.kl != plan.found.whole.kl, "another picture makes other inputs"
