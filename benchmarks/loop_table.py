@@ -1,0 +1,115 @@
+"""The lines of the speed table with weights, keys and values held in one of several ways, on the loop alone.
+
+    python benchmarks/loop_table.py llama-7b --as smoothquant:auto [--decode 1x128,64x1024] [--first 1024,4096]
+        [--rounds 3] [--save FILE.jsonl]
+
+The requests, the clock and the statistic are those of ``table.py`` (time per token from calls of 16 and 144 tokens, the
+first token from whole calls); the weights are drawn at random, no engine is built. --as WEIGHTS:KV, several one after
+the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.forms import FORMS  # noqa: E402
+from benchmarks.make_checkpoint import SHAPES  # noqa: E402
+from benchmarks.side import Lengths, prompts_of  # noqa: E402
+from benchmarks.step import pairs, random_model  # noqa: E402
+from benchmarks.works import Work, in_turn  # noqa: E402
+from modelmill.core.config import RunConfig  # noqa: E402
+from modelmill.eval.report import versions  # noqa: E402
+from modelmill.eval.subjects import greedy_request  # noqa: E402
+from modelmill.runtime.loop import Loop  # noqa: E402
+
+LONGEST, SEQUENCES = 8192, 64
+
+
+class Alone:
+    """A side of the table without a process or an engine of its own."""
+
+    name = "modelmill"
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.count = loop, 0
+
+    def generate(self, lengths: Lengths, seed: int) -> float:
+        """Seconds from handing in requests of these (prompt, output) lengths to having all their ids on the host."""
+        requests = []
+        for prompt, (_, output) in zip(prompts_of(lengths, seed), lengths, strict=True):
+            requests.append(greedy_request(f"alone-{self.count}", prompt, output))
+            self.count += 1
+        began = time.perf_counter()
+        self.loop.add_all(requests)
+        ended = 0
+        while ended < len(requests):
+            ended += sum(token.finish is not None for token in self.loop.step())
+        return time.perf_counter() - began
+
+
+def works(options: argparse.Namespace) -> list[Work]:
+    """The lines asked for."""
+    found = [Work(f"decode-{batch}x{prompt}", (prompt,) * batch) for batch, prompt in pairs(options.decode)]
+    firsts = [int(each) for each in options.first.split(",") if each]
+    return found + [Work(f"first-{prompt}", (prompt,), (1,)) for prompt in firsts]
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace, weights: str, kv: str) -> None:
+    """All lines with weights, keys and values held in one way; print and record."""
+    model = random_model(options.shape, weights)
+    config = RunConfig(
+        max_num_seqs=SEQUENCES, max_model_len=LONGEST, enable_prefix_caching=False, kv_cache_dtype=kv,
+        gpu_memory_utilization=0.8,
+    )  # fmt: skip
+    loop = Loop(model, config)
+    loop.warm_up()
+    side = Alone(loop)
+    stamp = {
+        "bench": "loop", "shape": options.shape, "weights": weights, "kv": kv, "kernels": dict(loop.ops.chosen),
+        "command": "python benchmarks/loop_table.py " + " ".join(sys.argv[1:]), "versions": versions(),
+        "device": torch.cuda.get_device_name(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    for work in works(options):
+        rounds = options.rounds * (3 if work.name.startswith("first") else 1)
+        figure = in_turn(work, [side], rounds)[side.name]  # type: ignore[list-item]
+        row: dict[str, Any] = {"figure": work.name, "unit": "ms", "statistic": work.statistic, **figure.to_dict()}
+        print(f"{weights}:{kv} {work.name}: {figure.value:.3f} ms ({figure.min:.3f} … {figure.max:.3f})", flush=True)
+        if options.save:
+            with options.save.open("a") as file:
+                file.write(json.dumps(row | stamp) + "\n")
+
+
+def main() -> None:
+    """Each way in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument(
+        "--as", dest="forms", action="append", required=True, metavar="WEIGHTS:KV", help=", ".join(FORMS)
+    )
+    parser.add_argument("--decode", default="1x128,64x1024")
+    parser.add_argument("--first", default="1024")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of a line (first: three times as many)")
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    for form in options.forms:
+        weights, _, kv = form.partition(":")
+        measure(options, weights, kv or "auto")
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
