@@ -16,7 +16,10 @@ from modelmill.ops.eight_bit import Quantized
 
 @dataclass(frozen=True)
 class VitSpec:
-    """Sizes. whole: layers that attend to the whole image; the others to windows of ``window`` tokens a side."""
+    """Sizes. whole: layers that attend to the whole image; the others to windows of ``window`` tokens a side.
+
+    span: rows of the whole layers' tables of relative positions, where they were made for another size of image.
+    """
 
     width: int
     depth: int
@@ -28,6 +31,7 @@ class VitSpec:
     patch: int = 16
     window: int = 14
     eps: float = 1e-6
+    span: int | None = None
 
     @property
     def grid(self) -> int:
@@ -61,9 +65,9 @@ class VitAttention(nn.Module):
         self.heads, self.window = spec.heads, window
         self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
         self.proj = Linear(spec.width, spec.width, bias=True)
-        side = spec.grid if window is None else window
+        rows = 2 * window - 1 if window is not None else spec.span or 2 * spec.grid - 1
         for name in ("rel_pos_h", "rel_pos_w"):
-            self.register_buffer(name, torch.empty(2 * side - 1, spec.width // spec.heads, device="meta"))
+            self.register_buffer(name, torch.empty(rows, spec.width // spec.heads, device="meta"))
 
     def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[B, H, W, C], the same shape.

@@ -93,17 +93,22 @@ def describe(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
     depth = sum(1 for name in own if re.fullmatch(r"image_encoder\.blocks\.\d+\.attn\.qkv\.weight", name))
     tables = [own[f"image_encoder.blocks.{i}.attn.rel_pos_h"] for i in range(depth)]
     dim = tables[0][1]
-    windows = {length for length, _ in tables if length != 2 * grid - 1}
+    lengths = {length for length, _ in tables}
+    # windows are smaller than the image; where all layers are alike, they see what their tables reach
+    short = min(lengths) if len(lengths) > 1 or lengths != {2 * grid - 1} else 0
     sizes = {
         "width": width,
         "depth": depth,
         "heads": HEADS.get(width, width // dim),
-        "whole": [i for i, (length, _) in enumerate(tables) if length == 2 * grid - 1],
+        "whole": [i for i, (length, _) in enumerate(tables) if length > short],
         "inner": own["image_encoder.blocks.0.mlp.lin1.weight"][0],
         "image": grid * own["image_encoder.patch_embed.proj.weight"][2],
         "patch": own["image_encoder.patch_embed.proj.weight"][2],
-        "window": (min(windows, default=27) + 1) // 2,
+        "window": ((short or 27) + 1) // 2,
     }
+    span = max(lengths)
+    if span > short and span != 2 * grid - 1:
+        sizes["span"] = span
     return {"model_type": "sam", "encoder": "vit", "sizes": sizes}
 
 

@@ -195,3 +195,12 @@ def test_the_reference_is_transformers(tmp_path: Path) -> None:
     told = model(pixel_values=pixels, input_points=points[:, None, :1], input_labels=labels[:, None, :1])
     for ours, theirs in zip(last.expected, (told.pred_masks[0], told.iou_scores[0]), strict=True):
         assert (ours[:, 1:] - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+def test_tables_made_for_another_size_are_stretched_as_the_reference_does(tmp_path: Path) -> None:
+    state = small_state()
+    for name in ("rel_pos_h", "rel_pos_w"):  # block 1 sees the whole image, of 10 × 10 tokens
+        state[f"image_encoder.blocks.1.attn.{name}"] = torch.randn(31, 16) * 0.5
+    save_file(state, tmp_path / "wide.safetensors")
+    report = build_engine(tmp_path / "wide.safetensors", tmp_path / "wide.engine", BuildConfig(dtype="float32"))
+    assert report["accepted"], report["reason"]

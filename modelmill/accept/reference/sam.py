@@ -49,6 +49,9 @@ class SamReference:
         else:
             self.grid, self.image, self.eps = 64, 1024, 1e-5
         self.depth = 0 if self.tiny else self._depth()
+        # the longer tables are those of layers that see the whole picture, made for its size or for another
+        rows = [int(self.get(f"image_encoder.blocks.{i}.attn.rel_pos_h").shape[0]) for i in range(self.depth)]
+        self._windowed = min(rows, default=0) if len(set(rows)) > 1 or set(rows) != {2 * self.grid - 1} else 0
 
     def get(self, name: str) -> Tensor:
         """A tensor in float32 by its name in the original files."""
@@ -124,8 +127,7 @@ class SamReference:
         """[1, H, W, C]: windows, one after the other; the whole picture is one where the tables are that long."""
         _, height, width, channels = x.shape
         high, wide = self.get(f"{path}.rel_pos_h"), self.get(f"{path}.rel_pos_w")
-        side = (high.shape[0] + 1) // 2
-        side = height if side >= height else side
+        side = (high.shape[0] + 1) // 2 if high.shape[0] == self._windowed else height
         out = torch.zeros_like(x)
         padded = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
         offsets = torch.arange(side)[:, None] - torch.arange(side)[None] + side - 1

@@ -1,0 +1,141 @@
+"""SAM's ViT-B, -L and -H in the original layout, seeded, against transformers: every kind of prompt, other sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from modelmill.models import sam
+from modelmill.ops.enlarge import enlarged
+from tests.models.test_sam import SMALL, made, still
+
+# width, layers, heads, MLP, layers that see the whole image. ViT-B is whole; of the others as many layers as show all.
+SIZES = {
+    "vit-b": (768, 12, 12, 3072, [2, 5, 8, 11]),
+    "vit-l, 4 of 24 layers": (1024, 4, 16, 4096, [1, 3]),
+    "vit-h, 3 of 32 layers": (1280, 3, 16, 5120, [1]),
+}
+
+
+def seeded(vision: dict[str, Any]) -> Any:
+    """transformers' SamModel with weights that keep values near 1."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SamConfig(vision_config=vision)
+    config.prompt_encoder_config.image_size = vision["image_size"]
+    config.prompt_encoder_config.image_embedding_size = vision["image_size"] // vision["patch_size"]
+    config.mask_decoder_config.layer_norm_eps = 1e-5  # the original's are torch's default
+    model = transformers.SamModel(config).eval()
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in model.named_parameters():
+        fan = parameter[0].numel() if parameter.dim() > 1 else 1
+        spread = 0.1 if parameter.dim() < 2 else (0.5 if "pos" in name or "embed" in name else 1.2 * fan**-0.5)
+        spread *= 0.3 if "q_proj" in name or "k_proj" in name else 1.0
+        parameter.data.normal_(0, spread, generator=generator)
+        if "layer_norm" in name and name.endswith("weight"):
+            parameter.data.add_(1)
+    places = model.shared_image_embedding.positional_embedding
+    places.data.normal_(0, 1, generator=generator)
+    model.prompt_encoder.shared_embedding.positional_embedding.data.copy_(places)
+    return model
+
+
+def original(model: Any, vision: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Its tensors under the names of the original files."""
+    state = model.state_dict()
+    rules = sam.rules(sam.configure({"model_type": "sam", "vision_config": vision}))
+    return {rule.target: state[rule.sources[0]] for rule in rules}
+
+
+def judge(theirs: Any, ours: sam.Model, side: int) -> None:
+    """Two pictures; points, boxes, both, a mask; two prompts at a time; three masks and one."""
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randn(2, 3, side, side, generator=generator)
+    wanted = theirs.vision_encoder(pixels)[0]
+    found = ours.embed(pixels, still())
+    assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
+    points = torch.rand(2, 2, 3, 2, generator=generator) * (side - 1)
+    labels = torch.tensor([[[1, 0, 1], [1, 1, 0]]] * 2)
+    low, high = torch.rand(2, 2, 2, generator=generator) * side / 2, torch.rand(2, 2, 2, generator=generator) * side / 2
+    boxes = torch.cat((low, low + high), -1)
+    mask = torch.randn(2, 1, side // 4, side // 4, generator=generator) * 5
+    asked: list[dict[str, Any]] = [
+        {"input_points": points, "input_labels": labels},
+        {"input_boxes": boxes},
+        {"input_points": points, "input_labels": labels, "input_boxes": boxes},
+        {"input_points": points, "input_labels": labels, "input_masks": mask},
+    ]
+    for prompt in asked:
+        for several in (True, False):
+            told = theirs(image_embeddings=wanted, **prompt, multimask_output=several)
+            for number in range(2):
+                right = told.pred_masks[number], told.iou_scores[number]
+                compare(ours, found[number : number + 1], prompt, number, right, several, side)
+
+
+def compare(
+    ours: sam.Model, embedding: torch.Tensor, prompt: dict[str, Any], number: int, right: Any, several: bool, side: int
+) -> None:
+    """Both prompts of one picture in one call; logits, scores, and the masks at another size."""
+    places, marks = [], []
+    if "input_points" in prompt:
+        places.append(prompt["input_points"][number])
+        marks.append(prompt["input_labels"][number])
+    if "input_boxes" in prompt:
+        places.append(prompt["input_boxes"][number].view(2, 2, 2))
+        marks.append(torch.tensor([[2, 3]] * 2))
+    else:
+        places.append(torch.zeros(2, 1, 2))
+        marks.append(torch.full((2, 1), -1))
+    given = prompt.get("input_masks")
+    given = None if given is None else given[number][None].expand(2, -1, -1, -1)
+    logits, scores = ours.decode(embedding, torch.cat(places, 1), torch.cat(marks, 1), given, still())
+    chosen = slice(1, None) if several else slice(0, 1)
+    logits, scores = logits[:, chosen], scores[:, chosen]
+    assert (logits - right[0]).abs().max() <= 1e-3 * right[0].abs().max()
+    assert (scores - right[1]).abs().max() <= 1e-3 * right[1].abs().max()
+    inside = (side, side * 2 // 3)
+    mine, truth = (enlarged(x, side, inside, (side * 9 // 7, side * 6 // 7)) > 0 for x in (logits, right[0]))
+    assert (mine == truth).float().mean() >= 0.999
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("side", [160, 208])
+def test_a_small_model_answers_every_prompt_as_transformers_does(side: int) -> None:
+    vision = SMALL | {"image_size": side, "global_attn_indexes": [1, 2]}
+    theirs = seeded(vision)
+    judge(theirs, made(original(theirs, vision)), side)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [11, 31])
+def test_relative_positions_made_for_another_size_are_stretched(rows: int) -> None:
+    theirs = seeded(SMALL)
+    attention = theirs.vision_encoder.layers[1].attn
+    for name in ("rel_pos_h", "rel_pos_w"):
+        table = getattr(attention, name).data
+        table = F.interpolate(table.t()[None], size=rows, mode="linear")[0].t() + 0.1 * torch.randn(rows, len(table[0]))
+        setattr(attention, name, torch.nn.Parameter(table.contiguous()))
+    state = original(theirs, SMALL)
+    raw = sam.describe({name: tuple(t.shape) for name, t in state.items()})
+    assert raw is not None
+    assert raw["sizes"]["whole"] == [1]
+    pixels = torch.randn(1, 3, 160, 160)
+    wanted = theirs.vision_encoder(pixels)[0]
+    found = made(state).embed(pixels, still())
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+@pytest.mark.parametrize("size", SIZES)
+def test_the_published_sizes_are_transformers(size: str) -> None:
+    width, layers, heads, inner, whole = SIZES[size]
+    vision = {
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "global_attn_indexes": whole,
+        "image_size": 1024, "patch_size": 16, "mlp_dim": inner, "window_size": 14, "output_channels": 256,
+    }  # fmt: skip
+    theirs = seeded(vision)
+    judge(theirs, made(original(theirs, vision)), 1024)
