@@ -34,14 +34,23 @@ class Attention(nn.Module):
         )
         if len(q) > len(k):  # the same keys for all: queries of all prompts are queries of one
             count, heads, length, dim = q.shape
-            mixed = F.scaled_dot_product_attention(q.transpose(0, 1).reshape(1, heads, count * length, dim), k, v)
+            mixed = _mixed(q.transpose(0, 1).reshape(1, heads, count * length, dim), k, v)
             mixed = mixed.view(heads, count, length, dim).transpose(0, 1)
         else:
-            mixed = F.scaled_dot_product_attention(q.expand(len(k), -1, -1, -1), k, v)
+            mixed = _mixed(q.expand(len(k), -1, -1, -1), k, v)
         return still.linear(self.out_proj, mixed.transpose(1, 2).flatten(2))
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+def _mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(q kᵀ / √D) v of [N, heads, Q, D], [N, heads, K, D]; N of q and k may be 1."""
+    if 8 * q.shape[2] > k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v)
+    # few queries, many keys: a fused kernel would be as few programs as there are heads
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
+    return scores.softmax(-1) @ v
 
 
 class TokenMLP(nn.Module):
@@ -85,7 +94,8 @@ class TwoWay(nn.Module):
         placed = image + places
         tokens = self.norm2(tokens + self.cross_attn_token_to_image(tokens + start, placed, image, still))
         tokens = self.norm3(tokens + self.mlp(tokens, still))
-        image = self.norm4(image + self.cross_attn_image_to_token(placed, tokens + start, tokens, still))
+        image = image + self.cross_attn_image_to_token(placed, tokens + start, tokens, still)
+        image = still.ops.layer_norm(image, self.norm4.weight, self.norm4.bias, self.norm4.eps)
         return tokens, image
 
 
@@ -175,7 +185,7 @@ class MaskDecoder(nn.Module):
         assert isinstance(norm, ChannelNorm)
         assert isinstance(second, Conv2d)
         x = _spread(image, first, still).unflatten(-1, (4, -1))
-        x = F.gelu(F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps))
+        x = F.gelu(still.ops.layer_norm(x, norm.weight, norm.bias, norm.eps))
         return F.gelu(_spread(x, second, still)).view(len(image), 16 * image.shape[1], -1).float()
 
 

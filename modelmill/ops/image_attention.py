@@ -87,6 +87,9 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     ]
     if device != "cpu":
         shapes += [
+            ("fourteen", 2, 28, 14, 5, 80, 14, "relative"),
+            ("fourteen-edge", 2, 20, 17, 3, 64, 14, "relative"),
+            ("wide", 2, 16, 32, 3, 80, None, "relative"),
             ("vit-h-window", 1, 64, 64, 16, 80, 14, "relative"),
             ("vit-h-global", 1, 64, 64, 16, 80, None, "relative"),
         ]

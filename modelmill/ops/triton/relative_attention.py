@@ -22,7 +22,7 @@ from modelmill.ops.triton.device import INTERPRETED, power_of_two
 from modelmill.ops.triton.early import enter, launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
-Sizes = tuple[int, int, int, int]  # queries, keys, warps, stages of a program
+Sizes = tuple[int, int, int, int, int]  # queries, keys, warps, stages of a program; registers a thread at most, or 0
 
 
 def split(dim: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def windowed(
     tall, wide = window
     tokens = tall * wide
     rows, columns = triton.cdiv(height, tall), triton.cdiv(width, wide)
-    block_m, block_n, warps, stages = sizes or _window_sizes(tokens, qkv)
+    block_m, block_n, warps, stages, registers = sizes or _window_sizes(tokens, qkv)
     main, rest = split(dim)
     left = tokens % block_n
     outside = qkv if fill is None else fill
@@ -68,14 +68,14 @@ def windowed(
         qkv, outside, rel_h, rel_w, out, dim**-0.5, height, width, rows, columns, *qkv.stride()[:5],
         HEADS=heads, DIM=dim, TALL=tall, WIDE=wide, PADDED=fill is not None, MAIN=main, REST=rest,
         BLOCK_M=block_m, BLOCK_N=block_n, TAIL=0 if left == 0 else max(16, power_of_two(left)),
-        num_warps=warps, num_stages=stages, **launch(qkv.device, batch * height * width),
+        num_warps=warps, num_stages=stages, maxnreg=registers or None, **launch(qkv.device, batch * height * width),
     )  # fmt: skip
 
 
 def _window_sizes(tokens: int, qkv: torch.Tensor) -> Sizes:
     if qkv.dtype == torch.float32:
-        return 16, 16, 4, 1
-    return (64, 64, 4, 2) if tokens > 64 else (64, 32, 4, 1)
+        return 16, 16, 4, 1, 0
+    return (64, 64, 4, 2, 0) if tokens > 64 else (64, 32, 4, 1, 0)
 
 
 @triton.constexpr_function
@@ -216,7 +216,7 @@ def whole(
     """The same without windows, for images whose width is a power of two from 16 to 128."""
     batch, height, width, _, heads, dim = qkv.shape
     by_row, by_column = tables(qkv, rel_h, rel_w)
-    block_m, registers, warps, stages = sizes or _whole_sizes(qkv)
+    block_m, _, warps, stages, registers = sizes or _whole_sizes(qkv)
     main, rest = split(dim)
     grid = (triton.cdiv(height * width, block_m), heads, batch)
     _whole[grid](
@@ -228,8 +228,7 @@ def whole(
 
 
 def _whole_sizes(qkv: torch.Tensor) -> Sizes:
-    """(queries, registers a thread at most or 0, warps, stages)."""
-    return (16, 0, 4, 1) if qkv.dtype == torch.float32 else (64, 0, 4, 3)
+    return (16, 0, 4, 1, 0) if qkv.dtype == torch.float32 else (64, 0, 4, 3, 0)
 
 
 @triton.jit
