@@ -156,6 +156,30 @@ def overlap(one: Segmenter, other: Segmenter, side: int, size: tuple[int, int]) 
     return sum(ious) / len(ious), float(torch.cat(apart).max())
 
 
+def test_a_picture_that_overflows_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_engine(small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False)
+    found = Segmenter(tmp_path / "half.engine", device="cpu")
+    embed = found.eye.model.embed
+    monkeypatch.setattr(found.eye.model, "embed", lambda x, still: embed(x, still) * 1e5)
+    with pytest.raises(RequestError, match=r"overflows the engine's float16.*--dtype bfloat16"):
+        found.set_image(photo())
+    assert not len(found.eye.known)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+def test_a_checkpoint_in_8_bits_through_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Path, recipe: str
+) -> None:
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
+    found, plain = Segmenter(small_file(tmp_path), quantization=recipe, dtype="float32"), Segmenter(engine)
+    assert found.manifest.build["quantization"] == recipe
+    for segmenter in (found, plain):
+        segmenter.set_image(photo())
+    ours, theirs = found.predict([(50, 60)]), plain.predict([(50, 60)])
+    assert float(mask_iou(ours[0].pixels, theirs[0].pixels)) > 0.7
+    assert ours[0].score != theirs[0].score
+
+
 @pytest.mark.parametrize("bad", [b"", b"text", b"\x89PNG\r\n\x1a\n", 7, "no.png", np.zeros((4, 4), np.float32)])
 def test_bad_images_are_one_line(engine: Path, bad: object) -> None:
     found = Segmenter(engine)

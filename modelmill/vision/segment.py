@@ -93,6 +93,8 @@ class Eye:
                 batch[row, :, : size[1], : size[0]] = ((part - self._mean) / self._std).to(self.dtype)
             self.looks += len(new)
             embedded = self.embedded(batch)
+            if self.dtype is torch.float16 and not all(bool(each.isfinite().all()) for each in embedded):
+                raise RequestError("the picture overflows the engine's float16; build it with --dtype bfloat16")
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
                 seen = Seen(embedded[row], pictures[i].size, size, keys[i])
                 found[keys[i]] = seen

@@ -155,6 +155,18 @@ def test_an_overflow_in_float16_is_refused_and_nothing_written(tmp_path: Path) -
     assert build_engine(tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float32"))["accepted"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("case", ["float32", "float16", "bfloat16", "bfloat16-int8", "bfloat16-fp8", "float16-int8"])
+def test_engines_are_accepted_on_a_gpu(tmp_path: Path, case: str) -> None:
+    dtype, _, recipe = case.partition("-")
+    config = BuildConfig(dtype=dtype, quantization=recipe or "none", target="cuda")
+    report = build_engine(small_file(tmp_path), tmp_path / "gpu.engine", config)
+    masks = report["masks"]
+    print(case, masks["embedding_rel_l2"], masks["logits_rel_l2"], masks["mask_iou_mean"], masks["mask_iou_bound"])
+    assert report["accepted"], report["reason"]
+
+
 def test_an_overflow_between_the_modules_is_called_one(made: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact, checkpoint = made["float16"]
     eye = open_eye(artifact, "cpu")
