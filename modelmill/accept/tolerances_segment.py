@@ -53,7 +53,7 @@ ROUNDED = {
     },
 }
 WHOLE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-EMBEDDING_ROUNDED = {"int8": 5e-2, "fp8": 2e-1}
+EMBEDDING_ROUNDED = {"int8": 1e-1, "fp8": 2e-1}
 LOGITS_ROUNDED = {"int8": 2e-1, "fp8": 5e-1}
 
 

@@ -19,7 +19,7 @@ from modelmill.core.errors import AcceptanceError
 from modelmill.llm import build_engine
 from modelmill.vision.open import open_eye
 from modelmill.weights.held import from_tensors
-from tests.models.sam_seeded import small_file, small_state
+from tests.models.sam_seeded import small_file, small_state, tiny_state
 
 CASES = (
     *("float32", "float16", "bfloat16"),
@@ -155,15 +155,29 @@ def test_an_overflow_in_float16_is_refused_and_nothing_written(tmp_path: Path) -
     assert build_engine(tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float32"))["accepted"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["float32", "bfloat16-int8"])
+def test_engines_of_mobilesams_layout_are_accepted(tmp_path: Path, case: str) -> None:
+    accepted(tmp_path, "tiny", case, "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("layout", ["vit", "tiny"])
 @pytest.mark.parametrize("case", ["float32", "float16", "bfloat16", "bfloat16-int8", "bfloat16-fp8", "float16-int8"])
-def test_engines_are_accepted_on_a_gpu(tmp_path: Path, case: str) -> None:
+def test_engines_are_accepted_on_a_gpu(tmp_path: Path, layout: str, case: str) -> None:
+    accepted(tmp_path, layout, case, "cuda")
+
+
+def accepted(folder: Path, layout: str, case: str, target: str) -> None:
     dtype, _, recipe = case.partition("-")
-    config = BuildConfig(dtype=dtype, quantization=recipe or "none", target="cuda")
-    report = build_engine(small_file(tmp_path), tmp_path / "gpu.engine", config)
+    save_file(tiny_state() if layout == "tiny" else small_state(), folder / "sam.safetensors")
+    config = BuildConfig(dtype=dtype, quantization=recipe or "none", target=target)
+    report = build_engine(folder / "sam.safetensors", folder / "sam.engine", config)
     masks = report["masks"]
-    print(case, masks["embedding_rel_l2"], masks["logits_rel_l2"], masks["mask_iou_mean"], masks["mask_iou_bound"])
+    print(
+        layout, case, target, {name: masks[name] for name in sorted(masks) if name.endswith(("_l2", "_mean", "bound"))}
+    )
     assert report["accepted"], report["reason"]
 
 

@@ -37,6 +37,37 @@ def small_state(seed: int = 0) -> dict[str, torch.Tensor]:
     return state
 
 
+def tiny_state(seed: int = 0) -> dict[str, torch.Tensor]:
+    """The same in MobileSAM's layout, of its one size, batch norms behind the encoder's convolutions."""
+    config = sam.SamConfig(sam.TinySpec())
+    model = sam.Model(config)
+    shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    shapes |= {f"{n}.weight": m.shape for n, m in model.named_modules() if isinstance(m, Linear)}
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, torch.Tensor] = {}
+
+    def drawn(shape: tuple[int, ...], spread: float, around: float = 0.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread + around
+
+    for rule in sam.rules(config):
+        shape = shapes[rule.target]
+        fan = torch.Size(shape[1:]).numel() if len(shape) > 1 else 1
+        spread = 1.2 * fan**-0.5 if len(shape) > 1 else 0.1
+        if rule.how == "copy":
+            known = any(part in rule.target for part in ("embed.weight", "embeddings", "token", "biases"))
+            spread = 1.0 if "gaussian" in rule.target else 0.5 if known else spread
+            spread *= 0.3 if "q_proj" in rule.target or "k_proj" in rule.target else 1.0
+            norm = rule.target.endswith("weight") and _is_norm(model, rule.target)
+            state[rule.target] = drawn(shape, spread, 1.0 if norm else 0.0)
+        for source in rule.sources if rule.how != "copy" else ():
+            if source.endswith(".c.weight"):
+                state[source] = drawn((*shape, 1, 1) if "pointwise" in rule.how else shape, spread)
+            elif source not in state:
+                around = 1.0 if source.endswith(("bn.weight", "running_var")) else 0.0
+                state[source] = drawn(shape[:1], 0.1, around).abs() if around else drawn(shape[:1], 0.1)
+    return state
+
+
 def _is_norm(model: nn.Module, name: str) -> bool:
     return "Norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__
 
