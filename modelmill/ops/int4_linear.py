@@ -76,7 +76,7 @@ def codes_of(weight: torch.Tensor, columns: int) -> torch.Tensor:
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill, groups of every size, K that is no multiple of the group, of 32, or odd."""
     shapes = [(1, 576, 1536, 128), (5, 100, 33, 32), (33, 576, 96, 64), (1, 1536, 576, 128), (2, 65, 7, 96)]
-    shapes += [(40, 1056, 97, 128)]
+    shapes += [(40, 1056, 97, 128), (70, 544, 65, 64), (65, 99, 40, 32)]
     if device != "cpu":
         shapes += [(1, 4096, 12288, 128), (1, 4096, 4096, 128), (1, 4096, 22016, 128), (1, 11008, 4096, 128)]
         shapes += [
@@ -85,6 +85,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (1, 1056, 600, 32),
             (1, 1120, 600, 64),
             (20, 992, 64, 32),
+            (132, 4096, 4096, 128),
         ]
     for rows, k, n, group in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)

@@ -4,6 +4,9 @@ Of 16 bytes the low halves are 16 neighbouring columns and the high halves the n
 products, of all low and of all high halves, with the columns of x that belong to them. A code c under the exponent of
 128 (bfloat16; 1024 in float16) reads as 128 + c without a conversion; what that adds is 128 times the sum of x, which
 the offsets need anyway: y = Σ_g scale · acc_g + (offset − 128 · scale) · Σ x_g.
+
+With more rows than MOST the time goes into the products, which cuBLAS does best: the weight is written out in x's type,
+rounded once, and multiplied there.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -21,6 +25,7 @@ ZERO = 8  # the code of 0 where there are no offsets
 # columns of a chunk at most: two products with 64 columns each
 CHUNK = 128
 RAISED = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
+MOST = 64  # rows in 16 bits
 MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
 
 
@@ -50,6 +55,8 @@ def run(
     """As the reference; sums in float32."""
     tokens, k = x.shape
     n = weight.shape[0]
+    if tokens > MOST:
+        return F.linear(x, unpacked(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = _sizes(tokens, n)
     _int4[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
@@ -66,9 +73,51 @@ def _sizes(tokens: int, n: int) -> tuple[int, int, int, int]:
     """(tokens, rows) of a program, stages, warps. Few tokens: small programs, so that all of memory is busy."""
     if tokens <= 16:
         return 16, 16 if n <= 16384 else 32, 6, 4
-    if tokens <= 64:
-        return 32 if tokens <= 32 else 64, 64, 4, 4
-    return 128, 128, 3, 8
+    return 32 if tokens <= 32 else 64, 64, 4, 4
+
+
+def unpacked(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The weights [N, columns] in ``dtype``."""
+    n, width = weight.shape
+    out = torch.empty((n, columns), dtype=dtype, device=weight.device)
+    rows, some = 16, 256
+    _unpack[(triton.cdiv(n, rows), triton.cdiv(width, some))](
+        weight, scale, scale if offset is None else offset, out, n, columns, width,
+        weight.stride(0), scale.stride(0),
+        OFFSET=offset is not None, ZERO=ZERO, GROUP=group, BLOCK_N=rows, BYTES=some, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _unpack(
+    weight_ptr, scale_ptr, offset_ptr, out_ptr, n, k, width, stride, grid_stride,
+    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    column = byte // 16 * 32 + byte % 16
+    inside = (row < n)[:, None] & (byte < width)[None, :]
+    codes = tl.load(weight_ptr + row[:, None] * stride + byte[None, :], mask=inside, other=0)
+    # both halves of a byte are of one group: groups hold whole runs of 32 columns
+    grid = row[:, None] * grid_stride + (column // GROUP)[None, :]
+    scale = tl.load(scale_ptr + grid, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET:
+        offset = tl.load(offset_ptr + grid, mask=inside, other=0.0).to(tl.float32)
+    else:
+        offset = -ZERO * scale
+    target = out_ptr + row[:, None] * k + column[None, :]
+    low = (codes & 15).to(tl.float32) * scale + offset
+    high = (codes >> 4).to(tl.float32) * scale + offset
+    tl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside & (column < k)[None, :])
+    tl.store(target + 16, high.to(out_ptr.dtype.element_ty), mask=inside & (column + 16 < k)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
