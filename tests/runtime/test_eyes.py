@@ -155,7 +155,7 @@ def test_on_a_gpu_as_in_float32_on_the_cpu(
     for graphs in (True, False):
         found = Eyes(model, ops, "cuda", graphs=graphs).read(pictures)
         for ours, theirs in zip(found, wanted, strict=True):
-            off = float((ours.float() - theirs).norm() / theirs.norm())
+            off = float((ours.float().cpu() - theirs).norm() / theirs.norm())
             print(f"{dtype}, graphs {graphs}: off by {off:.3g}")
             assert off <= bound
 
