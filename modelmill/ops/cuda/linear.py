@@ -1,4 +1,4 @@
-"""Products of 33 to 64 rows by Hopper's copy engine and tensor cores; fewer rows are Triton's, more are cuBLAS's."""
+"""Products of up to 64 rows by Hopper's copy engine and tensor cores where they win; others are Triton's or cuBLAS's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def available(kind: str) -> str | None:
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """As ``products.few_serves``: 33 to 64 rows in 16 bits."""
+    """As ``products.few_serves``: up to 64 rows in 16 bits."""
     return products.few_serves(x, weight, bias) and weight.shape[0] % 2 == 0
 
 

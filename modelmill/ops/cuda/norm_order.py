@@ -48,7 +48,7 @@ def norm(
     macros = [f"WIDTH={width}", f"COLUMNS={columns}", f"ADD={int(residual is not None)}"]
     macros += [f"TOKEN={int(factor is None)}", f"EACH={int(each)}", f"SHIFT={int(zero is not None)}"]
     # more blocks than these would spill; what a thread keeps of its columns takes registers
-    blocks = blocks or (2 if each else 3 if residual is not None else 4)
+    blocks = blocks or (4 if residual is None and not each else 2)
     macros += [f"BLOCKS={blocks}", *TYPES[x.dtype], *(() if kind is torch.int8 else ("FP8",))]
     threads = -(-max(width, columns) // 512) * 32
     most = 448.0 if kind is not torch.int8 else float(2 ** (bits - 1) - 1)

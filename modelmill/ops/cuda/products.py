@@ -23,8 +23,10 @@ WORK_BYTES = 128
 PLAIN, GATED, ADDED, ROTATED = range(4)
 # Of few_rows.cu: columns of the output a block, as (PARTS, WIDE); shared memory that a block may take.
 WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
-LEAST_ROWS, MOST_ROWS = 33, 64
-MOST_WIDE = 256  # columns of the output for each multiprocessor, beyond which a block would have a second turn
+MOST_ROWS = 64
+# Up to as many rows: columns of the output for each multiprocessor that are served. With few rows Triton's smaller
+# programs leave room for their neighbours in a step, and win where a block would be wide; from 33 to 47 cuBLAS wins.
+SERVED = ((1, 0), (16, 32), (32, 256), (47, 0), (MOST_ROWS, 256))
 LEAST_BYTES = 4 << 20
 LEAST_MANY, LEAST_FILLED, DIM = 512, 0.93, 128
 MOST_SHARED, BARRIERS = 227 << 10, 16 * 16
@@ -73,7 +75,7 @@ def sizes_of(rows: int, columns: int, multiprocessors: int, *, gated: bool) -> S
     span = 2 if parts * wide <= 64 else 1
     stage = span * (box + parts * wide) * 128
     stages = max(2, min(16, (MOST_SHARED - BARRIERS) // stage))
-    return Sizes(box, parts, wide, span, stages, 4 if box >= 32 and parts * wide >= 192 else 1)
+    return Sizes(box, parts, wide, span, stages, 2 if box >= 32 and parts * wide >= 192 else 1)
 
 
 def copyable(x: torch.Tensor) -> bool:
@@ -82,14 +84,14 @@ def copyable(x: torch.Tensor) -> bool:
 
 
 def few_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether ``few`` takes these and is worth it: 33 to 64 rows, a matrix that does not live in the cache, one turn.
+    """Whether ``few`` takes these and is worth it (``SERVED``): a matrix that does not live in the cache, one turn.
 
-    With fewer rows Triton's smaller programs leave room for their neighbours in a step, and win; cuBLAS reads the
-    widest matrices as fast.
+    cuBLAS reads matrices that need a second turn of the blocks as fast.
     """
-    if x.dim() != 2 or not LEAST_ROWS <= x.shape[0] <= MOST_ROWS or weight.nbytes < LEAST_BYTES:
+    if x.dim() != 2 or x.shape[0] > MOST_ROWS or weight.nbytes < LEAST_BYTES or not _readable(x, weight, bias):
         return False
-    return _readable(x, weight, bias) and weight.shape[0] <= MOST_WIDE * launch.multiprocessors(x.get_device())
+    most = next(columns for rows, columns in SERVED if x.shape[0] <= rows)
+    return weight.shape[0] <= most * launch.multiprocessors(x.get_device())
 
 
 def many_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
