@@ -1,4 +1,4 @@
-"""Products of up to 64 rows by Hopper's copy engine and tensor cores where they win; others are Triton's or cuBLAS's."""
+"""Products of up to 64 rows by Hopper's copy engine and tensor cores where they win; else Triton's or cuBLAS's."""
 
 from __future__ import annotations
 
