@@ -11,8 +11,9 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.eight_bit import by_row
 
 FP8 = torch.float8_e4m3fn
-# tensor cores keep fewer bits of fp8's sums than float32 has
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+# Hopper's tensor cores keep some 14 bits of fp8's sums: of 12 million sums of 4,096 the worst is 1.3 % of a typical
+# result off (all of them 0.2 %), where rounding to fp8 costs 3 to 4 %.
+TOLERANCE = {torch.float32: 2e-2, torch.float16: 2.5e-2, torch.bfloat16: 6e-2}
 
 
 def fp8_linear(

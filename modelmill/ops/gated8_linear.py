@@ -11,7 +11,8 @@ from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.case import Case, nbytes
 from modelmill.ops.silu_mul import silu_mul
 
-TOLERANCE = {torch.float32: 4e-3, torch.float16: 3e-2, torch.bfloat16: 2.5e-1}
+# of fp8 (fp8_linear); of int8 tests/ops/test_cuda_products8.py asks for more
+TOLERANCE = {torch.float32: 4e-2, torch.float16: 5e-2, torch.bfloat16: 2.5e-1}
 
 
 def gated8_linear(

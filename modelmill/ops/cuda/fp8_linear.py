@@ -7,7 +7,7 @@ import torch
 from modelmill.ops.cuda import products8
 from modelmill.ops.cuda.products8 import available as available
 
-FEW = 64  # rows up to which
+FEW = 16  # rows up to which it is not worth it
 
 
 def supports(

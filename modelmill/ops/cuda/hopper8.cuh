@@ -24,36 +24,6 @@ __device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, i
         : "memory");
 }
 
-// ---- Two blocks of a cluster. What one asks for may land in both, at the same place and at the same barrier of each.
-
-__device__ inline void load_box_for_both(u32 target, const TensorMap &map, u32 barrier, int x, int y) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-                 "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(static_cast<unsigned short>(3))
-                 : "memory");
-}
-
-__device__ inline u32 rank_in_cluster() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// Arrive at the barrier that lies at this place in block ``rank``. It orders nothing beyond the block: what was read here
-// was read by products that have ended. (With release.cluster a fence of the whole GPU stands in front: 0.65 us.)
-__device__ inline void arrive_at(u32 barrier, u32 rank) {
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
-                 "r"(rank)
-                 : "memory");
-}
-
-// All threads of both blocks.
-__device__ inline void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-
 template <int COUNT>
 __device__ inline void changed(int (&d)[COUNT]) {
 #pragma unroll

@@ -4,14 +4,13 @@
 // A block of threads is three warpgroups, one block a multiprocessor. One thread of the first has the copy engine bring
 // slabs of 128 columns of x and w into a ring in shared memory, tile after tile without a pause; the other two multiply
 // (wgmma) and store. With TAKE_TURNS each of the two has tiles of its own: one stores while the other multiplies. Else
-// they share a tile, each half of its rows. With PAIR two blocks are a cluster: their tiles lie below each other, and each
-// brings half of the rows of w for both, without which the second-level cache could not feed the tensor cores.
+// they share a tile, each half of its rows.
 //
 // With GATED the rows of w are a gate's and then as many of "up": a tile has both halves of its columns, and
 // silu(gate) · up is stored, out [tokens, n / 2].
 //
-// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 192, 256), TAKE_TURNS (0, 1), PAIR (0, 1),
-// GATED (0, 1), BIAS (0, 1), STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
+// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 192, 256), TAKE_TURNS (0, 1), GATED (0, 1),
+// BIAS (0, 1), STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
 #include "hopper8.cuh"
 
 #ifndef BIAS
@@ -24,10 +23,9 @@
 constexpr int THREADS = 384, WORKERS = 2, SLAB = 128;
 constexpr int MY_ROWS = 64 * MT, BM = TAKE_TURNS ? MY_ROWS : WORKERS * MY_ROWS;
 constexpr u32 X_BYTES = BM * SLAB, STAGE_BYTES = X_BYTES + BN * SLAB, EIGHT = 1024; // EIGHT: 8 rows of 128 bytes
-constexpr int READERS = (TAKE_TURNS ? 4 : 8) << PAIR; // warps that read a stage
-constexpr int HIGH = BM << PAIR;                      // rows of x of a tile, or of the two of a cluster
-constexpr int TURN = 1;                               // named barriers, one a worker: whose turn it is
-constexpr int BAND = 2048 / HIGH;                     // of them that are served together, while they lie in the cache
+constexpr int READERS = TAKE_TURNS ? 4 : 8; // warps that read a stage
+constexpr int TURN = 1;                     // named barriers, one a worker: whose turn it is
+constexpr int BAND = 2048 / BM;             // tiles of x that are served together, while they lie in the cache
 
 struct Work {
     const float *scale, *x_scale;
@@ -45,43 +43,24 @@ extern __shared__ __align__(1024) unsigned char shared[];
 
 // Where tile number ``index`` begins: bands of rows of x, and in each all of w, a few rows of w after the other.
 __device__ inline void place(const Work &work, int index, int &row, int &column) {
-    const int down = (work.tokens + HIGH - 1) / HIGH, across = (work.n + BN - 1) / BN;
+    const int down = (work.tokens + BM - 1) / BM, across = (work.n + BN - 1) / BN;
     const int band = index / (BAND * across), left = index - band * BAND * across;
     const int high = down - band * BAND < BAND ? down - band * BAND : BAND;
-    row = (band * BAND + left % high) * HIGH + (PAIR ? rank_in_cluster() * BM : 0);
+    row = (band * BAND + left % high) * BM;
     column = left / high * (GATED ? BN / 2 : BN);
 }
 
-__device__ inline int tiles(const Work &work) { return ((work.tokens + HIGH - 1) / HIGH) * ((work.n + BN - 1) / BN); }
-__device__ inline int first_tile() { return blockIdx.x >> PAIR; }
-__device__ inline int next_tile(int index) { return index + (gridDim.x >> PAIR); }
+__device__ inline int tiles(const Work &work) { return ((work.tokens + BM - 1) / BM) * ((work.n + BN - 1) / BN); }
 
-// Rows of w of a slab into a stage: all, or this block's half for both. The halves of a gated tile are the gate's rows
-// and those of up.
+// Rows of w of a slab into a stage; of a gated tile those of the gate, then as many of up.
 __device__ inline void load_weights(u32 target, const TensorMap &map, u32 full, const Work &work, int slab, int column) {
-    constexpr int HALF_ROWS = BN / 2;
-    [[maybe_unused]] const int second = column + (GATED ? work.n / 2 : HALF_ROWS);
-#if PAIR
-    const int half = rank_in_cluster();
-    load_box_for_both(target + X_BYTES + half * HALF_ROWS * SLAB, map, full, slab * SLAB, half ? second : column);
-#elif GATED
     load_box(target + X_BYTES, map, full, slab * SLAB, column);
-    load_box(target + X_BYTES + HALF_ROWS * SLAB, map, full, slab * SLAB, second);
-#else
-    load_box(target + X_BYTES, map, full, slab * SLAB, column);
-#endif
+    if (GATED) load_box(target + X_BYTES + BN / 2 * SLAB, map, full, slab * SLAB, column + work.n / 2);
 }
 
 // A warp has read a stage.
 __device__ inline void release(u64 &empty) {
-    if (threadIdx.x % 32 == 0) {
-#if PAIR
-        arrive_at(shared_address(&empty), 0);
-        arrive_at(shared_address(&empty), 1);
-#else
-        arrive(shared_address(&empty));
-#endif
-    }
+    if (threadIdx.x % 32 == 0) arrive(shared_address(&empty));
 }
 
 // Placed before the kernel in front has ended: nothing that it writes, and nothing that it may still read, is touched
@@ -95,7 +74,7 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
     const u32 base = shared_address(shared);
     const int count = tiles(work);
     int row, column;
-    place(work, first_tile(), row, column);
+    place(work, blockIdx.x, row, column);
     // The first weights are on their way before x may be read.
     const int ahead = work.slabs < STAGES ? work.slabs : STAGES;
     for (int slab = 0; slab < ahead; ++slab) {
@@ -108,7 +87,7 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
         load_box(base + slab * STAGE_BYTES, x_map, shared_address(&barriers.full[slab]), slab * SLAB, row);
     int stage = ahead % STAGES, first = ahead;
     u32 parity = ahead == STAGES ? 0 : 1;
-    for (int index = first_tile(); index < count; index = next_tile(index), first = 0) {
+    for (int index = blockIdx.x; index < count; index += gridDim.x, first = 0) {
         place(work, index, row, column);
         for (int slab = first; slab < work.slabs; ++slab) {
             const u32 target = base + stage * STAGE_BYTES, full = shared_address(&barriers.full[stage]);
@@ -247,7 +226,7 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
     // Whoever waits for a stage must have seen it filled the time before: nobody begins before the other has read all
     // that lies in front.
     if (TAKE_TURNS && worker == 1) pass(TURN, 256);
-    for (int index = first_tile(); index < count; index = next_tile(index), ++turn) {
+    for (int index = blockIdx.x; index < count; index += gridDim.x, ++turn) {
         if (TAKE_TURNS && turn % WORKERS != worker) continue;
         if (TAKE_TURNS) meet(TURN + worker, 256);
         int row, column;
@@ -276,7 +255,7 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
             last = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        if (TAKE_TURNS && next_tile(index) < count) pass(TURN + 1 - worker, 256);
+        if (TAKE_TURNS && index + gridDim.x < count) pass(TURN + 1 - worker, 256);
 #pragma unroll
         for (int eight = 0; eight < EIGHTS; ++eight) scale[eight] = read_pair(work.scale + row_of(work, column, eight));
         products_wait<0>();
@@ -288,11 +267,7 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if PAIR
-    __cluster_dims__(2, 1, 1)
-#endif
-        products8(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
     const __grid_constant__ Work work) {
     Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE_BYTES);
@@ -305,9 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch_map(x_map);
         prefetch_map(w_map);
     }
-    // The other block's barriers are there, too, before anything is sent to them.
-    if (PAIR) meet_cluster();
-    else __syncthreads();
+    __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     // 40 + 2 · 232 = 3 · 168, what the block began with.
     if (group == 0) {
@@ -318,5 +291,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         enter();
         multiply(work, barriers, group - 1);
     }
-    if (PAIR) meet_cluster(); // what the other block still sends needs this one's memory
 }

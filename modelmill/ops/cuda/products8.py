@@ -14,18 +14,15 @@ KINDS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
 OUTPUTS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("WIDE",)}
 # Sizes of products8.cu.
 THREADS, SLAB, BARRIER_BYTES, SHARED_BYTES = 384, 128, 16, 227 << 10
-Form = tuple[int, int, int, int]  # MT, BN, TAKE_TURNS, PAIR
-# A tile's rows of x and of w, and what a multiprocessor makes of it beside the largest.
+Form = tuple[int, int, int]  # MT, BN, TAKE_TURNS
+# A tile's rows of x and of w, and what a multiprocessor makes of it beside the largest (measured on an H200).
 FORMS: dict[Form, tuple[int, int, float]] = {
-    (1, 256, 0, 1): (128, 256, 1.0),
-    (1, 192, 0, 1): (128, 192, 0.9),
-    (2, 128, 0, 1): (256, 128, 0.9),
-    (2, 128, 1, 1): (128, 128, 0.85),
-    (1, 256, 0, 0): (128, 256, 0.8),
-    (2, 128, 1, 0): (128, 128, 0.7),
-    (1, 128, 1, 0): (64, 128, 0.5),
-    (1, 64, 1, 0): (64, 64, 0.35),
-    (1, 32, 1, 0): (64, 32, 0.25),
+    (1, 256, 0): (128, 256, 1.0),
+    (2, 128, 1): (128, 128, 0.97),
+    (1, 192, 0): (128, 192, 0.92),
+    (1, 128, 1): (64, 128, 0.785),
+    (1, 64, 1): (64, 64, 0.457),
+    (1, 32, 1): (64, 32, 0.305),
 }
 
 
@@ -34,7 +31,7 @@ def available(kind: str) -> str | None:
     reason = build.available(kind)
     if reason is None:
         try:
-            build.compiled("products8", macros((1, 256, 0, 1), torch.int8, torch.bfloat16))
+            build.compiled("products8", macros((1, 256, 0), torch.int8, torch.bfloat16))
         except MissingDependency as problem:
             reason = str(problem)
     return reason
@@ -77,14 +74,13 @@ def run(
     device = x.get_device()
     form = form or chosen(tokens, n, launch.multiprocessors(device), gated)
     down, across, _ = FORMS[form]
-    blocks = min(_tiles(form, tokens, n) << form[3], launch.multiprocessors(device) >> form[3] << form[3])
+    blocks = min(_tiles(form, tokens, n), launch.multiprocessors(device))
     pointers = (scale.data_ptr(), x_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
     work = struct.pack("=4Q4i", *pointers, tokens, n, -(-k // SLAB), x_scale.numel() > 1)
     told = (*([] if bias is None else ["BIAS=1"]), *(["GATED=1"] if gated else []))
-    halves = gated or bool(form[3])  # of a tile of the weight, each with a copy of its own
     with torch.cuda.device(device):
         kernel = _kernel(form, x.dtype, dtype, told, device)
-        kernel.launch(blocks, _map(x, down), _map(weight, across >> halves), work, early=True)
+        kernel.launch(blocks, _map(x, down), _map(weight, across >> gated), work, early=True)
     return out
 
 
@@ -99,21 +95,20 @@ def chosen(tokens: int, n: int, processors: int, gated: bool = False) -> Form:
 
     def cost(form: Form) -> float:
         down, across, rate = FORMS[form]
-        return -(-_tiles(form, tokens, n) // (processors >> form[3])) * down * across / rate
+        return -(-_tiles(form, tokens, n) // processors) * down * across / rate
 
     return min((form for form in FORMS if not gated or form[1] >= 64), key=cost)
 
 
 def _tiles(form: Form, tokens: int, n: int) -> int:
-    """Of one block, or of the two of a cluster."""
     down, across, _ = FORMS[form]
-    return -(-tokens // (down << form[3])) * -(-n // across)
+    return -(-tokens // down) * -(-n // across)
 
 
 def macros(form: Form, kind: torch.dtype, dtype: torch.dtype, told: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Of the kernel for inputs of ``kind`` and outputs of ``dtype``; told: BIAS=1, GATED=1."""
-    mt, bn, turns, pair = form
-    sizes = (f"MT={mt}", f"BN={bn}", f"TAKE_TURNS={turns}", f"PAIR={pair}")
+    mt, bn, turns = form
+    sizes = (f"MT={mt}", f"BN={bn}", f"TAKE_TURNS={turns}")
     return (*sizes, f"STAGES={_stages(form)}", *KINDS[kind], *OUTPUTS[dtype], *told)
 
 

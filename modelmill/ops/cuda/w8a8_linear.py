@@ -8,7 +8,7 @@ from modelmill.ops.cuda import products8
 from modelmill.ops.cuda.products8 import available as available
 from modelmill.ops.cuda.products8 import run as run
 
-FEW = 64  # rows up to which
+FEW = 16  # rows up to which it is not worth it
 
 
 def supports(

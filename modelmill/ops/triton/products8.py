@@ -33,7 +33,9 @@ def tile8(
     tokens, k = x.shape
     n = weight.shape[0]
     picked = None if chosen is None else chosen.get(sizes.key_of(x, weight))
-    block_t, block_n, block_k, stages, warps = picked or sizes.fitted(_sizes(tokens), x, weight, shared_bytes(x.device))
+    block_t, block_n, block_k, stages, warps = picked or sizes.fitted(
+        _sizes(tokens, n), x, weight, shared_bytes(x.device)
+    )
     # neighbours share a block of the weight: it is read once from memory, the activations stay in the cache
     blocks = triton.cdiv(tokens, block_t)
     _tile8[(triton.cdiv(n, block_n) * blocks,)](
@@ -45,9 +47,11 @@ def tile8(
     )  # fmt: skip
 
 
-def _sizes(tokens: int) -> Sizes:
+def _sizes(tokens: int, n: int) -> Sizes:
+    if tokens <= 8:
+        return (8, 64, 128, 4, 4) if n > 8192 else (8, 32, 256, 4, 4)
     if tokens <= 16:
-        return 16, 32, 256, 4, 4
+        return (16, 64, 256, 3, 4) if n > 8192 else (16, 32, 256, 4, 4)
     if tokens <= 64:
         return (32, 64, 128, 4, 4) if tokens <= 32 else (64, 64, 128, 4, 4)
     return 128, 128, 128, 4, 8
@@ -138,10 +142,10 @@ def vector8(
 
 
 def strip8(n: int, k: int, whole: bool) -> Sizes:
-    """(rows of the weight a program, words at a time, warps) for one token."""
-    if whole:
-        return (1, 1024, 4) if n <= 16384 else (2, 1024, 4)
-    return (2, 1024, 4) if n <= 16384 else (4, 1024, 8)
+    """(rows of the weight a program, words at a time, warps) for one token, measured on an H200 in whole steps."""
+    if n < 512:  # too few rows to share programs
+        return 1, 512, 4
+    return (4, 1024, 4) if whole and k <= 4096 else (2, 512, 2)
 
 
 @triton.jit

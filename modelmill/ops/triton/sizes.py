@@ -40,7 +40,7 @@ TILINGS: dict[int, tuple[Sizes, ...]] = {
 }
 # The same of products with activations in 8 bits; the depth of a strip counts words of four values.
 STRIPS8: tuple[Sizes, ...] = (
-    *((1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (2, 1024, 8), (4, 1024, 8), (1, 512, 4), (4, 512, 4)),
+    *((4, 1024, 4), (2, 512, 2), (2, 1024, 4), (2, 1024, 8), (4, 1024, 8), (4, 512, 4), (1, 512, 4)),
 )
 TILINGS8: dict[int, tuple[Sizes, ...]] = {
     8: ((16, 32, 256, 4, 4), (8, 32, 256, 4, 4), (8, 64, 128, 4, 4), (16, 16, 512, 3, 4), (16, 64, 256, 3, 4)),
