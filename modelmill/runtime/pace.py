@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-MOST = 2.5
+MOST = 2.3
 """A step with a piece, over one without. The readers' 99th percentile is to stay below three times their median."""
 UP, DOWN = 1.02, 0.75
 """The piece after a step within the limit, and after one beyond: it settles where 6 % of the steps are beyond."""
