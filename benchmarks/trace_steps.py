@@ -6,7 +6,8 @@
 Seeded random weights, no text, no engine on disk. Steps are grouped by what they hold: single tokens only (by how many
 sequences) or chunks of prompts beside them (by tokens). For each group: its time by CUDA events, and what the
 memory and the tensor cores (in bfloat16) would need for the same reads and products. --as WEIGHTS:KV: how weights,
-and keys and values, are held, several one after the other on the same card. Each is warmed up with the same requests at
+and keys and values, are held (and :N, tokens of a step in which prompts join running answers), several one after the
+other on the same card. Each is warmed up with the same requests at
 an eighth of their lengths.
 """
 
@@ -129,7 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--order", action="append", choices=sorted(ORDERS))
-    parser.add_argument("--as", dest="forms", action="append", metavar="WEIGHTS:KV", help=", ".join(FORMS))
+    parser.add_argument("--as", dest="forms", action="append", metavar="WEIGHTS:KV[:N]", help=", ".join(FORMS))
     parser.add_argument("--runs", type=int, default=1, help="of each, after its warm-up")
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--save", type=Path)
@@ -137,12 +138,13 @@ def parse() -> argparse.Namespace:
 
 
 @torch.inference_mode()
-def measure(options: argparse.Namespace, weights: str, kv: str, work: list[tuple[int, int]], rate: float) -> None:
+def measure(options: argparse.Namespace, form: str, work: list[tuple[int, int]], rate: float) -> None:
     """Serve with weights, keys and values held in one way; print and record."""
+    weights, kv, mixed = (*form.split(":"), "", "")[:3]
     model = random_model(options.shape, weights)
     config = RunConfig(
         max_num_seqs=256, max_num_batched_tokens=options.budget, enable_prefix_caching=False, max_model_len=4096,
-        kv_cache_dtype=kv,
+        kv_cache_dtype=kv or "auto", max_mixed_tokens=int(mixed) if mixed else None,
     )  # fmt: skip
     loop = Loop(model, config)
     loop.warm_up()
@@ -164,7 +166,7 @@ def measure(options: argparse.Namespace, weights: str, kv: str, work: list[tuple
         floor = sum(r["keys_s"] + r["products_s"] for r in rows)
         line = {
             "figure": "trace.loop_s", "value": seconds, "gpu_s": gpu, "floor_s": floor, "order": name,
-            "weights": weights, "kv": kv, "requests_per_s": len(work) / seconds, "kernels": dict(loop.ops.chosen),
+            "weights": weights, "kv": kv or "auto", "mixed": int(mixed) if mixed else None, "requests_per_s": len(work) / seconds, "kernels": dict(loop.ops.chosen),
             "preemptions": loop.stats().preemptions, "pages": loop.num_pages, "groups": rows, "shape": options.shape,
             "copy_gbps": round(rate / 1e9), "command": "python benchmarks/trace_steps.py " + " ".join(sys.argv[1:]),
             "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},
@@ -182,8 +184,7 @@ def main() -> None:
     work = read_trace(options.trace, options.requests, 4096)
     rate = copy_rate()
     for form in options.forms or ["dense:auto"]:
-        weights, _, kv = form.partition(":")
-        measure(options, weights, kv or "auto", work, rate)
+        measure(options, form, work, rate)
         gc.collect()
         torch.cuda.empty_cache()
 

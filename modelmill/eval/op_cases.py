@@ -84,6 +84,19 @@ def int8_linears(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]
     return make
 
 
+def eight_bit_linears(kind: torch.dtype, shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
+    """The same with activations in 8 bits as well, scaled by token."""
+
+    def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
+        for rows, k, n in shapes:
+            x, x_scale = by_row(randn(rows, k, device=device, dtype=torch.float32, seed=rows), kind)
+            weight, scale = by_row(randn(n, k, device=device, dtype=torch.float32, seed=k, scale=k**-0.5), kind)
+            args = {"x": x, "weight": weight, "scale": scale, "x_scale": x_scale, "dtype": dtype, "bias": None}
+            yield Case(f"{rows}x{k}->{n}", args, nbytes(x, weight) + rows * n * dtype.itemsize, 2 * rows * k * n)
+
+    return make
+
+
 def samples(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
     """(rows, vocabulary, which mix of filters every row asks for)."""
 
@@ -149,6 +162,8 @@ def _small_gates(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 BIG = ((1, 4096, 151936), (2, 4096, 12288), (8, 4096, 12288), (8, 11008, 4096), (16, 4096, 22016))
 BIG_INT8 = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
+BIG_SIDES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
+BIG_EIGHT: Shapes = tuple((rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in BIG_SIDES)
 QKV = (HEADS + 2 * KV_HEADS) * DIM
 SIDES = ((HIDDEN, QKV), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN), (HIDDEN, VOCAB))
 BIG_SAMPLES: Shapes = tuple((rows, 151936, how) for rows in (1, 8, 64) for how in (0, 1, 2, 4))
@@ -164,6 +179,8 @@ MORE: dict[str, dict[str, Maker]] = {
         "add_rms_norm_quant": lambda device, dtype: _quantized_add_norms(16384, 4096, device, dtype),
         "linear": linears(BIG),
         "int8_linear": int8_linears(BIG_INT8),
+        "w8a8_linear": eight_bit_linears(torch.int8, BIG_EIGHT),
+        "fp8_linear": eight_bit_linears(torch.float8_e4m3fn, BIG_EIGHT),
         "sample": samples(BIG_SAMPLES),
         "paged_attention": _attentions,
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
 
@@ -23,6 +24,13 @@ FORMS: dict[Form, tuple[int, int, float]] = {
     (1, 128, 1): (64, 128, 0.785),
     (1, 64, 1): (64, 64, 0.457),
     (1, 32, 1): (64, 32, 0.305),
+}
+# by whether there is a bias, and a gate
+_TOLD = {
+    (False, False): (),
+    (True, False): ("BIAS=1",),
+    (False, True): ("GATED=1",),
+    (True, True): ("BIAS=1", "GATED=1"),
 }
 
 
@@ -46,12 +54,16 @@ def supports(
     bias: torch.Tensor | None = None,
 ) -> bool:
     """x [T, K] and weight [N, K] of one 8-bit type and packed, K a multiple of 16 and N of 8; bias of the output's."""
-    if x.dim() != 2 or not x.numel() or x.dtype not in KINDS or weight.dtype != x.dtype or dtype not in OUTPUTS:
+    if x.dtype not in KINDS or weight.dtype != x.dtype or dtype not in OUTPUTS or not x.is_cuda or x.dim() != 2:
         return False
-    floats = all(s.dtype == torch.float32 and s.is_contiguous() for s in (scale, x_scale))
-    copied = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight)) and x.is_cuda
-    biased = bias is None or (bias.dtype == dtype and bias.is_contiguous() and bias.data_ptr() % 8 == 0)
-    return floats and copied and biased and x.shape[1] % 16 == 0 and weight.shape[0] % 8 == 0
+    if scale.dtype != torch.float32 or x_scale.dtype != torch.float32 or not x.numel():
+        return False
+    if not (x.is_contiguous() and weight.is_contiguous() and scale.is_contiguous() and x_scale.is_contiguous()):
+        return False
+    if bias is not None and not (bias.dtype == dtype and bias.is_contiguous() and bias.data_ptr() % 8 == 0):
+        return False
+    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return aligned and x.shape[1] % 16 == 0 and weight.shape[0] % 8 == 0
 
 
 def run(
@@ -77,8 +89,9 @@ def run(
     blocks = min(_tiles(form, tokens, n), launch.multiprocessors(device))
     pointers = (scale.data_ptr(), x_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
     work = struct.pack("=4Q4i", *pointers, tokens, n, -(-k // SLAB), x_scale.numel() > 1)
-    told = (*([] if bias is None else ["BIAS=1"]), *(["GATED=1"] if gated else []))
-    with torch.cuda.device(device):
+    told = _TOLD[bias is not None, gated]
+    here = device == torch.cuda.current_device()
+    with contextlib.nullcontext() if here else torch.cuda.device(device):
         kernel = _kernel(form, x.dtype, dtype, told, device)
         kernel.launch(blocks, _map(x, down), _map(weight, across >> gated), work, early=True)
     return out
