@@ -212,25 +212,31 @@ class Eye:
             prompts = [Prompt(((float(x), float(y)),), (1,)) for x, y in at]
             logits, ious = self.decode(seen, prompts)
             # what is thrown away by its score alone need not be enlarged
-            good = ious[:, 1:] > options.pred_iou_thresh
-            logits, ious = logits[:, 1:][good], ious[:, 1:][good]
-            asked = at.repeat_interleave(3, 0)[good.flatten().cpu()]
-            for piece in torch.arange(len(logits)).split(max(1, _PIXELS // (seen.size[0] * seen.size[1]))):
+            good = (ious[:, 1:] > options.pred_iou_thresh).flatten().nonzero()[:, 0]
+            for some in good.split(self._at_once(seen.size)):
+                wanted = logits[:, 1:].flatten(0, 1)[some]
                 _, boxes, _, steady = self.still.ops.enlarge(
-                    logits[piece], self.image, seen.fitted, seen.size, options.stability_score_offset, pixels=False
+                    wanted, self.image, seen.fitted, seen.size, options.stability_score_offset, pixels=False
                 )
-                keep = (steady >= options.stability_score_thresh) & ~cut_off(boxes, crop, picture.size)
-                low.append(logits[piece][keep])
-                score.append(ious[piece][keep])
+                keep = steady >= options.stability_score_thresh
+                keep = (keep & ~cut_off(boxes, crop, picture.size)).nonzero()[:, 0]
+                some = some[keep]
+                low.append(wanted[keep])
+                score.append(ious[:, 1:].flatten()[some])
                 stable.append(steady[keep])
                 box.append(boxes[keep])
-                point.append(asked[piece][keep.cpu()])
+                point.append(at[(some // 3).cpu()])
         if not low or not sum(map(len, low)):
             return []
         return self._kept(
             seen, crop, picture.size, options, (torch.cat(low), torch.cat(score), torch.cat(stable), torch.cat(box)),
             torch.cat(point),
         )  # fmt: skip
+
+    def _at_once(self, size: tuple[int, int]) -> int:
+        """Masks that may be measured at once: where a kernel does it none is ever in memory, enlarged."""
+        measured = self.still.ops.chosen["enlarge"] != "torch"
+        return 1 << 20 if measured else max(1, _PIXELS // (size[0] * size[1]))
 
     def _kept(
         self, seen: Seen, crop: Crop, size: tuple[int, int], options: Everything,

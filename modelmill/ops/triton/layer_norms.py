@@ -44,7 +44,7 @@ def norm(
     token = kind is not None and factor is None
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if token else None
     main, rest = halves(width)
-    share, warps = sizes or (1, max(1, min(16, main // 512)))
+    share, warps = sizes or (1, max(1, min(16, main // 1024)))
     _norm[(triton.cdiv(rows, share),)](
         flat, held, weight, bias, out, out if scale is None else scale, total, weight if factor is None else factor,
         rows, width, flat.stride(0), held.stride(0), eps,
