@@ -12,8 +12,8 @@ from modelmill.ops.cuda.narrow_weights import PIECE, THREADS, TYPES, Form, fits,
 
 # rows of q up to … → how the kernel is compiled, for 8-bit and for 4-bit weights
 FORMS = {
-    torch.int8: ((8, Form(1, 1, 2, 2)), (16, Form(2, 1, 2, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1))),
-    torch.uint8: ((8, Form(1, 1, 4, 2)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1))),
+    torch.int8: ((8, Form(1, 1, 1, 4)), (16, Form(2, 1, 2, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1))),
+    torch.uint8: ((8, Form(1, 1, 2, 3)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1))),
 }
 MOST = 64
 STREAM = True

@@ -11,7 +11,7 @@ from modelmill.ops.cuda import build, int4_rows, launch, one_row
 from modelmill.ops.cuda.narrow_weights import PIECE, RUN, THREADS, TYPES, Form, fits, piece_of, shift
 
 # rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
-FORMS = ((8, Form(1, 1, 4, 2)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 1, 1)))
+FORMS = ((8, Form(1, 1, 2, 3)), (16, Form(2, 1, 2, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 1, 1)))
 MOST = FORMS[-1][0]
 STREAM = True
 FEW = 16  # rows; more of them go through shared memory (int4_rows)

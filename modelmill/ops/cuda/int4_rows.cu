@@ -24,10 +24,8 @@ constexpr u32 MAGIC = 0x43004300u;
 constexpr float RAISED = 128.0f;
 #endif
 constexpr int ROWS = 64 * WORKERS, MULTIPLIERS = 128 * WORKERS, PITCH = ROWS + 4, COLUMNS = 128;
-constexpr int TAKEN = WORKERS == 1 ? 0 : WORKERS == 2 ? 240 : 160; // registers that the loader does not need
 constexpr u32 SLAB = BOX * 128, STAGE = 2 * SLAB, EIGHT = 1024; // a slab: 64 columns of all rows of x
 static_assert(STAGES * STAGE >= BOX * PITCH * 4, "the sums find room where x was");
-static_assert(DEPTH % 2 == 0, "two left operands take turns");
 static_assert(BOX % SPLIT == 0, "each block of a cluster writes some rows of the output");
 
 struct Work {
@@ -122,7 +120,12 @@ __device__ inline void for_threads(u32 (&v)[4], const uint4 &run) {
     v[3] = __byte_perm(run.y, run.w, 0x7362);
 }
 
-__device__ inline u32 codes(u32 word, int by) { return ((word >> by) & 0x000F000Fu) | MAGIC; }
+// (word >> by) & 0x000F000F | MAGIC in one instruction behind the shift: the compiler would take two.
+__device__ inline u32 codes(u32 word, int by) {
+    u32 both;
+    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> by), "r"(MAGIC));
+    return both;
+}
 
 struct Range {
     int begin, end; // pieces of 128 columns of this block
@@ -161,14 +164,14 @@ __device__ inline void fetch(Piece &piece, const Place &at, int number) {
     piece.high = number < at.whole ? once(at.high + 4 * number) : zero;
 }
 
-// A piece's weights of 64 rows as wgmma's left operand: a[k] for 16 columns.
-__device__ inline void prepare(u32 (&a)[8][4], const Piece &piece) {
-    const int place = threadIdx.x % 4;
+// part = 64 rows of the weight's piece times x.
+__device__ inline void products(float (&part)[BOX / 2], const Piece &piece, u64 x, u32 full, u32 parity, int place) {
     u32 low[4], high[4];
     for_threads(low, piece.low);
     for_threads(high, piece.high);
     exchange(low, place);
     exchange(high, place);
+    u32 a[8][4];
 #pragma unroll
     for (int run = 0; run < 4; ++run) {
 #pragma unroll
@@ -178,36 +181,30 @@ __device__ inline void prepare(u32 (&a)[8][4], const Piece &piece) {
             to[2] = codes(low[run], 4 * half + 8), to[3] = codes(high[run], 4 * half + 8);
         }
     }
-}
-
-// part = a times x's piece; it runs on until ``ended``.
-__device__ inline void begin(float (&part)[BOX / 2], u32 (&a)[8][4], u32 x) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) changed(a[i]);
+    wait(full, parity);
     products_begin();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const u64 right = along_rows(x + i / 4 * SLAB + i % 4 * 32, EIGHT);
+        // addresses in a descriptor count 16 bytes
+        const u64 right = x + (i / 4 * SLAB + i % 4 * 32) / 16;
         multiply(part, a[i][0], a[i][1], a[i][2], a[i][3], right, i > 0);
     }
     products_end();
-}
-
-__device__ inline void ended(float (&part)[BOX / 2], u32 (&a)[8][4]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) changed(a[i]); // they are read until the products have ended
     products_wait<0>();
     changed(part);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) changed(a[i]); // they were read until now
+    for (int i = 0; i < 8; ++i) changed(a[i]);
 }
 
 __device__ inline void flush(float (&total)[BOX / 2], const float (&part)[BOX / 2], float2 low, float2 high,
-                             const float *sums) {
+                             const float2 *sums) {
     const float base_low = (OFFSET ? low.y : -8.0f * low.x) - RAISED * low.x;
     const float base_high = (OFFSET ? high.y : -8.0f * high.x) - RAISED * high.x;
-    const float2 *mine = reinterpret_cast<const float2 *>(sums) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < BOX / 8; ++i) {
-        const float2 sum = mine[4 * i];
+        const float2 sum = sums[4 * i];
         total[4 * i] = fmaf(low.x, part[4 * i], fmaf(base_low, sum.x, total[4 * i]));
         total[4 * i + 1] = fmaf(low.x, part[4 * i + 1], fmaf(base_low, sum.y, total[4 * i + 1]));
         total[4 * i + 2] = fmaf(high.x, part[4 * i + 2], fmaf(base_high, sum.x, total[4 * i + 2]));
@@ -248,24 +245,23 @@ __device__ inline void work_on(const Work &w, Barriers &barriers, u32 base, cons
     meet(1, MULTIPLIERS);
     float total[BOX / 2] = {}, part[BOX / 2];
     const float2 *grid_low = to.grids + mine * (w.share + 1), *grid_high = grid_low + 8 * (w.share + 1);
+    const float2 *sums = reinterpret_cast<const float2 *>(to.sums) + place;
+    const u32 full = shared_address(&barriers.full[0]); // the others follow
+    const u64 x = along_rows(base, EIGHT);
     int stage = 0;
-    u32 parity = 0, a[2][8][4];
-    if (range.begin < range.end) prepare(a[0], ahead[0]);
+    u32 parity = 0;
     for (int start = range.begin; start < range.end; start += DEPTH) {
 #pragma unroll
         for (int s = 0; s < DEPTH; ++s) {
             const int number = start + s;
             if (number < range.end) {
-                wait(shared_address(&barriers.full[stage]), parity);
-                begin(part, a[s % 2], base + stage * STAGE);
-                // while that runs: the next piece's weights, and one further ahead on its way
+                const Piece piece = ahead[s];
                 if (number + DEPTH < range.end) fetch(ahead[s], at, number + DEPTH);
-                if (number + 1 < range.end) prepare(a[(s + 1) % 2], ahead[(s + 1) % DEPTH]);
-                ended(part, a[s % 2]);
-                if (lane == 0) arrive(shared_address(&barriers.empty[stage]));
+                products(part, piece, x + stage * (STAGE / 16), full + 8 * stage, parity, place);
+                if (lane == 0) arrive(full + 8 * (STAGES + stage));
                 if (++stage == STAGES) stage = 0, parity ^= 1;
                 const int group = (number >> w.shift) - first;
-                flush(total, part, grid_low[group], grid_high[group], to.sums + group * BOX);
+                flush(total, part, grid_low[group], grid_high[group], sums + group * (BOX / 2));
             }
         }
     }
@@ -316,7 +312,7 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(MULTIPLIERS + 128, 1)
+__launch_bounds__(MULTIPLIERS + 32, 1)
     int4_rows(const __grid_constant__ TensorMap x_map, const __grid_constant__ Work w) {
     const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
     const u32 base = shared_address(shared);
@@ -336,12 +332,10 @@ __launch_bounds__(MULTIPLIERS + 128, 1)
     const Range range = range_of(rank, (w.runs + 3) / 4);
     const bool multiplier = __shfl_sync(~0u, threadIdx.x / 128, 0) < WORKERS;
     if (multiplier) {
-        if (TAKEN) take_registers<TAKEN ? TAKEN : 24>();
         work_on(w, barriers, base, to, tile, range);
     } else {
-        if (TAKEN) keep_registers<24>();
         after_those_in_front();
-        if (threadIdx.x == MULTIPLIERS) load(x_map, barriers, base, range);
+        if (threadIdx.x % 32 == 0) load(x_map, barriers, base, range);
         __syncwarp();
     }
     if (SPLIT > 1)

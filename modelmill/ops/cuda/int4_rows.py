@@ -53,7 +53,9 @@ def form_of(rows: int, columns: int, group: int, box: int, blocks: int) -> Form 
         return None
 
     def cost(form: Form) -> tuple[float, int]:
-        waves = -(-(-(-rows // (64 * form.workers)) * form.split) // blocks)
+        # clusters of four do not fill every group of multiprocessors
+        places = blocks if form.split <= 2 else blocks * 9 // 10
+        waves = -(-(-(-rows // (64 * form.workers)) * form.split) // places)
         return waves * form.workers / form.split, waves
 
     fitting = [
@@ -90,7 +92,7 @@ def product(
         add = launch.kernel("int4_rows", "group_sums", macros, 256, 0, device)
         counts = (tokens, columns, x.stride(0), groups, group)
         add.launch(-(-groups * box // 8), struct.pack("=2Q5i", x.data_ptr(), sums.data_ptr(), *counts), early=True)
-        threads, size = 128 * (form.workers + 1), shared(form, box, share)
+        threads, size = 128 * form.workers + 32, shared(form, box, share)
         kernel = launch.kernel("int4_rows", "int4_rows", macros, threads, size, device)
         strides = (x.stride(0) * x.element_size(),)
         x_map = launch.tensor_map(x.data_ptr(), x.dtype, (columns, tokens), strides, (64, box))

@@ -76,12 +76,18 @@ def load(path: Path, name: str, threads: int, shared: int) -> Kernel:
 
 @functools.lru_cache(_MOST_MAPS)
 def tensor_map(
-    address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool = True,
 ) -> bytes:
-    """What the copy engine needs to know of a tensor: a CUtensorMap, with the 128-byte swizzle.
+    """What the copy engine needs to know of a tensor: a CUtensorMap, with the 128-byte swizzle or without.
 
     sizes and box run from the innermost dimension outwards, in elements; strides, in bytes, leave out the innermost,
-    whose elements lie side by side. address and strides are multiples of 16 bytes; the box is at most 128 bytes wide.
+    whose elements lie side by side. address and strides are multiples of 16 bytes; a swizzled box is at most 128 bytes
+    wide, any at most 256 elements.
     """
     rank = len(sizes)
     space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
@@ -97,7 +103,7 @@ def tensor_map(
             (ctypes.c_uint32 * rank)(*box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
-            _SWIZZLE_128,
+            _SWIZZLE_128 if swizzled else 0,
             _PROMOTE_256,
             0,
         )

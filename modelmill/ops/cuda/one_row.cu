@@ -13,14 +13,14 @@
 //
 // Macros: BITS (of a weight), INTEGER, GATED (eight rows of a tile are of the gate, the others the same of the half
 // below), OFFSET, WIDE (scales and offsets are float32), STAGES (of the ring), FLOAT or HALF (the output's type).
-#include "hopper.cuh"
+#include "cluster.cuh"
 
 typedef unsigned short u16;
 
-constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, ROWS = 16, TILES_OF_SCALES = 2;
-constexpr int CHUNK = 1024, PITCH = CHUNK + 64; // bytes of a row at a time; two rows' 64 bytes lie in different banks
-constexpr int PIECE = BITS * 16, PIECES = CHUNK / PIECE, EACH = PIECES / WARPS; // bytes; of a chunk; of a warp
-constexpr u32 STAGE = ROWS * PITCH;
+constexpr int WARPS = 16, MULTIPLIERS = 32 * WARPS, ROWS = 16, TILES_OF_SCALES = 2, TILES_OF_SUMS = 4;
+// Bytes of a piece; of a row at a time, a piece for each warp; of a row of a box, of which a chunk is one or two wide.
+constexpr int PIECE = BITS * 16, CHUNK = WARPS * PIECE, PITCH = 1024, BOXES = CHUNK / PITCH;
+constexpr u32 STAGE = ROWS * CHUNK, BOX = ROWS * PITCH;
 constexpr bool SUMS = INTEGER ? OFFSET : (OFFSET || BITS == 4);
 #ifdef HALF
 constexpr u32 MAGIC = 0x64006400u;
@@ -43,7 +43,6 @@ typedef u16 Out;
 
 struct Work {
     const void *x;               // [K], 16 bits, or int8
-    const unsigned char *weight; // [N, bytes]
     const Grid *scale, *offset;  // [N, groups]
     const float *step;           // [groups], integers alone
     const float *constant;       // [N] or null
@@ -55,10 +54,10 @@ struct Work {
 };
 
 struct Barriers {
-    u64 full[STAGES], empty[STAGES], scales[TILES_OF_SCALES], scaled[TILES_OF_SCALES];
+    u64 full[STAGES], empty[STAGES], scales[TILES_OF_SCALES], scaled[TILES_OF_SCALES], summed[TILES_OF_SUMS];
 };
 
-extern __shared__ __align__(128) unsigned char shared[];
+extern __shared__ __align__(1024) unsigned char shared[];
 
 __device__ inline float widened(u16 half_bits) {
     float wide;
@@ -111,11 +110,18 @@ __device__ inline void multiply(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ inline u32 codes(u32 word, int by) { return ((word >> by) & 0x000F000Fu) | MAGIC; }
+// (word >> by) & 0x000F000F | MAGIC in one instruction behind the shift: the compiler would take two.
+__device__ inline u32 codes(u32 word, int by) {
+    u32 both;
+    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> by), "r"(MAGIC));
+    return both;
+}
 
 // The bytes at bits 0 and 16, signed.
 __device__ inline u32 signed_bytes(u32 word) {
-    u32 low = (word & 0x007F007Fu) | MAGIC, sign = (word & 0x00800080u) | MAGIC, both;
+    u32 low, sign, both;
+    asm("lop3.b32 %0, %1, 0x007F007F, %2, 0xEA;" : "=r"(low) : "r"(word), "r"(MAGIC));
+    asm("lop3.b32 %0, %1, 0x00800080, %2, 0xEA;" : "=r"(sign) : "r"(word), "r"(MAGIC));
     asm("sub.rn." TYPE "x2 %0, %1, %2;" : "=r"(both) : "r"(low), "r"(sign));
     return both;
 }
@@ -124,7 +130,7 @@ struct Shares {
     unsigned char *x; // permuted (16 bits) or as it is; pieces in a row
     float *sums;      // of each piece
     float *steps;     // of each group
-    float *kept;      // [2][WARPS][ROWS]
+    float *kept;      // [TILES_OF_SUMS][WARPS][ROWS]
     unsigned char *grids; // [TILES_OF_SCALES][scales of ROWS rows, offsets]
     Barriers *barriers;
     u32 ring;
@@ -148,22 +154,24 @@ __device__ inline void load_scales(const Work &w, const Shares &to, int tile, in
     }
 }
 
-__device__ inline void load(const Work &w, const Shares &to) {
-    const int lane = threadIdx.x % 32, chunks = (w.bytes + CHUNK - 1) / CHUNK;
+// By one thread. What lies behind a row's end is brought as zeros.
+__device__ inline void load(const TensorMap &map, const Work &w, const Shares &to) {
+    const int chunks = (w.bytes + CHUNK - 1) / CHUNK;
     int stage = 0, slot = 0;
     u32 parity = 1, scale_parity = 1; // a fresh barrier counts as having ended a phase of parity 1
     for (int tile = blockIdx.x; tile < w.tiles; tile += gridDim.x) {
         wait(barrier_of(to.barriers->scaled[slot]), scale_parity);
-        if (lane == 0) load_scales(w, to, tile, slot);
+        load_scales(w, to, tile, slot);
         if (++slot == TILES_OF_SCALES) slot = 0, scale_parity ^= 1;
-        const int row = first_row(w, tile, lane / 8 % 2) + lane % 8;
-        const unsigned char *from = w.weight + static_cast<long long>(row) * w.bytes;
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            const u32 size = min(CHUNK, w.bytes - chunk * CHUNK), full = barrier_of(to.barriers->full[stage]);
+            const u32 full = barrier_of(to.barriers->full[stage]), target = to.ring + stage * STAGE;
             wait(barrier_of(to.barriers->empty[stage]), parity);
-            if (lane == 0) arrive_expecting(full, size * ROWS);
-            __syncwarp();
-            if (lane < ROWS) bring(to.ring + stage * STAGE + lane * PITCH, from + chunk * CHUNK, size, full);
+            arrive_expecting(full, STAGE);
+            for (int half = 0; half < 2; ++half) {
+                for (int i = 0; i < BOXES; ++i)
+                    load_box(target + i * BOX + half * (BOX / 2), map, full, (chunk * BOXES + i) * (PITCH / 4),
+                             first_row(w, tile, half));
+            }
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
@@ -232,11 +240,11 @@ __device__ inline float2 part_of(const unsigned char *low_at, const unsigned cha
 #if INTEGER
     u32 b[8];
     x_words<2>(b, x + number * 128 + (BITS == 4 ? 32 : 16) * place, BITS == 4 ? 16 : 64, mine);
-    int d[4] = {};
+    int d[2][4] = {};
 #else
     u32 b[16];
     x_words<4>(b, x + number * 256 + 64 * place, 16, mine);
-    float d[4] = {};
+    float d[2][4] = {}; // two, so that a product need not wait for the one before
 #endif
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -246,12 +254,12 @@ __device__ inline float2 part_of(const unsigned char *low_at, const unsigned cha
         if (BITS == 4) {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                multiply(d, low[j] & 0x0F0F0F0Fu, high[j] & 0x0F0F0F0Fu, (low[j] >> 4) & 0x0F0F0F0Fu,
+                multiply(d[j % 2], low[j] & 0x0F0F0F0Fu, high[j] & 0x0F0F0F0Fu, (low[j] >> 4) & 0x0F0F0F0Fu,
                          (high[j] >> 4) & 0x0F0F0F0Fu, b[j], b[j + 4]);
         } else {
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                multiply(d, low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1], b[4 * i + 2 * j],
+                multiply(d[j], low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1], b[4 * i + 2 * j],
                          b[4 * i + 2 * j + 1]);
         }
 #else
@@ -260,30 +268,30 @@ __device__ inline float2 part_of(const unsigned char *low_at, const unsigned cha
             if (BITS == 4) {
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd)
-                    multiply(d, codes(low[j], 8 * odd), codes(high[j], 8 * odd), codes(low[j], 8 * odd + 4),
+                    multiply(d[odd], codes(low[j], 8 * odd), codes(high[j], 8 * odd), codes(low[j], 8 * odd + 4),
                              codes(high[j], 8 * odd + 4), b[4 * j + 2 * odd], b[4 * j + 2 * odd + 1]);
             } else {
-                multiply(d, signed_bytes(low[j]), signed_bytes(high[j]), signed_bytes(low[j] >> 8),
+                multiply(d[j % 2], signed_bytes(low[j]), signed_bytes(high[j]), signed_bytes(low[j] >> 8),
                          signed_bytes(high[j] >> 8), b[8 * i + 2 * j], b[8 * i + 2 * j + 1]);
             }
         }
 #endif
     }
-    return {static_cast<float>(d[0]), static_cast<float>(d[2])};
+    return {static_cast<float>(d[0][0] + d[1][0]), static_cast<float>(d[0][2] + d[1][2])};
 }
 
-// What a part of a row comes to: scale, offset, step.
-__device__ inline float scaled(const Grid *grids, int row, int groups, int group, float part, float sum, float step) {
-    const float scale = grid_value(grids[row * groups + group]);
+// What a part of a row comes to: scale, offset, step. grid: the row's scale in the part's group; offsets lie `apart`.
+__device__ inline float scaled(const Grid *grid, int apart, float part, float sum, float step) {
+    const float scale = grid_value(grid[0]);
     float offset = 0.0f;
-    if (OFFSET) offset = grid_value(grids[(ROWS + row) * groups + group]);
-    if (INTEGER) return step * (scale * part + (OFFSET ? offset * sum : 0.0f));
-    if (BITS == 4) offset = (OFFSET ? offset : -8.0f * scale) - RAISED * scale;
-    return scale * part + (SUMS ? offset * sum : 0.0f);
+    if (OFFSET) offset = grid_value(grid[apart]);
+    if (INTEGER) return step * (OFFSET ? fmaf(scale, part, offset * sum) : scale * part);
+    if (BITS == 4) offset = OFFSET ? fmaf(-RAISED, scale, offset) : (-8.0f - RAISED) * scale;
+    return SUMS ? fmaf(scale, part, offset * sum) : scale * part;
 }
 
 __device__ inline void finish(const Work &w, const float *kept, int tile) {
-    const int mine = threadIdx.x;
+    const int mine = threadIdx.x % 32;
     if (mine >= (GATED ? 8 : 16)) return;
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -309,45 +317,50 @@ __device__ inline void multiply_all(const Work &w, const Shares &to) {
     stage_x(w, to, pieces);
     int stage = 0, slot = 0, turn = 0;
     u32 parity = 0, scale_parity = 0;
-    const int grids_each = (OFFSET ? 32 : 16) * w.groups;
-    for (int tile = blockIdx.x; tile < w.tiles; tile += gridDim.x) {
+    const int apart = ROWS * w.groups;
+    for (int tile = blockIdx.x; tile < w.tiles; tile += gridDim.x, ++turn) {
         wait(barrier_of(to.barriers->scales[slot]), scale_parity);
-        const Grid *grids = reinterpret_cast<const Grid *>(to.grids) + slot * grids_each;
+        const Grid *grids = reinterpret_cast<const Grid *>(to.grids) + slot * (OFFSET ? 2 : 1) * apart + quad * w.groups;
+        // a chunk's pieces go from warp to warp: where they are fewer at a row's end, each has fewer in its turn
+        const int mine = (warp + 5 * turn) % WARPS;
+        const unsigned char *at = shared + mine * PIECE / PITCH * BOX + quad * PITCH + 16 * place + mine * PIECE % PITCH;
         float low = 0.0f, high = 0.0f;
-        for (int chunk = 0; chunk < chunks; ++chunk) {
+        for (int number = mine, chunk = 0; chunk < chunks; number += WARPS, ++chunk) {
             wait(barrier_of(to.barriers->full[stage]), parity);
-            const unsigned char *at = shared + stage * STAGE + quad * PITCH + 16 * place;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const int inside = warp + i * WARPS, number = chunk * PIECES + inside;
-                if (number < pieces) {
-                    const unsigned char *row = at + inside * PIECE;
-                    const float2 part = part_of(row, row + 8 * PITCH, to.x, number, place, quad == 0);
-                    const int group = number >> w.shift;
-                    const float sum = SUMS ? to.sums[number] : 0.0f, step = INTEGER ? to.steps[group] : 1.0f;
-                    low += scaled(grids, quad, w.groups, group, part.x, sum, step);
-                    high += scaled(grids, quad + 8, w.groups, group, part.y, sum, step);
-                }
+            if (number < pieces) {
+                const unsigned char *row = at + stage * STAGE;
+                const float2 part = part_of(row, row + 8 * PITCH, to.x, number, place, quad == 0);
+                const int group = number >> w.shift;
+                const float sum = SUMS ? to.sums[number] : 0.0f, step = INTEGER ? to.steps[group] : 1.0f;
+                low += scaled(grids + group, apart, part.x, sum, step);
+                high += scaled(grids + 8 * w.groups + group, apart, part.y, sum, step);
             }
             __syncwarp();
             if (lane == 0) arrive(barrier_of(to.barriers->empty[stage]));
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        __syncwarp();
-        if (lane == 0) arrive(barrier_of(to.barriers->scaled[slot]));
-        if (++slot == TILES_OF_SCALES) slot = 0, scale_parity ^= 1;
-        float *kept = to.kept + turn * WARPS * ROWS;
+        // Nobody waits for the others but who adds up, in turn; no warp is more than TILES_OF_SCALES tiles ahead.
+        float *kept = to.kept + turn % TILES_OF_SUMS * WARPS * ROWS;
         if (place == 0) {
             kept[warp * ROWS + quad] = low;
             kept[warp * ROWS + quad + 8] = high;
         }
-        meet(1, MULTIPLIERS);
-        finish(w, kept, tile);
-        turn ^= 1;
+        __syncwarp();
+        if (lane == 0) {
+            arrive(barrier_of(to.barriers->scaled[slot]));
+            arrive(barrier_of(to.barriers->summed[turn % TILES_OF_SUMS]));
+        }
+        if (++slot == TILES_OF_SCALES) slot = 0, scale_parity ^= 1;
+        if (warp == turn % WARPS) {
+            wait(barrier_of(to.barriers->summed[turn % TILES_OF_SUMS]), turn / TILES_OF_SUMS % 2);
+            finish(w, kept, tile);
+            __syncwarp();
+        }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 2) one_row(const __grid_constant__ Work w) {
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1) one_row(const __grid_constant__ TensorMap map,
+                                                                         const __grid_constant__ Work w) {
     asm volatile("griddepcontrol.launch_dependents;");
     const int pieces = (w.columns + 127) / 128;
     Shares to;
@@ -356,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 2) one_row(const 
     to.sums = reinterpret_cast<float *>(to.x + pieces * (INTEGER ? 128 : 256));
     to.steps = to.sums + pieces;
     to.kept = to.steps + w.groups;
-    const u32 used = STAGES * STAGE + pieces * (INTEGER ? 128 : 256) + 4 * (pieces + w.groups + 2 * WARPS * ROWS);
+    const u32 used = STAGES * STAGE + pieces * (INTEGER ? 128 : 256) + 4 * (pieces + w.groups + TILES_OF_SUMS * WARPS * ROWS);
     to.barriers = reinterpret_cast<Barriers *>(shared + (used + 15) / 16 * 16);
     to.grids = shared + (used + 15) / 16 * 16 + (sizeof(Barriers) + 15) / 16 * 16;
     if (threadIdx.x == 0) {
@@ -368,12 +381,13 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 2) one_row(const 
             barrier_init(barrier_of(to.barriers->scales[i]), 1);
             barrier_init(barrier_of(to.barriers->scaled[i]), WARPS);
         }
+        for (int i = 0; i < TILES_OF_SUMS; ++i) barrier_init(barrier_of(to.barriers->summed[i]), WARPS);
         barriers_ready();
     }
     __syncthreads();
-    if (threadIdx.x >= MULTIPLIERS) {
-        load(w, to);
-    } else {
+    if (threadIdx.x < MULTIPLIERS) {
         multiply_all(w, to);
+    } else if (threadIdx.x == MULTIPLIERS) {
+        load(map, w, to);
     }
 }

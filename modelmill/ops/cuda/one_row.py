@@ -11,10 +11,13 @@ from modelmill.ops.cuda import launch
 from modelmill.ops.cuda.narrow_weights import PIECE, TYPES, shift
 
 # Sizes of one_row.cu.
-THREADS, TILE, STAGE, SCALES = 288, 16, 16 * (1024 + 64), 2
-_ROOM = 112 << 10  # bytes of a block, so that the next kernel's finds room on the same multiprocessor
-_STAGES = (6, 5, 4, 3)
-_MOST = 226 << 10
+WARPS, TILE, SCALES, SUMS = 16, 16, 2, 4
+THREADS = 32 * (WARPS + 1)
+# Bytes of a block at most, and of its ring. More than half of what there is: two blocks of a kernel on one
+# multiprocessor would leave another without work.
+_ROOM, _LEAST = 224 << 10, 120 << 10
+_BOX = (256, 8)  # words of a row, rows that the copy engine brings at a time
+_STAGES = (12, 10, 8, 6, 5, 4, 3)
 
 
 class Kind(NamedTuple):
@@ -28,19 +31,16 @@ class Kind(NamedTuple):
 
 def shared(kind: Kind, columns: int, groups: int, stages: int) -> int:
     """Bytes of a block's shared memory."""
-    pieces = -(-columns // PIECE)
-    used = stages * STAGE + pieces * (128 if kind.integer else 256) + 4 * (pieces + groups + 2 * 8 * TILE)
-    barriers = 8 * (2 * stages + 2 * SCALES)
+    pieces, stage = -(-columns // PIECE), TILE * WARPS * 16 * kind.bits
+    used = stages * stage + pieces * (128 if kind.integer else 256) + 4 * (pieces + groups + SUMS * WARPS * TILE)
+    barriers = 8 * (2 * stages + 2 * SCALES + SUMS)
     grids = SCALES * (2 if kind.offset else 1) * TILE * groups * (4 if kind.wide else 2)
-    return -(-used // 16) * 16 + -(-barriers // 16) * 16 + grids
+    return max(_LEAST, -(-used // 16) * 16 + -(-barriers // 16) * 16 + grids)
 
 
 def stages_of(kind: Kind, columns: int, groups: int) -> int | None:
-    """Stages of the ring: as many as leave room for a neighbour; None where not even the fewest fit."""
-    for stages in _STAGES:
-        if shared(kind, columns, groups, stages) <= _ROOM:
-            return stages
-    return _STAGES[-1] if shared(kind, columns, groups, _STAGES[-1]) <= _MOST else None
+    """Stages of the ring: as many as there is room for; None where not even the fewest fit."""
+    return next((stages for stages in _STAGES if shared(kind, columns, groups, stages) <= _ROOM), None)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor, kind: Kind, group: int, groups: int) -> bool:
@@ -77,10 +77,12 @@ def product(
     with torch.cuda.device(x.device):
         macros = _macros(kind, stages, dtype, gated=gated)
         kernel = launch.kernel("one_row", "one_row", macros, THREADS, shared(kind, columns, groups, stages), device)
-        pointers = [0 if t is None else t.data_ptr() for t in (x, weight, scale, offset, *more, out)]
+        pointers = [0 if t is None else t.data_ptr() for t in (x, scale, offset, *more, out)]
         tiles = rows // TILE
-        work = struct.pack("=8Q6i", *pointers, rows, weight.stride(0), columns, groups, by, tiles)
-        kernel.launch(min(tiles, launch.multiprocessors(device)), work, early=True)
+        width = weight.stride(0)  # bytes
+        there = launch.tensor_map(weight.data_ptr(), torch.int32, (width // 4, rows), (width,), _BOX, swizzled=False)
+        work = struct.pack("=7Q6i", *pointers, rows, width, columns, groups, by, tiles)
+        kernel.launch(min(tiles, launch.multiprocessors(device)), there, work, early=True)
     return out
 
 
