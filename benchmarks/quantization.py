@@ -61,6 +61,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument(
+        "--whole-inputs", action="store_true", help="the same weights, inputs not rounded: W4A16 of W4A8"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "quantization")
@@ -98,6 +101,9 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     if engine is None:
         return row | {"accepted": False} | stamp("")
     loop = opened(engine, options, options.kv_cache_dtype)
+    if options.whole_inputs:
+        row["whole_inputs"] = True
+        leave_inputs(loop)
     refuse_calibration(options.text, loop.artifact.manifest.source)
     ids = tokens_of(loop, read_text(options.text), options.tokens)
     windows = windows_of(ids, options.window)
@@ -110,7 +116,7 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     row |= {"build_seconds": seconds, "seconds": round(time.perf_counter() - began, 1)}
     device = str(loop.device)
     del loop
-    if options.summaries is not None:
+    if options.summaries is not None and not options.whole_inputs:
         row |= summarized(engine, options)
     return row | stamp(device)
 
@@ -118,6 +124,7 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
 def key_of(options: argparse.Namespace, build: Sequence[str]) -> str:
     """What makes two rows the same measurement."""
     parts = [options.checkpoint.name, *build, options.text.name, options.tokens, options.window, options.kv_cache_dtype]
+    parts += ["whole inputs"] * options.whole_inputs
     return hashlib.sha256(json.dumps(list(map(str, parts))).encode()).hexdigest()[:12]
 
 
@@ -176,6 +183,16 @@ def opened(engine: Path, options: argparse.Namespace, kv: str) -> Any:
     length = options.window
     how = {"device": options.device, "threads": options.threads, "kv_cache_dtype": kv, "max_num_seqs": 1}
     return Loop.open(engine, RunConfig(**how, max_model_len=length, kv_cache_bytes=2**28, enable_prefix_caching=False))
+
+
+def leave_inputs(loop: Any) -> None:
+    """Weights that round their inputs become dense ones of the same values."""
+    from modelmill.nn.linear import Linear
+    from modelmill.weights.dense import Held
+
+    for module in loop.runner.model.modules():
+        if isinstance(module, Linear) and hasattr(module.held, "seen"):
+            module.held = Held(module.held.dense())
 
 
 def tokens_of(loop: Any, text: str, count: int) -> list[int]:
@@ -243,6 +260,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         cells = []
         for row in sorted(found, key=lambda row: row.get("excess", float("inf"))):
             name = f"{row['options']}{'' if row['kv_cache_dtype'] == 'auto' else ', KV ' + row['kv_cache_dtype']}"
+            name += ", inputs whole" * bool(row.get("whole_inputs"))
             if "perplexity" not in row:
                 cells.append([name or "as it is", "refused", *[None] * 5])
                 continue

@@ -33,7 +33,8 @@ def rows_of(file: Path) -> list[Row]:
 def name_of(row: Row) -> str:
     """What was built and how it was run."""
     kept = row.get("kv_cache_dtype", "auto")
-    return f"`{row['options'] or '-q none'}`" + ("" if kept == "auto" else f", KV {kept}")
+    whole = ", inputs as they are" if row.get("whole_inputs") else ""
+    return f"`{row['options'] or '-q none'}`" + ("" if kept == "auto" else f", KV {kept}") + whole
 
 
 def table(rows: Sequence[Row]) -> list[str]:

@@ -94,7 +94,7 @@ class Plan:
         if module.startswith(TOWER):
             return Rounded(self.config)
         assert self.recipe is not None, "a build with a recipe"
-        return self.recipe.of(module) if isinstance(self.recipe, Layered) else self.recipe
+        return self.recipe.of(module) if hasattr(self.recipe, "of") else self.recipe
 
     @property
     def kind(self) -> str:
@@ -400,8 +400,9 @@ def _pieces(
 
 def _how(recipe: Recipe | None, config: BuildConfig, module: str) -> Recipe | str:
     """What to do with a weight that is quantized: the recipe, or "keep"."""
-    if isinstance(recipe, Layered):
-        return recipe.of(module)
+    if recipe is not None and hasattr(recipe, "of"):
+        found: Recipe = recipe.of(module)
+        return found
     return KEEP if recipe is None and config.quantization == KEEP else recipe or "dense"
 
 

@@ -39,7 +39,7 @@ CONCERNS = {
     "int4": ("quantize_head", "method", "group_size", "symmetric"),
     "smoothquant": ("quantize_head", "activation_scales", "weight_scales", "alpha", "max_layer_error"),
     "fp8": ("quantize_head", "method", "activation_scales", "weight_scales"),
-    "rptq": ("quantize_head", "bits", "mode"),
+    "rptq": ("quantize_head", "bits", "mode", "copies"),
     "auto": ("quantize_head", "max_kl", "max_ppl_increase"),
 }
 """The options that each recipe reads; a plan leaves the others out."""

@@ -18,6 +18,7 @@ KV_DTYPES = ("auto", "int8", "fp8")
 KV_CHOICES = ("auto", "activations", "int8", "fp8")
 TARGETS = ("cpu", "cuda")
 RECIPES = ("none", "int8", "int4", "smoothquant", "fp8", "rptq", "keep", "auto")
+MOST_COPIES = 4
 METHODS = ("nearest", "gptq", "awq", "awq+gptq")
 GROUPS = (128, 64, 32, -1)
 BITS = ("w8a8", "w4a8", "w4a4")
@@ -58,6 +59,10 @@ class BuildConfig:
     )
     bits: str = option("w8a8", "of weights and activations (rptq)", choices=BITS)
     mode: str = option("exact", "where the steps of activations are applied (rptq)", choices=MODES)
+    copies: int = option(
+        1, "columns that a channel of SwiGLU's output takes, each for a part of its range, 1 to 4 (rptq): "
+        "fewer values are clipped, down_proj is as many times as wide",
+    )  # fmt: skip
     activation_scales: str = option(
         "token",
         "8-bit activations scaled by token, or with one static scale (smoothquant, fp8); none: kept as they are (fp8)",
@@ -101,6 +106,8 @@ class BuildConfig:
         _choice(self, "tower", TOWERS)
         _choice(self, "bits", BITS)
         _choice(self, "mode", MODES)
+        if not 1 <= self.copies <= MOST_COPIES:
+            raise UsageError(f"--copies must be 1 to {MOST_COPIES}, not {self.copies}")
         _choice(self, "activation_scales", ACTIVATION_SCALES)
         _choice(self, "weight_scales", WEIGHT_SCALES)
         _check_smoothing(self)

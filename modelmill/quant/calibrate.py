@@ -57,8 +57,9 @@ def quantize_layer(
             statistics = collect(flow.given(), f"{where}.{block.names[site]}", moments=moments)
         linear = block.linear(site)
         weight = linear.held.dense()
-        held = prepared.hold.get(site, recipe.hold)(weight, statistics)
-        facts[block.names[site]] = judge(weight, held, recipe, statistics) | prepared.facts.get(site, {})
+        own = recipe.of(block.names[site]) if hasattr(recipe, "of") else recipe
+        held = prepared.hold.get(site, own.hold)(weight, statistics)
+        facts[block.names[site]] = judge(weight, held, own, statistics) | prepared.facts.get(site, {})
         linear.held = held
     if flow is not None:
         flow.leave(block)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from modelmill.core.config import BuildConfig
+from modelmill.core.errors import UsageError
 from modelmill.quant.block import Block
 from modelmill.quant.cluster import order_of
 from modelmill.quant.gptq import damped, gptq, refine
@@ -56,10 +58,22 @@ class Recipe:
     calibrated = True
     prepares = False
 
-    def __init__(self, config: BuildConfig) -> None:
+    def __init__(self, config: BuildConfig, copies: int = 1) -> None:
+        """copies: of every channel; those that the options ask for are at R5 alone (``of``)."""
         self.weight_bits, self.bits = BITS[config.bits]
-        self.mode = config.mode
+        self.mode, self.copies = config.mode, copies
         self.layout: Mapping[str, Any] = {"mode": self.mode, "weight_bits": self.weight_bits, "bits": self.bits}
+        self._heavy = self
+        if copies > 1:
+            self.layout = {**self.layout, "copies": copies}
+        elif config.copies > 1:
+            if self.mode != "exact":
+                raise UsageError(f"--copies {config.copies}: is for --mode exact, not {self.mode}; leave it out")
+            self._heavy = Recipe(config, config.copies)
+
+    def of(self, module: str) -> Recipe:
+        """The recipe of a linear module by its name: R5's inputs have heavy tails."""
+        return self._heavy if module.endswith("mlp.down_proj") else self
 
     def prepare(self, block: Block, statistics: Mapping[str, Statistics], dtype: torch.dtype) -> Prepared:  # noqa: ARG002
         """Nothing."""
@@ -70,18 +84,21 @@ class Recipe:
         if statistics is None:
             return Held.pack(weight, torch.float32, weight_bits=self.weight_bits, bits=self.bits)
         columns = weight.shape[1]
-        group, groups = groups_of(columns, self.mode)
-        unit, many = (group, groups) if self.mode != "folded" else groups_of(columns, "exact")
+        group, groups = groups_of(columns, self.mode, self.copies)
+        unit, many = (group // self.copies, groups) if self.mode != "folded" else groups_of(columns, "exact")
         mass = weight.square().sum(0)
         order = order_of(statistics.low, statistics.high, mass, unit, many).to(weight.device)
         ranges = None
         if self.mode != "dynamic":
-            ranges = find_ranges(statistics, order, mass, unit, self.bits, FLATTEST[self.weight_bits])
+            ranges = find_ranges(statistics, order, mass, unit, self.bits, FLATTEST[self.weight_bits], self.copies)
         if self.mode == "folded":
             assert ranges is not None, "a static mode"
             order, ranges = without_gaps(order, ranges, group)
         wide, hessian = self._target(weight, statistics.hessian, order, ranges)
-        codes, scale, offset = self._round(wide, hessian, group)
+        codes, scale, offset = self._round(wide, hessian, unit if self.mode != "folded" else group)
+        if self.copies > 1:
+            assert ranges is not None, "a static mode"
+            codes, order, ranges = copied(codes, order, ranges, group, self.copies, self.bits)
         held = Held.from_codes(codes, scale, offset, order, columns, group, self.bits)
         return held if ranges is None else held.static(ranges.factor, ranges.zero, ranges.step)
 
@@ -117,16 +134,23 @@ class Recipe:
 
 
 def find_ranges(
-    statistics: Statistics, order: torch.Tensor, mass: torch.Tensor, unit: int, bits: int, flattest: float
+    statistics: Statistics,
+    order: torch.Tensor,
+    mass: torch.Tensor,
+    unit: int,
+    bits: int,
+    flattest: float,
+    copies: int = 1,
 ) -> Ranges:
     """Steps and zero-points: of each cluster a step, of each channel in it a share of that step.
 
     A channel's range is what calibration saw of it, times one number a cluster: at 8 bits a margin for what was not
     seen, at 4 bits what errs least on the inputs that were kept, weighted by ``mass`` [K]. flattest: the most by which
-    a channel's step is smaller than the largest of its cluster.
+    a channel's step is smaller than the largest of its cluster. copies: columns that share a channel's range; at 8
+    bits the margin grows with them.
     """
     s = statistics
-    least, levels = -(2.0 ** (bits - 1)), 2.0**bits - 1
+    least, levels = -(2.0 ** (bits - 1)), (2.0**bits - 1) * copies
     low, high, rows, cost = (
         spread(t, order).view(-1, len(order) // unit, unit) for t in (s.low[None], s.high[None], s.rows, mass[None])
     )
@@ -136,7 +160,7 @@ def find_ranges(
     widest = (high - low).amax(1, keepdim=True)
     best = torch.full_like(widest, torch.inf)
     step, zero = torch.ones_like(low), torch.zeros_like(low)
-    for size in SIZES[bits]:
+    for size in SIZES[4] if bits == 4 else [size * copies for size in SIZES[bits]]:
         tried = (torch.maximum(high - low, widest / flattest) * (size / levels)).clamp(min=_LEAST_STEP)
         shift = (least + levels / 2 - (low + high) / 2 / tried).round().clamp(-_MOST_ZERO, _MOST_ZERO)
         q = ((rows / tried).round() + shift).clamp(least, least + levels)
@@ -147,6 +171,27 @@ def find_ranges(
     factor = 1.0 / step
     noise = torch.where(order >= 0, factor.reciprocal().flatten().square() / 12, 0.0)
     return Ranges(factor.flatten(), zero.flatten(), factor.reciprocal().amax(1), noise)
+
+
+def copied(
+    codes: torch.Tensor, order: torch.Tensor, ranges: Ranges, group: int, copies: int, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, Ranges]:
+    """Codes [N, P], order and ranges [P] with ``copies`` columns a channel, groups filled up to ``group`` columns.
+
+    The first column of a channel covers the lowest stretch of its integers, the next one what follows.
+    """
+    groups = len(ranges.step)
+    missing = group - len(order) // groups * copies
+
+    def wide(t: torch.Tensor, fill: float) -> torch.Tensor:
+        each = t.repeat_interleave(copies, -1).unflatten(-1, (groups, -1))
+        return F.pad(each, (0, missing), value=fill).flatten(-2)
+
+    stretch = 2.0**bits - 1
+    number = torch.arange(copies, device=order.device).repeat(len(order)).unflatten(-1, (groups, -1))
+    shift = F.pad(number, (0, missing)).flatten() * stretch
+    kept = Ranges(wide(ranges.factor, 1), wide(ranges.zero, 0) - shift, ranges.step, wide(ranges.noise, 0))
+    return wide(codes, 0), wide(order, -1), kept
 
 
 def without_gaps(order: torch.Tensor, ranges: Ranges, width: int) -> tuple[torch.Tensor, Ranges]:

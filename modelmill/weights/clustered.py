@@ -1,9 +1,11 @@
 """Weights and inputs in integers, the inputs' channels in clusters (RPTQ): int8 or 4-bit weights, 8- or 4-bit inputs.
 
 Columns stand in clustered order and in groups of one width; a cluster that does not fill its groups leaves columns that
-no channel goes to (order −1). Modes: "exact": a static step and zero-point a group, which the kernel applies group by
-group; "folded": the steps are in the weight, which has one scale a row, an ordinary int8 product; "dynamic": a step a
-token and group, found when the input comes. ops/clustered_linear.py and ops/cluster_quant.py tell the arithmetic.
+no channel goes to (order −1). A channel may have several columns of one group, with the same weights: each holds one
+stretch of its range, and the first the zero-point, so that they add up to a number of more levels. Modes: "exact": a
+static step and zero-point a group, which the kernel applies group by group; "folded": the steps are in the weight,
+which has one scale a row, an ordinary int8 product; "dynamic": a step a token and group, found when the input comes.
+ops/clustered_linear.py and ops/cluster_quant.py tell the arithmetic.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ MODES = ("exact", "folded", "dynamic")
 Info = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def groups_of(columns: int, mode: str) -> tuple[int, int]:
+def groups_of(columns: int, mode: str, copies: int = 1) -> tuple[int, int]:
     """(columns a group, groups) for K channels: as many groups as they fill, and a few for clusters that are small.
 
-    Groups are as wide as the int8 instructions of large matrices like them, and small where channels are few.
+    Groups are as wide as the int8 instructions of large matrices like them, and small where channels are few. copies:
+    columns that each channel takes, all in one group.
     """
     if mode == "folded":
         unit = 32 if columns < 2048 else 128
         return -(-columns // unit) * unit, 1
     unit, spare = (32, 4) if columns < 2048 else (64, 4) if columns < 4096 else (128, 2)
-    full = -(-columns // unit)
+    full = -(-columns // (unit // copies))
     return unit, full + min(spare, -(-full // 8))
 
 
@@ -68,6 +71,7 @@ class Held:
         mode: str = "dynamic",
         weight_bits: int = 8,
         bits: int = 8,
+        copies: int = 1,  # noqa: ARG004  inputs scaled as they come need none
     ) -> Held:
         """Round to nearest without statistics: channels in their own order, inputs scaled as they come."""
         wide = weight.float()
@@ -109,9 +113,14 @@ class Held:
 
     def _constant(self, zero: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         """What the zero-points come to in each output, [N]."""
-        seen = torch.where(self.order >= 0, zero, 0).double()
+        seen = self._origin(zero).double()
         by = (seen.view(-1, self.group) * step.double()[:, None]).flatten()
         return -(self._values() @ by).float()
+
+    def _origin(self, zero: torch.Tensor) -> torch.Tensor:
+        """[P], what is subtracted from each column's integers: a channel's zero-point once, then the least integers."""
+        least = -(2 ** (self.bits - 1))
+        return torch.where(self.order < 0, 0, torch.where(repeated(self.order), least, zero))
 
     def _values(self) -> torch.Tensor:
         """scale · code + offset of every column, [N, P] float64."""
@@ -128,9 +137,10 @@ class Held:
         mode: str = "dynamic",
         weight_bits: int = 8,
         bits: int = 8,  # noqa: ARG004
+        copies: int = 1,
     ) -> Info:
         rows, columns = shape
-        group, groups = groups_of(columns, mode)
+        group, groups = groups_of(columns, mode, copies)
         width = group * groups
         small = torch.float16 if groups > 1 else torch.float32
         info: Info = {"weight": ((rows, width), torch.int8), "scale": ((rows, groups), small)}
@@ -216,8 +226,13 @@ class Held:
             return self._seen_as_it_comes(x)
         assert self.zero is not None, "a static mode"
         q = quantized(x, torch.int8, self.factor, self.zero, self.order, self.bits)[0]
-        wide = (q.double() - self.zero) / self.factor.double()
-        return gathered(wide, self.order, self.columns).to(x.dtype)
+        wide = q.double() - self._origin(self.zero)
+        real = self.order >= 0
+        at = self.order[real].long()
+        counts = wide.new_zeros(*wide.shape[:-1], self.columns).index_add_(-1, at, wide[..., real])
+        factor = wide.new_ones(self.columns)
+        factor[at] = self.factor[real].double()
+        return (counts / factor).to(x.dtype)
 
     def _seen_as_it_comes(self, x: torch.Tensor) -> torch.Tensor:
         q, step = cluster_quant(x, self.order, None, None, self.bits, self.group)
@@ -232,7 +247,7 @@ class Held:
     def told(self) -> dict[str, int]:
         """For the report: clusters, those of a single channel, and columns that no channel goes to."""
         sizes = (self.order.view(-1, self.group) >= 0).sum(1)
-        empty = self.order.numel() - self.columns
+        empty = int((self.order < 0).sum())
         return {"clusters": int((sizes > 0).sum()), "alone": int((sizes == 1).sum()), "empty": empty}
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Held:
@@ -268,6 +283,14 @@ class Held:
             zero=kept(self.zero, each),
             step=kept(self.step, full),
         )
+
+
+def repeated(order: torch.Tensor) -> torch.Tensor:
+    """[P] bool, columns of a channel that has another column before them."""
+    ranked = torch.sort(order, stable=True)
+    again = torch.zeros_like(order, dtype=torch.bool)
+    again[ranked.indices[1:]] = (ranked.values[1:] == ranked.values[:-1]) & (ranked.values[1:] >= 0)
+    return again
 
 
 def spread(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

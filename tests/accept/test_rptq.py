@@ -34,6 +34,14 @@ def test_so_is_one_of_four_bits(name: str, dtype: str, tiny: dict[str, Path], tm
     assert written, report["reason"]
 
 
+@pytest.mark.parametrize(("name", "dtype", "bits"), [("llama", "bfloat16", "w8a8"), ("gpt2", "float32", "w4a4")])
+def test_so_is_one_whose_heavy_inputs_have_several_columns(
+    name: str, dtype: str, bits: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    report, written = judged(tiny[name], tmp_path / name, dtype, "rptq", bits=bits, copies=3, **SMALL)
+    assert written, report["reason"]
+
+
 def _order(held: Held) -> Held:
     return replace(held, order=held.order.roll(1))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modelmill.core.config import BuildConfig
-from modelmill.core.errors import CorruptArtifact
+from modelmill.core.errors import CorruptArtifact, UsageError
 from modelmill.ops import shelf
 from modelmill.ops.eight_bit import Quantized
 from modelmill.ops.rms_norm_quant import rms_norm_quant
@@ -18,7 +18,9 @@ from modelmill.weights.held import from_tensors, packed_info
 FORMS = [(bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")]
 
 
-def _made(bits: str, mode: str, columns: int = 100, rows: int = 24) -> tuple[Held, torch.Tensor, torch.Tensor]:
+def _made(
+    bits: str, mode: str, columns: int = 100, rows: int = 24, copies: int = 1
+) -> tuple[Held, torch.Tensor, torch.Tensor]:
     """(held, its dense original, inputs)."""
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(200, columns, generator=generator) * torch.rand(columns, generator=generator).exp()
@@ -26,7 +28,8 @@ def _made(bits: str, mode: str, columns: int = 100, rows: int = 24) -> tuple[Hel
     weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
     size = x.abs()
     statistics = Statistics(200, x.T @ x / 200, size.mean(0), size.amax(0), x.amin(0), x.amax(0), x[:100])
-    held = Recipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).hold(weight, statistics)
+    made = Recipe(BuildConfig(quantization="rptq", bits=bits, mode=mode, copies=copies)).of("layers.0.mlp.down_proj")
+    held = made.hold(weight, statistics)
     assert isinstance(held, Held)
     return held, weight, x
 
@@ -112,3 +115,36 @@ def test_damage_is_named() -> None:
             from_tensors("clustered", stored | {name: wrong})
     with pytest.raises(CorruptArtifact, match="rebuild"):
         from_tensors("clustered", {n: t for n, t in stored.items() if n != "factor"})
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4])
+@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w4a4"])
+def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(bits: str, copies: int) -> None:
+    held, _, x = _made(bits, "exact", columns=300, copies=copies)
+    assert held.tensors().keys() == packed_info("clustered", held.shape, torch.float32, mode="exact").keys() | (
+        {"offset"} if bits != "w8a8" else set()
+    )
+    ops = shelf.resolve("cpu")
+    x = torch.cat([x, 100 * x[:20], torch.zeros(1, 300)])  # values far outside and none at all
+    right = held.seen(x).double() @ held.dense().double().T
+    out = held.matmul(x, None, ops)
+    assert float((out - right).abs().max()) < 2e-5 * float(right.abs().max())
+    assert not held.seen(torch.zeros(1, 300)).any()
+    cut = held.slice([(3, 9)], (120, 300))
+    assert torch.allclose(cut.seen(x[:, 120:]), held.seen(x)[:, 120:])
+    plain, _, _ = _made(bits, "exact", columns=300)
+    inside = x[:200]
+    errors = [float((each.seen(inside) - inside).norm()) for each in (held, plain)]
+    reach = [float(each.seen(100 * inside).abs().sum()) for each in (held, plain)]
+    if bits == "w4a4":
+        assert errors[0] < 0.75 * errors[1], "finer steps"
+    else:
+        assert reach[0] > 0.9 * copies * reach[1], "a longer reach"
+        assert errors[0] < 1.05 * errors[1]
+
+
+def test_copies_are_of_the_exact_mode_and_few() -> None:
+    with pytest.raises(UsageError, match="--copies 2: is for --mode exact, not dynamic"):
+        Recipe(BuildConfig(quantization="rptq", mode="dynamic", copies=2))
+    with pytest.raises(UsageError, match="--copies must be 1 to 4, not 5"):
+        BuildConfig(quantization="rptq", copies=5)
