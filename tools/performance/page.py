@@ -10,6 +10,7 @@ from pathlib import Path
 from tools.performance import plots, tables
 from tools.performance.pictures import pictures
 from tools.performance.rows import Row, read_rows
+from tools.performance.segmenting import segmenting
 
 STORY, PAGE = Path("docs/performance.story.md"), Path("docs/performance.md")
 RESULTS, IMAGES = Path("benchmarks/results"), Path("docs/img")
@@ -47,6 +48,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "ideas": ("h200", lambda rows: tables.bars(plots.states(rows), ("state of the code", "time"))),
     "gpus": ("h200", tables.gpus),
     "pictures": ("h200", pictures),
+    "segmenting": ("h200", segmenting),
     "cpu": ("cpu", tables.cpu),
 }
 _MARK = re.compile(r"^\{\{ *(table|plot) +(\w+) *\}\}$", re.MULTILINE)
