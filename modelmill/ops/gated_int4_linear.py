@@ -33,6 +33,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = [(1, 576, 1536, 128), (5, 100, 33, 32), (1, 160, 7, 128), (16, 128, 64, 64)]
     if device != "cpu":
         shapes += [(1, 4096, 11008, 128), (8, 4096, 11008, 128), (20, 1536, 520, 128), (64, 4096, 11008, 128)]
+        shapes += [(1, 1056, 104, 32), (1, 4096, 11008, 64)]
     for rows, k, inner, group in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
         args = {"x": x, **drawn(2 * inner, k, group, device=device, symmetric=rows == 5), "group": group}

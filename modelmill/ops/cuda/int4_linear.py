@@ -78,7 +78,7 @@ def product(
     """The output [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
     rows = weight.shape[0]
-    if STREAM and one_row.serves(x, weight, one_row.kind_of(x, weight, scale, offset), group, scale.shape[1]):
+    if STREAM and one_row.serves(x, weight, one_row.kind_of(x, weight, scale, offset, group), group, scale.shape[1]):
         return one_row.product(x, weight, (scale, offset, group), (None, None, bias), x.dtype, gated=gated)
     if tokens > FEW:
         many = int4_rows.form_of(rows, columns, group, int4_rows.box_of(tokens), launch.multiprocessors(x.get_device()))

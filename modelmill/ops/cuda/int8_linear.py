@@ -26,7 +26,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: t
         return False
     if scale.dtype is not torch.float32 or not (bias is None or (bias.dtype == x.dtype and bias.is_contiguous())):
         return False
-    return one_row.serves(x, weight, one_row.kind_of(x, weight, scale, None), x.shape[1], 1)
+    return one_row.serves(x, weight, one_row.kind_of(x, weight, scale, None, x.shape[1]), x.shape[1], 1)
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,7 +11,10 @@
 // exponent, less its sign there, are the byte. Integers (INTEGER 1): y = step · (scale · part + offset · (sum of q)), parts
 // and sums in int32 and below 2^24, which float32 holds exactly.
 //
-// Macros: BITS (of a weight), INTEGER, GATED (eight rows of a tile are of the gate, the others the same of the half
+// Where a piece has several groups (GROUPS 2 or 4: 64 or 32 columns, 4 bits), each has a column of the right operand of
+// its own: there are eight, and the threads of a quad hold different groups' columns.
+//
+// Macros: BITS (of a weight), GROUPS (of a piece: 1, 2, 4), INTEGER, GATED (eight rows of a tile are of the gate, the others the same of the half
 // below), OFFSET, WIDE (scales and offsets are float32), STAGES (of the ring), FLOAT or HALF (the output's type).
 #include "cluster.cuh"
 
@@ -21,6 +24,7 @@ constexpr int WARPS = 16, MULTIPLIERS = 32 * WARPS, ROWS = 16, TILES_OF_SCALES =
 // Bytes of a piece; of a row at a time, a piece for each warp; of a row of a box, of which a chunk is one or two wide.
 constexpr int PIECE = BITS * 16, CHUNK = WARPS * PIECE, PITCH = 1024, BOXES = CHUNK / PITCH;
 constexpr u32 STAGE = ROWS * CHUNK, BOX = ROWS * PITCH;
+static_assert(GROUPS == 1 || (BITS == 4 && !INTEGER), "threads hold different groups' columns");
 constexpr bool SUMS = INTEGER ? OFFSET : (OFFSET || BITS == 4);
 #ifdef HALF
 constexpr u32 MAGIC = 0x64006400u;
@@ -128,7 +132,7 @@ __device__ inline u32 signed_bytes(u32 word) {
 
 struct Shares {
     unsigned char *x; // permuted (16 bits) or as it is; pieces in a row
-    float *sums;      // of each piece
+    float *sums;      // of each group of a piece
     float *steps;     // of each group
     float *kept;      // [TILES_OF_SUMS][WARPS][ROWS]
     unsigned char *grids; // [TILES_OF_SCALES][scales of ROWS rows, offsets]
@@ -210,8 +214,8 @@ __device__ inline void stage_x(const Work &w, const Shares &to, int pieces) {
         float sum = stage_four(w, to, number, lane);
         if (SUMS) {
 #pragma unroll
-            for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
-            if (lane == 0) to.sums[number] = sum;
+            for (int by = 16 / GROUPS; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
+            if (lane % (32 / GROUPS) == 0) to.sums[number * GROUPS + lane / (32 / GROUPS)] = sum;
         }
     }
     if (INTEGER) {
@@ -222,7 +226,7 @@ __device__ inline void stage_x(const Work &w, const Shares &to, int pieces) {
 
 __device__ inline uint4 words(const unsigned char *at) { return *reinterpret_cast<const uint4 *>(at); }
 
-// Of x, what thread `place` multiplies in a piece; nothing but the first quad has a column.
+// Of x, what thread `place` multiplies in a piece; quads without a column of their own have zeros.
 template <int COUNT>
 __device__ inline void x_words(u32 (&b)[4 * COUNT], const unsigned char *at, int stride, bool mine) {
 #pragma unroll
@@ -233,8 +237,9 @@ __device__ inline void x_words(u32 (&b)[4 * COUNT], const unsigned char *at, int
     }
 }
 
-// The parts of a piece of two rows of the weight, 16 or 32 bytes of each: low and high row, as float32.
-__device__ inline float2 part_of(const unsigned char *low_at, const unsigned char *high_at, const unsigned char *x,
+// The parts of a piece of two rows of the weight, 16 or 32 bytes of each, as float32: the low row's in columns
+// 2 · place and 2 · place + 1, the high row's.
+__device__ inline float4 part_of(const unsigned char *low_at, const unsigned char *high_at, const unsigned char *x,
                                  int number, int place, bool mine) {
     constexpr int LOADS = BITS / 4;
 #if INTEGER
@@ -277,7 +282,8 @@ __device__ inline float2 part_of(const unsigned char *low_at, const unsigned cha
         }
 #endif
     }
-    return {static_cast<float>(d[0][0] + d[1][0]), static_cast<float>(d[0][2] + d[1][2])};
+    return {static_cast<float>(d[0][0] + d[1][0]), static_cast<float>(d[0][1] + d[1][1]),
+            static_cast<float>(d[0][2] + d[1][2]), static_cast<float>(d[0][3] + d[1][3])};
 }
 
 // What a part of a row comes to: scale, offset, step. grid: the row's scale in the part's group; offsets lie `apart`.
@@ -329,17 +335,33 @@ __device__ inline void multiply_all(const Work &w, const Shares &to) {
             wait(barrier_of(to.barriers->full[stage]), parity);
             if (number < pieces) {
                 const unsigned char *row = at + stage * STAGE;
-                const float2 part = part_of(row, row + 8 * PITCH, to.x, number, place, quad == 0);
-                const int group = number >> w.shift;
-                const float sum = SUMS ? to.sums[number] : 0.0f, step = INTEGER ? to.steps[group] : 1.0f;
-                low += scaled(grids + group, apart, part.x, sum, step);
-                high += scaled(grids + 8 * w.groups + group, apart, part.y, sum, step);
+                const float4 part = part_of(row, row + 8 * PITCH, to.x, number, place, quad == place * GROUPS / 4);
+                if (GROUPS == 1) {
+                    const int group = number >> w.shift;
+                    const float sum = SUMS ? to.sums[number] : 0.0f, step = INTEGER ? to.steps[group] : 1.0f;
+                    low += scaled(grids + group, apart, part.x, sum, step);
+                    high += scaled(grids + 8 * w.groups + group, apart, part.z, sum, step);
+                } else {
+                    const float lows[2] = {part.x, part.y}, highs[2] = {part.z, part.w};
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const int group = number * GROUPS + 2 * place + i;
+                        if (2 * place < GROUPS && group < w.groups) {
+                            low += scaled(grids + group, apart, lows[i], to.sums[group], 1.0f);
+                            high += scaled(grids + 8 * w.groups + group, apart, highs[i], to.sums[group], 1.0f);
+                        }
+                    }
+                }
             }
             __syncwarp();
             if (lane == 0) arrive(barrier_of(to.barriers->empty[stage]));
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         // Nobody waits for the others but who adds up, in turn; no warp is more than TILES_OF_SCALES tiles ahead.
+        if (GROUPS == 4) {
+            low += __shfl_xor_sync(~0u, low, 1);
+            high += __shfl_xor_sync(~0u, high, 1);
+        }
         float *kept = to.kept + turn % TILES_OF_SUMS * WARPS * ROWS;
         if (place == 0) {
             kept[warp * ROWS + quad] = low;
@@ -367,9 +389,9 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1) one_row(const 
     to.ring = shared_address(shared);
     to.x = shared + STAGES * STAGE;
     to.sums = reinterpret_cast<float *>(to.x + pieces * (INTEGER ? 128 : 256));
-    to.steps = to.sums + pieces;
+    to.steps = to.sums + pieces * GROUPS;
     to.kept = to.steps + w.groups;
-    const u32 used = STAGES * STAGE + pieces * (INTEGER ? 128 : 256) + 4 * (pieces + w.groups + TILES_OF_SUMS * WARPS * ROWS);
+    const u32 used = STAGES * STAGE + pieces * (INTEGER ? 128 : 256) + 4 * (pieces * GROUPS + w.groups + TILES_OF_SUMS * WARPS * ROWS);
     to.barriers = reinterpret_cast<Barriers *>(shared + (used + 15) / 16 * 16);
     to.grids = shared + (used + 15) / 16 * 16 + (sizeof(Barriers) + 15) / 16 * 16;
     if (threadIdx.x == 0) {

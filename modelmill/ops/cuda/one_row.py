@@ -27,12 +27,17 @@ class Kind(NamedTuple):
     integer: bool
     offset: bool
     wide: bool
+    groups: int = 1  # of a piece of 128 columns
 
 
 def shared(kind: Kind, columns: int, groups: int, stages: int) -> int:
     """Bytes of a block's shared memory."""
     pieces, stage = -(-columns // PIECE), TILE * WARPS * 16 * kind.bits
-    used = stages * stage + pieces * (128 if kind.integer else 256) + 4 * (pieces + groups + SUMS * WARPS * TILE)
+    used = (
+        stages * stage
+        + pieces * (128 if kind.integer else 256)
+        + 4 * (pieces * kind.groups + groups + SUMS * WARPS * TILE)
+    )
     barriers = 8 * (2 * stages + 2 * SCALES + SUMS)
     grids = SCALES * (2 if kind.offset else 1) * TILE * groups * (4 if kind.wide else 2)
     return max(_LEAST, -(-used // 16) * 16 + -(-barriers // 16) * 16 + grids)
@@ -48,7 +53,12 @@ def serves(x: torch.Tensor, weight: torch.Tensor, kind: Kind, group: int, groups
     columns = x.shape[1]
     if x.shape[0] != 1 or weight.shape[0] % TILE or weight.shape[1] % 16 or columns % 32 or not weight.is_contiguous():
         return False
-    if x.data_ptr() % 16 or weight.data_ptr() % 16 or x.stride(1) != 1 or shift(group, columns) is None:
+    if (
+        x.data_ptr() % 16
+        or weight.data_ptr() % 16
+        or x.stride(1) != 1
+        or shift(group, columns, PIECE // kind.groups) is None
+    ):
         return False
     return stages_of(kind, columns, groups) is not None
 
@@ -69,8 +79,8 @@ def product(
     scale, offset, group = grids
     rows, columns = weight.shape[0], x.shape[1]
     groups = scale.numel() // rows
-    kind = kind_of(x, weight, scale, offset)
-    stages, by = stages_of(kind, columns, groups), shift(group, columns)
+    kind = kind_of(x, weight, scale, offset, group)
+    stages, by = stages_of(kind, columns, groups), shift(group, columns, PIECE // kind.groups)
     assert stages is not None and by is not None  # noqa: PT018  supports() has said so
     out = torch.empty((1, rows // 2 if gated else rows), dtype=dtype, device=x.device)
     device = x.get_device()
@@ -86,12 +96,17 @@ def product(
     return out
 
 
-def kind_of(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> Kind:
+def kind_of(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int
+) -> Kind:
     """What the kernel is compiled for."""
     bits = 4 if weight.dtype is torch.uint8 else 8
-    return Kind(bits, x.dtype is torch.int8, offset is not None, scale.dtype is torch.float32)
+    integer = x.dtype is torch.int8
+    groups = PIECE // group if group in (32, 64) and bits == 4 and not integer and group < x.shape[1] else 1
+    return Kind(bits, integer, offset is not None, scale.dtype is torch.float32, groups)
 
 
 def _macros(kind: Kind, stages: int, dtype: torch.dtype, *, gated: bool) -> tuple[str, ...]:
     sizes = {"BITS": kind.bits, "INTEGER": kind.integer, "OFFSET": kind.offset, "WIDE": kind.wide, "GATED": gated}
+    sizes["GROUPS"] = kind.groups
     return (*(f"{name}={int(size)}" for name, size in sizes.items()), f"STAGES={stages}", *TYPES[dtype])
