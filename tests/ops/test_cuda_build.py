@@ -151,13 +151,6 @@ def test_int4_of_many_rows_compiles_without_spills(form: int4_rows.Form, tmp_pat
 
 ONE_ROW = [(4, False, True, False, 1), (4, False, True, False, 2), (4, False, False, False, 4)]
 ONE_ROW += [(8, False, False, True, 1), (8, True, False, False, 1), (4, True, True, False, 1)]
-    (4, False, True, False),
-    (4, False, True, False, 2),
-    (4, False, False, False, 4),
-    (8, False, False, True),
-    (8, True, False, False),
-    (4, True, True, False),
-]
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
