@@ -65,7 +65,7 @@ def rows_of(file: Path) -> list[Row]:
 
 
 def newest(rows: Sequence[Row], line: Line) -> Row | None:
-    """The newest row of a line; None where it was not measured."""
+    """The newest row of a line, of kernels as they are; None where it was not measured."""
     wanted = {"shape": line.shape, "weights": line.weights, "kv": line.kv, "batch": line.batch}
     wanted["tokens" if line.prefill else "context"] = line.tokens
     wanted["figure"] = "step.prefill_ms" if line.prefill else "step.decode_ms"
@@ -75,6 +75,7 @@ def newest(rows: Sequence[Row], line: Line) -> Row | None:
         if {"kv": "auto", **row}.items() >= wanted.items()
         and "--kernel" not in row["command"]
         and "--quantize-head" not in row["command"]
+        and "state" not in row
     ]
     return max(plain, key=lambda row: row["date"], default=None)
 

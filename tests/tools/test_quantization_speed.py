@@ -27,7 +27,8 @@ def test_the_newest_plain_row_of_a_line_counts() -> None:
     others = [
         row(value=9.0, date="2025-01-01"), row(value=9.0, date="2027-01-01", weights="int8"),
         row(value=9.0, date="2027-01-01", command="… --kernel int4_linear=triton"),
-        row(value=9.0, date="2027-01-01", context=4096), row(value=9.0, date="2027-01-01", kv="int8"),
+        row(value=9.0, date="2027-01-01", state="before"), row(value=9.0, date="2027-01-01", context=4096),
+        row(value=9.0, date="2027-01-01", kv="int8"),
     ]  # fmt: skip
     found = speed.newest([*others, row()], LINE)
     assert found is not None
