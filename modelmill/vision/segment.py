@@ -24,6 +24,7 @@ from modelmill.vision.regions import without_small_regions
 
 _PIXELS = 1 << 26  # mask pixels enlarged at a time
 _BATCHES = (8, 4, 1)  # pictures that are embedded at once; more gain nothing
+_PAIR = 2  # threads that gain less from torch's loops than they lose at their barriers
 _FEW = 8  # prompts whose decoding is many small kernels, worth a graph of its own
 
 
@@ -110,7 +111,8 @@ class Eye:
         found: list[torch.Tensor] = []
         while len(found) < len(batch):
             size = next(n for n in _BATCHES if n <= len(batch) - len(found))
-            (out,) = self.recorded("embed", embed, batch[len(found) : len(found) + size])
+            with self._threads():
+                (out,) = self.recorded("embed", embed, batch[len(found) : len(found) + size])
             found += [row.clone() for row in out.split(1)]
         return found
 
@@ -125,17 +127,23 @@ class Eye:
             given = [seen.embedding, points.to(self.device), labels.to(self.device)]
             if part[0].mask is not None:
                 given.append(torch.stack([p.mask for p in part if p.mask is not None])[:, None].to(self.device))
-            if len(part) > _FEW:
-                decoded = self._decoded(*given)
-            else:
-                with ours_alone() if self.device.type == "cpu" else contextlib.nullcontext():
-                    decoded = self.recorded("decode", self._decoded, *given)
+            few = len(part) <= _FEW
+            with self._threads(few):
+                decoded = self.recorded("decode", self._decoded, *given) if few else self._decoded(*given)
             found.append((decoded[0].clone(), decoded[1].clone()))
             places += group
         if len(found) == 1:
             return found[0]
         back = torch.tensor(places, device=self.device).argsort()
         return torch.cat([x for x, _ in found])[back], torch.cat([x for _, x in found])[back]
+
+    def _threads(self, few: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Torch on one thread of a CPU where its loops are small (few prompts), or where two would wait for each other.
+
+        On two cores that others use, too, a cold picture takes MobileSAM 1.4 s so, and 3.0 with two threads of torch's.
+        """
+        alone = self.device.type == "cpu" and (few or torch.get_num_threads() <= _PAIR)
+        return ours_alone() if alone else contextlib.nullcontext()
 
     def _decoded(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """given: embedding, points, labels, and masks if there are any."""
