@@ -25,7 +25,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode rows, odd sizes; the 7B shape only on a GPU."""
     shapes = [(1, 576, 1536), (5, 100, 33), (1, 65, 7), (16, 128, 64)]
     if device != "cpu":
-        shapes += [(1, 4096, 11008), (8, 4096, 11008), (64, 4096, 11008)]
+        shapes += [(1, 4096, 11008), (8, 4096, 11008), (32, 4096, 11008), (64, 4096, 11008), (4096, 4096, 11008)]
+        shapes += [(768, 520, 2816)]
     for rows, k, inner in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
         weight = randn(2 * inner, k, device=device, dtype=dtype, seed=k + inner, scale=k**-0.5)
