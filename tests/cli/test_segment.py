@@ -183,3 +183,30 @@ def test_nothing_there(engine: Path, tmp_path: Path, capsys) -> None:
     for words, says in (([tmp_path / "none"], "no pictures"), ([f"{tmp_path}/*.png"], "no file matches")):
         assert asked(engine, *words, "--point", "1,1") == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_checkpoint_in_8_bits(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
+    checkpoint = small_file(tmp_path)
+    words = [photos / "0.png", "--point", "5,5", "--json"]
+    assert asked(checkpoint, *words, "-q", "int8", "--dtype", "bfloat16") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["masks"]) == 3
+    [engine] = (tmp_path / "cache" / "engines").iterdir()
+    manifest = json.loads((engine / "manifest.json").read_text())
+    assert "w8a8" in manifest["weights"].values()
+    assert asked(checkpoint, *words, "-q", "int4") == 2
+    assert "take -q int8 (weights and activations) or -q fp8" in capsys.readouterr().err
+
+
+def test_the_plan_of_8_bits_says_what_is_rounded(tmp_path: Path, capsys) -> None:
+    assert execute(["build", str(small_file(tmp_path)), "--dry-run", "-q", "fp8"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "weights of the encoder's linear layers in 8 bits, activations too, scaled by token" in told
+
+
+def test_small_regions_are_filled_and_dropped(engine: Path, photos: Path, capsys) -> None:
+    words = (engine, photos / "0.png", "--everything", "--points-per-side", 2, "--json")
+    assert asked(*words, "--min-region", 50) == 0
+    assert asked(*words, "--min-region", -1) == 2
+    assert "min_mask_region_area must not be negative" in capsys.readouterr().err
