@@ -1,7 +1,7 @@
 """Masks enlarged and measured in one pass: a pixel is 4 × 4 values of the small mask times their weights.
 
 Both steps of enlarging are products along each axis, so together they are, for a row or a column of the picture, four
-places in the small mask and four weights.
+places in the small mask and four weights. Sums are float64, so that no pixel falls on the wrong side of 0.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _axis(out: int, fitted: int, image: int, grid: int, device: torch.device) ->
 
 def _steps(out: int, given: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bilinear enlarging of one axis, corners not aligned: the two neighbours and the weight of the second."""
-    at = ((torch.arange(out, dtype=torch.float32) + 0.5) * (given / out) - 0.5).clamp(min=0)
+    at = ((torch.arange(out, dtype=torch.float64) + 0.5) * (given / out) - 0.5).clamp(min=0)
     near = at.long().clamp(max=given - 1)
     return near, (near + 1).clamp(max=given - 1), at - near
 
@@ -102,10 +102,10 @@ def _enlarge(
     for i in range(ROWS):
         y = tl.minimum(top + i, height - 1)
         real = inside & (top + i < height)
-        value = tl.zeros([BLOCK], tl.float32)
+        value = tl.zeros([BLOCK], tl.float64)
         for part in tl.static_range(4):
             row = base + tl.load(row_ptr + y * 4 + part) * grid
-            line = tl.load(row + a) * wa + tl.load(row + b) * wb + tl.load(row + c) * wc + tl.load(row + d) * wd
+            line = _wide(row + a) * wa + _wide(row + b) * wb + _wide(row + c) * wc + _wide(row + d) * wd
             value += line * tl.load(row_weight_ptr + y * 4 + part)
         hit = real & (value > 0)
         area += hit.to(tl.int32)
@@ -126,6 +126,11 @@ def _enlarge(
     tl.atomic_min(boxes_ptr + 1, tl.min(first, 0))
     tl.atomic_max(boxes_ptr + 2, tl.max(tl.where(area > 0, x, -1), 0))
     tl.atomic_max(boxes_ptr + 3, tl.max(last, 0))
+
+
+@triton.jit
+def _wide(at):
+    return tl.load(at).to(tl.float64)
 
 
 @triton.jit
