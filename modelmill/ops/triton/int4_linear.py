@@ -87,11 +87,11 @@ def unpacked(
     """The weights [N, columns] in ``dtype``."""
     n, width = weight.shape
     out = torch.empty((n, columns), dtype=dtype, device=weight.device)
-    rows, some = 2, 1024  # 79 µs for [22016, 4096]; 16 and 256: 147 (H200)
-    _unpack[(triton.cdiv(n, rows), triton.cdiv(width, some))](
+    rows, runs = 2, 64
+    _unpack[(triton.cdiv(n, rows), triton.cdiv(width, 16 * runs))](
         weight, scale, scale if offset is None else offset, out, n, columns, width,
         weight.stride(0), scale.stride(0),
-        OFFSET=offset is not None, ZERO=ZERO, GROUP=group, BLOCK_N=rows, BYTES=some, num_warps=2,
+        OFFSET=offset is not None, ZERO=ZERO, GROUP=group, BLOCK_N=rows, RUNS=runs, num_warps=2,
     )  # fmt: skip
     return out
 
@@ -99,25 +99,28 @@ def unpacked(
 @triton.jit
 def _unpack(
     weight_ptr, scale_ptr, offset_ptr, out_ptr, n, k, width, stride, grid_stride,
-    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
+    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
-    column = byte // 16 * 32 + byte % 16
-    inside = (row < n)[:, None] & (byte < width)[None, :]
-    codes = tl.load(weight_ptr + row[:, None] * stride + byte[None, :], mask=inside, other=0)
-    # both halves of a byte are of one group: groups hold whole runs of 32 columns
-    grid = row[:, None] * grid_stride + (column // GROUP)[None, :]
-    scale = tl.load(scale_ptr + grid, mask=inside, other=0.0).to(tl.float32)
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    byte = tl.arange(0, 16)[None, None, :]
+    there = (row < n)[:, None] & (run * 16 < width)[None, :]
+    inside = there[:, :, None] & (byte < 16)
+    at = row[:, None, None] * stride + run[None, :, None] * 16 + byte
+    codes = tl.load(weight_ptr + at, mask=inside, other=0)
+    # groups hold whole runs of 32 columns
+    grid = row[:, None] * grid_stride + (run * 32 // GROUP)[None, :]
+    scale = tl.load(scale_ptr + grid, mask=there, other=0.0).to(tl.float32)
     if OFFSET:
-        offset = tl.load(offset_ptr + grid, mask=inside, other=0.0).to(tl.float32)
+        offset = tl.load(offset_ptr + grid, mask=there, other=0.0).to(tl.float32)
     else:
         offset = -ZERO * scale
-    target = out_ptr + row[:, None] * k + column[None, :]
-    low = (codes & 15).to(tl.float32) * scale + offset
-    high = (codes >> 4).to(tl.float32) * scale + offset
-    tl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside & (column < k)[None, :])
-    tl.store(target + 16, high.to(out_ptr.dtype.element_ty), mask=inside & (column + 16 < k)[None, :])
+    low = (codes & 15).to(tl.float32) * scale[:, :, None] + offset[:, :, None]
+    high = (codes >> 4).to(tl.float32) * scale[:, :, None] + offset[:, :, None]
+    column = run[None, :, None] * 32 + byte
+    target = out_ptr + row[:, None, None] * k + column
+    tl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside & (column < k))
+    tl.store(target + 16, high.to(out_ptr.dtype.element_ty), mask=inside & (column + 16 < k))
 
 
 @triton.jit(do_not_specialize=["tokens"])
