@@ -52,6 +52,20 @@ def test_the_engine_is_as_large_as_planned_and_says_what_it_is(
             assert (len(set(weight.scale.tolist())) == 1) == (options.get("weight_scales") == "tensor")
 
 
+@pytest.mark.parametrize("options", [{"copies": 1}, {"copies": 2}, {"copies": 3, "bits": "w4a4"}], ids=str)
+def test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies(
+    llama: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options = {"quantization": "rptq", "dtype": "float32", **options}
+    artifact = open_artifact(make(llama, tmp_path / "e", **options))
+    assert sum(artifact.tensor(name).nbytes for name in artifact.names()) == plan(llama, **options).weight_bytes
+    for layer in load(artifact, "cpu").layers:  # type: ignore[union-attr]
+        for linear in (layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            order = linear.held.order
+            copies = options["copies"] if linear is layer.mlp.down_proj else 1
+            assert order[order >= 0].bincount().tolist() == [copies] * linear.held.columns
+
+
 def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path) -> None:
     options = {"quantization": "smoothquant", "dtype": "bfloat16"}
     assert digest(make(llama, tmp_path / "a", **options)) == digest(make(llama, tmp_path / "b", **options))
