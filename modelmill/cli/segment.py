@@ -182,7 +182,7 @@ def answers(
             except RequestError as error:
                 pictures.append(error)
         good = [p for p in pictures if not isinstance(p, RequestError)]
-        seen = iter(segmenter.see(good) if good and question is not None else [None] * len(good))
+        seen = iter(_seen(segmenter, good) if good and question is not None else [None] * len(good))
         share = (time.perf_counter() - began) / len(part)
         for index, (path, picture) in enumerate(zip(part, pictures, strict=True)):
             began = time.perf_counter()
@@ -190,13 +190,29 @@ def answers(
                 yield {"image": str(path), "error": str(picture)}
             else:
                 try:
-                    masks, prompt = _masks(args, segmenter, picture, question, next(seen), told)
+                    embedded = next(seen)
+                    if isinstance(embedded, RequestError):
+                        raise RequestError(f"{path}: {embedded}")
+                    masks, prompt = _masks(args, segmenter, picture, question, embedded, told)
                     took = share + time.perf_counter() - began  # to the masks; drawing them is not segmenting
                     result = _told(args, path, picture, masks, prompt, len(paths) > 1)
                     yield {**result, "seconds": round(took, 4)}
                 except RequestError as error:
                     yield {"image": str(path), "error": str(error)}
             told("segmenting", start + index + 1, len(paths))
+
+
+def _seen(segmenter: Segmenter, pictures: list[Any]) -> list[Seen | RequestError]:
+    """Embeddings of several pictures, together; where they cannot be, one by one, with what is wrong with each."""
+    found: list[Seen | RequestError] = []
+    try:
+        found += segmenter.see(pictures)
+    except RequestError as error:
+        if len(pictures) == 1:
+            return [error]
+        for picture in pictures:
+            found += _seen(segmenter, [picture])
+    return found
 
 
 def _masks(

@@ -14,6 +14,8 @@ import torch
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
+from modelmill.models import sam
+from modelmill.nn.still import Still
 from modelmill.vision.masks import from_coco, mask_of
 from tests.models.sam_seeded import small_file
 
@@ -183,6 +185,24 @@ def test_nothing_there(engine: Path, tmp_path: Path, capsys) -> None:
     for words, says in (([tmp_path / "none"], "no pictures"), ([f"{tmp_path}/*.png"], "no file matches")):
         assert asked(engine, *words, "--point", "1,1") == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_picture_that_overflows_is_left_out(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    build_engine(small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False)
+    embed = sam.Model.embed
+
+    def embedded(model: sam.Model, images: torch.Tensor, still: Still) -> torch.Tensor:
+        found = embed(model, images, still)
+        return torch.where(images[:, :1, :8, :8].amin((2, 3), keepdim=True) > 2, found * 1e6, found)
+
+    PIL.Image.new("RGB", (80, 60), "white").save(photos / "1.png")
+    monkeypatch.setattr(sam.Model, "embed", embedded)
+    assert asked(tmp_path / "half.engine", photos, "--point", "5,5", "--json") == 1
+    told = json.loads(capsys.readouterr().out)["images"]
+    assert ["error" in each for each in told] == [False, True, False]
+    assert "1.png: the picture overflows the engine's float16" in told[1]["error"]
 
 
 def test_a_checkpoint_in_8_bits(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
