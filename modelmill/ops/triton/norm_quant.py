@@ -8,6 +8,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import knows_fp8, multiprocessors, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.quick import Quick
 
 WIDEST = 16384
 _LEAST = tl.constexpr(1e-6)
@@ -55,13 +56,20 @@ def norm(
     share = 1 if order is None and not each else max(1, many)
     # Where rows are many a thread takes 32 of a row's values; with what it keeps of each column, 8.
     warps = max(block, block_n) // (256 if share > 1 else 1024 if many else 512)
-    _kernel[(triton.cdiv(rows, share),)](
-        flat, held, flat if weight is None else weight, values, flat if scale is None else scale, total,
-        flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
-        rows, width, columns, flat.stride(0), held.stride(0), eps, share,
-        NORM=weight is not None, ADD=residual is not None, TOKEN=factor is None, EACH=each, SHIFT=zero is not None,
-        ORDER=order is not None, WHOLE=kind is torch.int8, MOST=most, BLOCK=block, BLOCK_N=block_n,
-        STAGES=3 if share > 1 else 1, num_warps=max(1, min(16, warps)), **launch(x.device, rows),
+    early = launch(x.device, rows)
+    _quick(
+        (triton.cdiv(rows, share), 1, 1),
+        (
+            flat, held, flat if weight is None else weight, values, flat if scale is None else scale, total,
+            flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
+        ),
+        (rows, width, columns, flat.stride(0), held.stride(0), eps, share),
+        (width, columns, flat.stride(0), held.stride(0)),
+        (
+            weight is not None, residual is not None, factor is None, each, zero is not None, order is not None,
+            kind is torch.int8, most, block, block_n, 3 if share > 1 else 1, early["EARLY"],
+        ),
+        {"num_warps": max(1, min(16, warps)), "launch_pdl": early["launch_pdl"]},
     )  # fmt: skip
     return values.view(*x.shape[:-1], columns), scale, total
 
@@ -128,3 +136,6 @@ def _kernel(
         else:
             out = y if TOKEN else tl.minimum(tl.maximum(y, -MOST), MOST)
         tl.store(values_ptr + row * columns + n, out.to(values_ptr.dtype.element_ty), mask=n < columns)
+
+
+_quick = Quick(_kernel)

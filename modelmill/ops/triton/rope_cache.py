@@ -10,6 +10,7 @@ from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import knows_fp8, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.eight_bit import rounded, scale_of
+from modelmill.ops.triton.quick import Quick
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -61,17 +62,24 @@ def run(
     half = power_of_two(dim // 2)
     # Two or four values a thread: one token alone must still spread over many multiprocessors.
     share = max(1, min(512 // half, power_of_two(total)))
-    _kernel[(tokens, triton.cdiv(total, share))](
-        flat, q, k_cache, v_cache, flat if k_scale is None else k_scale, flat if v_scale is None else v_scale, slots,
-        cos.contiguous() if cos is not None and rotate else flat,
-        sin.contiguous() if sin is not None and rotate else flat,
-        flat if q_scale is None else q_scale,
-        q_norm if norm else flat, k_norm if norm else flat,
-        flat.stride(0), *k_cache.stride()[:3], eps,
-        HEADS=heads, KV_HEADS=kv_heads, PAGE=page_size, DIM=dim, SHARE=share, HALF=half,
-        ROTATE=rotate, NORM=norm, SCALE=q_scale is not None,
-        LARGEST=0.0 if k_scale is None else LARGEST[k_cache.dtype],
-        num_warps=max(1, min(4, share * half // 128)), **launch(qkv.device, tokens),
+    early, strides = launch(qkv.device, tokens), (flat.stride(0), *k_cache.stride()[:3])
+    _quick(
+        (tokens, triton.cdiv(total, share), 1),
+        (
+            flat, q, k_cache, v_cache,
+            flat if k_scale is None else k_scale, flat if v_scale is None else v_scale, slots,
+            cos.contiguous() if cos is not None and rotate else flat,
+            sin.contiguous() if sin is not None and rotate else flat,
+            flat if q_scale is None else q_scale,
+            flat if q_norm is None or not norm else q_norm, flat if k_norm is None or not norm else k_norm,
+        ),
+        (*strides, eps),
+        strides,
+        (
+            heads, kv_heads, page_size, dim, share, half, rotate, norm, q_scale is not None,
+            0.0 if k_scale is None else LARGEST[k_cache.dtype], early["EARLY"],
+        ),
+        {"num_warps": max(1, min(4, share * half // 128)), "launch_pdl": early["launch_pdl"]},
     )  # fmt: skip
     return q
 
@@ -152,3 +160,6 @@ def _normed(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM: tl.constexpr)
     normal_a = ((first * scale).to(dtype).to(tl.float32) * tl.where(is_q, wq, wk)).to(dtype)
     normal_b = ((second * scale).to(dtype).to(tl.float32) * tl.where(is_q, vq, vk)).to(dtype)
     return tl.where(is_v, a, normal_a), tl.where(is_v, b, normal_b)
+
+
+_quick = Quick(_kernel)
