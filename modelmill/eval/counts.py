@@ -35,15 +35,9 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
         return Count()
     given = _signature(op).bind(*args, **named).arguments
     out = nbytes(*_tensors(result))
-    if op in ("add_linear", "rope_cache_linear"):
+    if op == "add_linear":
         x, held = given["x"], nbytes(given["weight"], given.get("bias"))
-        # the residual is read; of the columns that are no result, keys and values, as many are stored
-        more = (
-            nbytes(given["residual"]) if op == "add_linear" else nbytes(*_tensors([given.get("cos"), given.get("sin")]))
-        )
-        columns = given["weight"].shape[0]
-        stored = x.shape[0] * columns * x.element_size()
-        return Count(nbytes(x) + held + more + stored, held, 2 * x.numel() * columns)
+        return Count(nbytes(x) + held + 2 * out, held, 2 * x.numel() * result.shape[-1])
     if op.endswith("linear"):
         # of integers the activations are called q
         read = "x" if "x" in given else "q"

@@ -65,9 +65,7 @@ class Attention(nn.Module):
 
         None where it was added to the residual at once.
         """
-        q = self.rotate.product(self.qkv_proj, x, rope, step)
-        if q is None:
-            q = self.rotate(self.qkv_proj(x, step), rope, step)
+        q = self.rotate(self.qkv_proj(x, step), rope, step)
         if last is not None:
             q, step = q[step.logit_rows], last
         mixed = self.mix(q, step)
@@ -100,15 +98,6 @@ class RotateStore(nn.Module):
         turn, norms = (rope.cos, rope.sin, rope.q_scale), (q_norm, k_norm)
         scales = step.kv.scales(self.layer)
         return step.ops.rope_cache(qkv, k_cache, v_cache, step.slots, self.heads, *turn, *norms, self.eps, *scales)
-
-    def product(self, linear: Linear, x: torch.Tensor | Quantized, rope: Rope, step: Step) -> torch.Tensor | None:
-        """The same of linear(x), in one op with the product; None where there is none, or modules are watched."""
-        fused = getattr(linear.held, "rotated", None)
-        if fused is None or not step.whole or self.q_norm is not None or step.kv.k_scale:
-            return None
-        caches = (step.kv.k[self.layer], step.kv.v[self.layer])
-        turn = (rope.cos, rope.sin, rope.q_scale)
-        return fused(x, linear.bias, step.ops, *caches, step.slots, self.heads, *turn)
 
 
 class Mix(nn.Module):

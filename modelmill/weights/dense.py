@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -51,10 +50,6 @@ class Held:
     ) -> torch.Tensor | None:
         """The product and bias added to ``residual``, in its place; None where no op does that here."""
         return None if ops.add_linear is None else ops.add_linear(x, self.weight, residual, bias)
-
-    def rotated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops, *rest: Any) -> torch.Tensor | None:
-        """q of the product, as rope_cache makes and stores it (rest: its arguments); None where no op does that."""
-        return None if ops.rope_cache_linear is None else ops.rope_cache_linear(x, self.weight, bias, *rest)
 
     def dense(self) -> torch.Tensor:
         return self.weight.float()

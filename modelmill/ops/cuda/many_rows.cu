@@ -1,45 +1,33 @@
-// Products of many rows (prompts), joined with what follows them, so that less travels through memory. Sums in float32,
-// rounded to 16 bits as the op behind would find them:
-//   JOIN 0: out = x · wᵀ (+ bias)
-//   JOIN 1: out = silu(gate) · up, where the first half of w is the gate
-//   JOIN 2: out += x · wᵀ (+ bias), the residual stream
-//   JOIN 3: heads of 128 of q, k and v: rotated (RoPE), q's scaled (logn), k and v stored to their slots of the cache
+// Products of many rows (prompts): out[t, n] = sum_k x[t, k] · w[n, k] (+ bias[n]), or with GATED of a weight whose first
+// half is a gate: out[t, n] = silu(gate) · up, which then never reach memory. 16 bits, sums in float32.
 //
 // Two blocks, a cluster, compute two tiles of 128 rows of x each and the same 256 rows of w: each block brings its own
 // rows of x and half of those of w, which go to both. A block is three warpgroups: one thread of the first keeps STAGES
-// slabs of 64 columns on their way, tile after tile without a pause; the other two multiply, 64 rows of x each. For the
-// gate the 256 rows of w are 128 of the gate and the same 128 of the other half, so that a thread holds both values of
-// an output; so it does of both halves of a head. What is joined is computed while the next tile's products run: only
-// rounding stands between two tiles.
+// slabs of 64 columns on their way, tile after tile without a pause; the other two multiply, 64 rows of x each. With
+// GATED the 256 rows of w are 128 of the gate and the same 128 of the other half, so that a thread holds both values of
+// an output. The gate is computed and stored while the next tile's products run: only rounding stands between two tiles.
 //
-// Macros: JOIN (0 … 3), BIAS (0, 1), BAND (pairs of tiles of x that are served together, while they lie in the cache),
+// What would be read from memory there (a residual, angles) cannot be: products begin when all registers of a warpgroup
+// are at rest, so that each load on its way holds them up by its whole latency.
+//
+// Macros: GATED (0, 1), BIAS (0, 1), BAND (pairs of tiles of x that are served together, while they lie in the cache),
 // HALF (float16 for bfloat16).
 #include "cluster.cuh"
 
 constexpr int ROWS = 128, WIDE = 256, DEPTH = 64, STAGES = 4, WORKERS = 2, THREADS = 384, CLUSTER = 2;
-enum { PLAIN, GATED, ADDED, ROTATED };
-constexpr int OUT_WIDE = JOIN == GATED ? WIDE / 2 : WIDE, DIM = 128;
+constexpr int OUT_WIDE = GATED ? WIDE / 2 : WIDE;
 constexpr u32 X_BYTES = ROWS * DEPTH * 2, W_BYTES = WIDE * DEPTH * 2, W_HALF = W_BYTES / CLUSTER, EIGHT = 1024;
 constexpr u32 BOX_BYTES = 64 * DEPTH * 2;    // of the output: 64 rows, 64 columns
 constexpr u32 OUT_BYTES = 2 * BOX_BYTES;     // of a worker
 constexpr u32 AT_W = STAGES * X_BYTES, AT_OUT = AT_W + STAGES * W_BYTES, AT_BARRIERS = AT_OUT + WORKERS * OUT_BYTES;
 constexpr int PACKED = 64;                   // registers of a tile that waits for its gate or its store
-constexpr int PIECES = JOIN == ROTATED ? 16 : 8; // in which that is done, one a slab
+constexpr int PIECES = 8;                    // in which that is done, one a slab
 
 struct Work {
     const void *bias;             // of x's type
     int tokens, n, slabs, across; // n: columns of the output; across: tiles of them
-    // ADDED: out, what is added to. ROTATED: q, packed.
-    u32 *out;
-    long long stride; // of out, in pairs of values
-    // ROTATED: [T, 64], or null; [T], or null; a negative slot is nowhere; strides of a cache in pairs of values.
-    const float *cos, *sin, *q_scale;
-    const long long *slots;
-    u32 *k, *v;
-    long long page_stride, head_stride, token_stride;
-    int heads, kv_heads, page, unused;
 };
-static_assert(sizeof(Work) == 128, "products.py packs 128 bytes");
+static_assert(sizeof(Work) == 24, "products.py packs 24 bytes");
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES];
@@ -74,7 +62,7 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
     Place at;
     for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) {
         const Tile tile = tile_of(work, index, rank);
-        const int held = JOIN == GATED ? tile.column + rank * work.n : tile.column + rank * (WIDE / CLUSTER);
+        const int held = GATED ? tile.column + rank * work.n : tile.column + rank * (WIDE / CLUSTER);
         for (int slab = 0; slab < work.slabs; ++slab, at.advance()) {
             const u32 full = shared_address(&barriers.full[at.stage]);
             wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);
@@ -107,7 +95,7 @@ __device__ inline float high(u32 pair) {
 
 // silu(gate) · up of two columns. One reciprocal for both: 1/a = b · 1/(a·b); below −40 a gate is held there, where
 // its value times any 16-bit number is nothing, so that the product of both stays finite.
-__device__ inline u32 gated(u32 gate, u32 up) {
+__device__ __forceinline__ u32 gated(u32 gate, u32 up) {
     const float g0 = low(gate), g1 = high(gate);
     const float a = 1.0f + exp2_fast(fminf(-1.4426950408889634f * g0, 60.0f));
     const float b = 1.0f + exp2_fast(fminf(-1.4426950408889634f * g1, 60.0f));
@@ -116,15 +104,10 @@ __device__ inline u32 gated(u32 gate, u32 up) {
     return rounded_pair(g0 * (b * inverse) * low(up), g1 * (a * inverse) * high(up));
 }
 
-// A finished tile of a worker, rounded, on its way out. What a piece of it reads is asked for a slab ahead.
+// A finished tile of a worker, rounded, on its way out.
 struct Leaving {
     u32 held[PACKED];
     Tile tile;
-    u32 residual[8];        // ADDED
-    float2 cos[2], sin[2];  // ROTATED, and what follows; of the thread's two rows
-    int slot[2];
-    float factor[2];
-    u32 *target[2]; // where this head of the row is stored; null: nowhere
 };
 
 // Where a worker's output lies in shared memory: boxes of 64 columns, swizzled as the copy engine reads them.
@@ -156,120 +139,24 @@ struct Desk {
     }
 };
 
-// The value of a pair's lower and upper half, turned by an angle.
-__device__ inline void turn(u32 &first, u32 &second, float2 cos, float2 sin, float factor) {
-    const float a0 = low(first), a1 = high(first), b0 = low(second), b1 = high(second);
-    first = rounded_pair(a0 * cos.x - b0 * sin.x, a1 * cos.y - b1 * sin.y);
-    second = rounded_pair(b0 * cos.x + a0 * sin.x, b1 * cos.y + a1 * sin.y);
-    if (factor == 1.0f) return;
-    first = rounded_pair(low(first) * factor, high(first) * factor);
-    second = rounded_pair(low(second) * factor, high(second) * factor);
-}
-
-// What the piece with these columns (first: of the tile) will add.
-__device__ inline void ask_residual(Leaving &out, const Work &work, int first, int token, int quad) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int column = out.tile.column + first + i / 2 * 8 + 2 * quad, row = token + i % 2 * 8;
-        out.residual[i] = row < work.tokens && column < work.n ? work.out[row * work.stride + column / 2] : 0;
-    }
-}
-
-// Angles of columns 8 · j + 2 · quad, +1 of a head.
-__device__ inline void ask_angles(Leaving &out, const Work &work, int j, int token, int quad) {
-#pragma unroll
-    for (int down = 0; down < 2; ++down) {
-        out.cos[down] = {1.0f, 1.0f}, out.sin[down] = {0.0f, 0.0f};
-        if (work.cos == nullptr || token + 8 * down >= work.tokens) continue;
-        const long long at = (token + 8 * down) * 32ll + 4 * j + quad;
-        out.cos[down] = reinterpret_cast<const float2 *>(work.cos)[at];
-        out.sin[down] = reinterpret_cast<const float2 *>(work.sin)[at];
-    }
-}
-
-// Of the thread's rows: where they go.
-__device__ inline void ask_rows(Leaving &out, const Work &work, int token) {
-#pragma unroll
-    for (int down = 0; down < 2; ++down) {
-        const bool real = token + 8 * down < work.tokens;
-        out.slot[down] = real ? static_cast<int>(work.slots[token + 8 * down]) : -1;
-        out.factor[down] = real && work.q_scale != nullptr ? work.q_scale[token + 8 * down] : 1.0f;
-    }
-}
-
-__device__ inline u32 *target_of(const Leaving &out, const Work &work, int head, int down, int token) {
-    const int row = token + 8 * down, kv = head - work.heads;
-    if (row >= work.tokens || head >= work.heads + 2 * work.kv_heads) return nullptr;
-    if (kv < 0) return work.out + row * work.stride + head * (DIM / 2);
-    const int slot = out.slot[down];
-    if (slot < 0) return nullptr;
-    const bool is_v = kv >= work.kv_heads;
-    return (is_v ? work.v : work.k) + slot / work.page * work.page_stride + (is_v ? kv - work.kv_heads : kv) * work.head_stride +
-           slot % work.page * work.token_stride;
-}
-
-// Columns 8 · j + 2 · quad, +1 of head ``half`` of the tile, and those 64 further: rotated and stored.
+// Piece P of PIECES of a tile: gated, and on its way out.
 template <int P>
-__device__ inline void rotate(Leaving &out, const Work &work, int token, int quad) {
-    constexpr int HEAD = P / 8, J = P % 8;
-    const int head = out.tile.column / DIM + HEAD;
-#pragma unroll
-    for (int down = 0; down < 2; ++down) {
-        if (J == 0) out.target[down] = target_of(out, work, head, down, token);
-        u32 a = out.held[2 * (16 * HEAD + J) + down], b = out.held[2 * (16 * HEAD + 8 + J) + down];
-        if (head < work.heads + work.kv_heads)
-            turn(a, b, out.cos[down], out.sin[down], head < work.heads ? out.factor[down] : 1.0f);
-        if (out.target[down] == nullptr) continue;
-        out.target[down][4 * J + quad] = a;
-        out.target[down][4 * J + quad + 32] = b;
-    }
-    if (P < PIECES - 1) ask_angles(out, work, (P + 1) % 8, token, quad);
-}
-
-// What the first piece reads.
-__device__ inline void ask(Leaving &out, const Desk &desk, const Work &work) {
-    const int quad = desk.thread % 4, token = out.tile.row + desk.row / 128;
-    if constexpr (JOIN == ADDED) ask_residual(out, work, 0, token, quad);
-    if constexpr (JOIN == ROTATED) {
-        ask_rows(out, work, token);
-        ask_angles(out, work, 0, token, quad);
-    }
-}
-
-// Piece P of PIECES of a tile: JOIN's work on it, and its way out.
-template <int P>
-__device__ inline void leave(Leaving &out, const Desk &desk, const TensorMap &map, const Work &work) {
-    const int quad = desk.thread % 4, token = out.tile.row + desk.row / 128;
-    if constexpr (P >= PIECES) {
-        return;
-    } else if constexpr (JOIN == GATED) {
+__device__ __forceinline__ void leave(const Leaving &out, const Desk &desk, const TensorMap &map, const Work &work) {
+    if constexpr (GATED) {
         if (P == 0) desk.clear();
 #pragma unroll
         for (int i = 2 * P; i < 2 * P + 2; ++i)
             desk.put(i / 8, i % 8, gated(out.held[2 * i], out.held[32 + 2 * i]),
                      gated(out.held[2 * i + 1], out.held[33 + 2 * i]));
         if (P == PIECES - 1) desk.send(map, out.tile.row, out.tile.column, work.n);
-    } else if constexpr (JOIN == ROTATED) {
-        rotate<P>(out, work, token, quad);
     } else {
         constexpr int PART = P / (PIECES / 2), WITHIN = P % (PIECES / 2); // 128 columns, and 32 of those
         const int column = out.tile.column + PART * 128;
         if (column >= work.n) return;
         if (WITHIN == 0) desk.clear();
-        u32 pair[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) pair[i] = out.held[PART * 32 + WITHIN * 8 + i];
-        if constexpr (JOIN == ADDED) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                pair[i] = rounded_pair(low(pair[i]) + low(out.residual[i]), high(pair[i]) + high(out.residual[i]));
-            if (P < PIECES - 1) ask_residual(out, work, 32 * (P + 1), token, quad);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int eight = WITHIN * 4 + i;
-            desk.put(eight / 8, eight % 8, pair[2 * i], pair[2 * i + 1]);
-        }
+        for (int i = 4 * WITHIN; i < 4 * WITHIN + 4; ++i)
+            desk.put(i / 8, i % 8, out.held[PART * 32 + 2 * i], out.held[PART * 32 + 2 * i + 1]);
         if (WITHIN == PIECES / 2 - 1) desk.send(map, out.tile.row, column, work.n);
     }
 }
@@ -282,7 +169,7 @@ __device__ inline float bias_of(const Work &work, int column, int inside) {
 }
 
 // Rounds a tile. held[2i], held[2i + 1]: columns 8i + 2·(t % 4), +1 of the thread's first row and of the one 8 below.
-__device__ inline void round_tile(Leaving &out, const float (&d)[2 * PACKED], const Work &work, int thread) {
+__device__ __forceinline__ void round_tile(Leaving &out, const float (&d)[2 * PACKED], const Work &work, int thread) {
 #if BIAS
 #pragma unroll
     for (int i = 0; i < PACKED / 2; ++i) {
@@ -297,7 +184,7 @@ __device__ inline void round_tile(Leaving &out, const float (&d)[2 * PACKED], co
 #endif
 }
 
-__device__ void multiply(const TensorMap &out_map, const Work &work, Barriers &barriers, int worker) {
+__device__ __forceinline__ void multiply(const TensorMap &out_map, const Work &work, Barriers &barriers, int worker) {
     const u32 base = shared_address(shared);
     const int thread = threadIdx.x % 128, lane = thread % 32, count = pairs(work) * work.across;
     const u32 rank = cluster_rank(), row = thread / 32 * 16 + lane / 4;
@@ -325,16 +212,10 @@ __device__ void multiply(const TensorMap &out_map, const Work &work, Barriers &b
     };
     for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) {
         int done = 0;
-        // The first piece a slab later: what it reads was asked for just now.
-        slab(true);
-        ++done;
 #define STEP(P)                                                                                                        \
-    if (P < PIECES) {                                                                                                  \
-        if (done < work.slabs) slab(false), ++done;                                                                    \
-        if (waiting) leave<P>(out, desk, out_map, work);                                                               \
-    }
+    if (done < work.slabs) slab(done == 0), ++done;                                                                    \
+    if (waiting) leave<P>(out, desk, out_map, work);
         STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
-        STEP(8) STEP(9) STEP(10) STEP(11) STEP(12) STEP(13) STEP(14) STEP(15)
 #undef STEP
         for (; done < work.slabs; ++done) slab(false);
         products_wait<0>();
@@ -344,13 +225,11 @@ __device__ void multiply(const TensorMap &out_map, const Work &work, Barriers &b
         out.tile = tile_of(work, index, rank);
         out.tile.row += worker * 64;
         round_tile(out, d, work, thread);
-        ask(out, desk, work);
         waiting = true;
     }
 #define STEP(P) leave<P>(out, desk, out_map, work);
     if (waiting) {
         STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
-        STEP(8) STEP(9) STEP(10) STEP(11) STEP(12) STEP(13) STEP(14) STEP(15)
     }
 #undef STEP
     if (thread == 0) stores_done();

@@ -19,8 +19,6 @@ TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 TILE_ROWS, TILE_WIDE, DEPTH, MANY_THREADS = 128, 256, 64, 384
 MANY_SHARED = 4 * (TILE_ROWS + TILE_WIDE) * DEPTH * 2 + 2 * 64 * 128 * 2 + 64
 BAND = 8
-WORK_BYTES = 128
-PLAIN, GATED, ADDED, ROTATED = range(4)
 # Of few_rows.cu: columns of the output a block, as (PARTS, WIDE); shared memory that a block may take.
 WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
 MOST_ROWS = 64
@@ -28,7 +26,7 @@ MOST_ROWS = 64
 # programs leave room for their neighbours in a step, and win where a block would be wide; from 33 to 47 cuBLAS wins.
 SERVED = ((1, 0), (16, 32), (32, 256), (47, 0), (MOST_ROWS, 256))
 LEAST_BYTES = 4 << 20
-LEAST_MANY, LEAST_FILLED, DIM = 512, 0.93, 128
+LEAST_MANY, LEAST_FILLED = 512, 0.93
 MOST_SHARED, BARRIERS = 227 << 10, 16 * 16
 
 
@@ -145,66 +143,18 @@ def few(
 
 def many(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, band: int = BAND) -> None:
     """As ``few`` for any number of rows."""
-    gated = out.shape[1] != weight.shape[0]
-    _many(x, weight, bias, out, GATED if gated else PLAIN, b"", band)
-
-
-def many_added(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, total: torch.Tensor, band: int = BAND
-) -> None:
-    """total += x · weightᵀ (+ bias), rounded before it is added. x: [T, K], weight: [N, K], total: [T, N]."""
-    where = struct.pack("=Qq", total.data_ptr(), total.stride(0) // 2)
-    _many(x, weight, bias, total, ADDED, where, band)
-
-
-def many_rotated(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    q: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    turn: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    band: int = BAND,
-) -> None:
-    """Queries, keys and values of x [T, K]: q [T, heads, 128] is filled, keys and values go to their slots.
-
-    caches: [pages, kv_heads, page_size, 128] of one layout; slots: [T] int64; turn: cos, sin [T, 64] and the scale of
-    q [T], float32, packed, or None.
-    """
-    k, v = caches
-    cos, sin, scale = (0 if t is None else t.data_ptr() for t in turn)
-    pointers = (cos, sin, scale, slots.data_ptr(), k.data_ptr(), v.data_ptr())
-    strides = [stride // 2 for stride in (k.stride(0), k.stride(1), k.stride(2))]
-    sizes = (q.shape[1], k.shape[1], k.shape[2], 0)
-    flat = q.view(len(q), -1)
-    where = struct.pack("=Qq6Q3q4i", q.data_ptr(), flat.stride(0) // 2, *pointers, *strides, *sizes)
-    _many(x, weight, bias, flat, ROTATED, where, band)
-
-
-def _many(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    join: int,
-    more: bytes,
-    band: int,
-) -> None:
-    """more: of many_rows.cu's Work what lies behind its first fields; what is left out is zero."""
-    tokens = len(x)
-    columns = weight.shape[0] // 2 if join == GATED else weight.shape[0]
+    tokens, columns = out.shape
+    gated = columns != weight.shape[0]
     device = x.get_device()
     with torch.cuda.device(x.device):
-        macros = (f"JOIN={join}", f"BIAS={int(bias is not None)}", f"BAND={band}", *TYPES[x.dtype])
+        macros = (f"GATED={int(gated)}", f"BIAS={int(bias is not None)}", f"BAND={band}", *TYPES[x.dtype])
         kernel = launch.kernel("many_rows", "many_rows", macros, MANY_THREADS, MANY_SHARED, device)
-        across = -(-columns // (TILE_WIDE // 2 if join == GATED else TILE_WIDE))
+        across = -(-columns // (TILE_WIDE // 2 if gated else TILE_WIDE))
         pairs = -(-tokens // (2 * TILE_ROWS)) * across
         blocks = 2 * min(launch.multiprocessors(device) // 2, pairs)
-        first = (tokens, columns, -(-x.shape[1] // DEPTH), across)
-        work = struct.pack("=Q4i", 0 if bias is None else bias.data_ptr(), *first) + more
-        maps = _map(x, TILE_ROWS), _map(weight, TILE_WIDE // 2), _map(out, 64)
-        kernel.launch(blocks, *maps, work.ljust(WORK_BYTES, b"\0"))
+        sizes = (tokens, columns, -(-x.shape[1] // DEPTH), across)
+        work = struct.pack("=Q4i", 0 if bias is None else bias.data_ptr(), *sizes)
+        kernel.launch(blocks, _map(x, TILE_ROWS), _map(weight, TILE_WIDE // 2), _map(out, 64), work)
 
 
 def _map(x: torch.Tensor, rows: int) -> bytes:
