@@ -1,0 +1,84 @@
+"""Launching compiled Triton kernels directly: what makes another kernel, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from modelmill.ops.triton import quick
+from modelmill.ops.triton.quick import Quick
+
+
+class Kernel:
+    """Stands for a triton.jit function: a launch gives a compiled kernel, which can be launched itself."""
+
+    def __init__(self, compiled: bool = True) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.compiled = compiled
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> Any:
+            self.log.append(("found", grid, args[-1], options))
+            return Compiled(self.log) if self.compiled else None
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.log = log
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.log.append(("kept", grid, args[-1]))
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def call(launch: Quick, x: torch.Tensor, *, rows: int = 3, width: int = 8, const: Any = True, warps: int = 4) -> None:
+    launch((rows, 1, 1), (x, x), (rows, width), (width,), (const,), {"num_warps": warps})
+
+
+def test_a_kernel_is_found_once_for_what_it_is_compiled_for() -> None:
+    kernel = Kernel()
+    launch, x = Quick(kernel), torch.zeros(64)
+    call(launch, x)
+    call(launch, x)
+    call(launch, x + 1, rows=7)  # another tensor, and a number that no kernel is compiled for
+    assert [each[0] for each in kernel.log] == ["found", "kept", "kept"]
+    assert kernel.log[2][1] == (7, 1, 1)
+    assert kernel.log[0][3] == {"num_warps": 4}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.zeros(64, dtype=torch.float16)},
+        {"x": torch.zeros(65)[1:]},  # no address in sixteens
+        {"width": 9},
+        {"const": False},
+        {"warps": 8},
+    ],
+    ids=["dtype", "address", "number", "constant", "option"],
+)
+def test_what_decides_the_code_makes_another_kernel(other: dict[str, Any]) -> None:
+    kernel = Kernel()
+    launch = Quick(kernel)
+    call(launch, torch.zeros(64))
+    call(launch, **({"x": torch.zeros(64)} | other))
+    call(launch, torch.zeros(64))
+    assert [each[0] for each in kernel.log] == ["found", "found", "kept"]
+
+
+def test_what_was_not_compiled_is_asked_for_again() -> None:
+    kernel = Kernel(compiled=False)
+    launch = Quick(kernel)
+    for _ in range(2):
+        call(launch, torch.zeros(64))
+    assert [each[0] for each in kernel.log] == ["found", "found"]
