@@ -250,6 +250,7 @@ def test_pictures_show_the_newest_run_of_each_work() -> None:
         row("request", "bfloat16", 350, "2026-01-02"),
         row("request", "transformers", 1400, "2026-01-02"),
         row("request", "int4", 200, "2026-01-02"),
+        row("request", "int4", 150, "2026-01-04"),
         row("many", "bfloat16", 800, "2026-01-01", 64),
         row("many", "bfloat16", 700, "2026-01-03", 7),
         {"bench": "op"},
