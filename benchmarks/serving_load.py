@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,10 @@ SETTLE = 0.3
 
 @dataclass(frozen=True)
 class Plan:
-    """streams at once, each a prompt of so many ids and an answer of so many tokens; long prompts join in a burst."""
+    """streams at once, each a prompt of so many ids and an answer of so many tokens; long prompts join in a burst.
+
+    beside: tokens of the answers that run during a burst.
+    """
 
     streams: int
     prompt: int
@@ -46,6 +49,7 @@ class Plan:
     long: int
     seed: int
     vocab: int
+    beside: int = 0
 
     def prompts(self, round: int, count: int, length: int) -> list[list[int]]:
         """Ids that no round shares with another: nothing is found in the prefix cache."""
@@ -65,18 +69,20 @@ async def stream(remote: Remote, prompt: list[int], tokens: int) -> list[float]:
     return times
 
 
-async def together(remote: Remote, prompts: Sequence[list[int]], tokens: int) -> float:
-    """Seconds from the first request to the last token."""
+async def together(remote: Remote, prompts: Sequence[list[int]], tokens: int) -> dict[str, float]:
+    """Seconds from the first request to the last token; to the last first token; the longest gap of any stream."""
     began = time.perf_counter()
-    await asyncio.gather(*(stream(remote, prompt, tokens) for prompt in prompts))
-    return time.perf_counter() - began
+    told = await asyncio.gather(*(stream(remote, prompt, tokens) for prompt in prompts))
+    seconds = time.perf_counter() - began
+    gap = max((b - a for times in told for a, b in pairwise(times)), default=0.0)
+    return {"served_s": seconds, "last_first_s": max(times[0] for times in told) - began, "longest_gap_s": gap}
 
 
 async def burst(remote: Remote, plan: Plan, round: int) -> dict[str, list[float]]:
     """Gaps in ms of running answers before long prompts come and while they are computed."""
     running = plan.prompts(1000 + round, plan.streams, plan.prompt)
     long = plan.prompts(2000 + round, plan.burst, plan.long)
-    answers = [asyncio.create_task(stream(remote, prompt, 4 * plan.tokens)) for prompt in running]
+    answers = [asyncio.create_task(stream(remote, prompt, plan.beside or 4 * plan.tokens)) for prompt in running]
     await asyncio.sleep(0)
     # a third of the answers' time is quiet
     await asyncio.sleep(await together_time(remote, plan))
@@ -113,7 +119,7 @@ def one_round(plan: Plan, round: int, alone: Alone, served: Served) -> dict[str,
     def serve() -> None:
         time.sleep(SETTLE)
         before = served.cpu()
-        found["served_s"] = asyncio.run(together(served.remote, prompts, plan.tokens))
+        found.update(asyncio.run(together(served.remote, prompts, plan.tokens)))
         for name, seconds in served.cpu().items():
             found[f"{name}_cpu_s"] = seconds - before[name]
 
@@ -180,6 +186,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--burst", type=int, default=0, help="long prompts that join; 0: none")
+    parser.add_argument(
+        "--beside", type=int, default=0, help="tokens of answers during a burst; 0: four times --tokens"
+    )
     parser.add_argument("--long", type=int, default=1024, help="ids of a long prompt")
     parser.add_argument(
         "--cores", type=int, nargs="+", default=(0, 1), help="of the engine, of the API, and of the client: as the API"
@@ -202,20 +211,25 @@ def main() -> int:
     served = Served(args.engine, run, engine_core, api_core)
     try:
         vocab = alone.ready()
-        plan = Plan(args.streams, args.prompt, args.tokens, args.burst, args.long, args.seed, vocab)
+        plan = Plan(args.streams, args.prompt, args.tokens, args.burst, args.long, args.seed, vocab, args.beside)
         served.ready()
         rounds: list[dict[str, float]] = []
         bursts: list[dict[str, list[float]]] = []
         inner: list[dict[str, list[float]]] = []
-        one_round(plan, -1, alone, served)  # both warm
+        one_round(replace(plan, tokens=min(plan.tokens, 128)), -1, alone, served)  # both warm
+        if plan.burst:
+            asyncio.run(burst(served.remote, plan, -1))
         for round in range(args.rounds):
             rounds.append(one_round(plan, round, alone, served))
             last = rounds[-1]
             print(f"round {round + 1}: {last['alone_s'] / last['served_s']:.4f} of the loop's output", file=sys.stderr)
+            print(json.dumps(last), file=sys.stderr, flush=True)
             if plan.burst:
                 bursts.append(asyncio.run(burst(served.remote, plan, round)))
                 long = plan.prompts(2500 + round, plan.burst, plan.long)
                 inner.append(alone.burst(plan.prompts(1500 + round, plan.streams, plan.prompt), long))
+                told_burst = {"served": summary(plan, rounds, bursts[-1:])["burst"], "steps": steps(inner[-1:])}
+                print(json.dumps(told_burst), file=sys.stderr, flush=True)
         told = {"engine": args.engine.name, "device": args.device, "streams": args.streams, "prompt": args.prompt}
         told |= {"tokens": args.tokens, "rounds": args.rounds, **summary(plan, rounds, bursts)}
         if inner:

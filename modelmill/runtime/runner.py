@@ -32,6 +32,8 @@ from modelmill.runtime.sequence import Sequence
 _log = log.get(__name__)
 # widths of chunks and numbers of sequences between which kernels change their tiles
 WARM_QUERIES, WARM_BATCHES = (16, 64, 512), (1, 2, 17)
+# and such as prompts beside answers give: kernels may be compiled anew for counts that are no multiple of 16
+WARM_ODD = ((37, 9), (137, 9), (501, 17))
 Before = Callable[[str, tuple[Any, ...]], tuple[Any, ...] | None]
 After = Callable[[str, tuple[Any, ...], Any], None]
 
@@ -253,6 +255,8 @@ class Runner:
         for query in WARM_QUERIES:
             for seqs in WARM_BATCHES:
                 self.score(self.packer.blank(query, seqs))
+        for tokens, seqs in WARM_ODD:
+            self.score(self.packer.blank(tokens, seqs))
         for size in [s for s in self.graphs.sizes if s <= largest] if self.graphs is not None else []:
             assert self.graphs is not None
             batch = self.packer.pack([], Wanted([], []), self.graphs.pad(size, 1))
