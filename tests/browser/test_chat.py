@@ -35,6 +35,15 @@ def answered(page: Any, count: int = 1) -> Any:
     return answers.nth(count - 1)
 
 
+def endless(page: Any) -> None:
+    """Whatever is asked, the answer goes on until it is stopped: a small model might end it before anybody can."""
+
+    def longer(route: Any) -> None:
+        route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
+
+    page.route("**/v1/chat/completions", longer)
+
+
 def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
     page = opened('{"temperature": 0, "max_tokens": 160}')
     ready(page)
@@ -68,6 +77,7 @@ def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
 @pytest.mark.parametrize("how", ["button", "Escape"])
 def test_an_answer_is_stopped(opened: Any, server: Serving, shot: Any, how: str) -> None:
     page = opened(LONG)
+    endless(page)
     ready(page)
     ask(page, "Count from one to five hundred in words.")
     expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(re.compile(r"\w"), timeout=WAIT)
@@ -109,6 +119,7 @@ def test_regenerate_and_edit(opened: Any) -> None:
 def test_with_the_keyboard_alone(opened: Any) -> None:
     """Nothing is clicked: the message, a stop, an edit, the settings, the tabs."""
     page = opened(LONG)
+    endless(page)
     ready(page)
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="To the message field")).to_be_focused()

@@ -86,8 +86,10 @@ def test_a_picture_goes_with_the_message(opened: Any, reader: Serving, shot: Any
     # it is kept, and goes along with the next question
     page.reload()
     expect(page.get_by_alt_text("Picture 1", exact=True)).to_be_visible()
-    ready(page)
-    ask(page, "And now?")
+    page.get_by_label("Message", exact=True).fill("And now?")
+    # the page asks the server anew what is served
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
+    page.keyboard.press("Enter")
     answered(page, 2)
     kinds = [part["type"] for message in sent[1]["messages"] if isinstance(message["content"], list)
              for part in message["content"]]  # fmt: skip
