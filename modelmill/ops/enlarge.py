@@ -63,8 +63,10 @@ def boxes_of(masks: torch.Tensor) -> torch.Tensor:
     return torch.where((right >= 0)[..., None], found, torch.zeros_like(found))
 
 
-def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001 - logits are float32 in any engine
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Wide, tall, thin and tiny pictures, larger and smaller than the square; three masks of a click."""
+    if device == "cpu" and dtype is not torch.float32:
+        return  # they would be the same
     shapes = [
         (3, 16, 64, (64, 43), (90, 60)),
         (1, 8, 32, (32, 32), (32, 32)),

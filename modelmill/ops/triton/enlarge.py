@@ -99,21 +99,19 @@ def _enlarge(
     low = tl.zeros([BLOCK], tl.int32)
     first = tl.full([BLOCK], 1 << 30, tl.int32)
     last = tl.full([BLOCK], -1, tl.int32)
-    for i in range(ROWS):
-        y = tl.minimum(top + i, height - 1)
-        real = inside & (top + i < height)
+    for y in range(top, tl.minimum(top + ROWS, height)):
         value = tl.zeros([BLOCK], tl.float64)
         for part in tl.static_range(4):
             row = base + tl.load(row_ptr + y * 4 + part) * grid
             line = _wide(row + a) * wa + _wide(row + b) * wb + _wide(row + c) * wc + _wide(row + d) * wd
             value += line * tl.load(row_weight_ptr + y * 4 + part)
-        hit = real & (value > 0)
+        hit = inside & (value > 0)
         area += hit.to(tl.int32)
         if STEADY:
-            high += (real & (value > offset)).to(tl.int32)
-            low += (real & (value > -offset)).to(tl.int32)
+            high += (inside & (value > offset)).to(tl.int32)
+            low += (inside & (value > -offset)).to(tl.int32)
         if KEPT:
-            tl.store(masks_ptr + (mask * height + y) * width + x, hit.to(tl.int8), mask=real)
+            tl.store(masks_ptr + (mask * height + y) * width + x, hit.to(tl.int8), mask=inside)
         first = tl.minimum(first, tl.where(hit, y, 1 << 30))
         last = tl.maximum(last, tl.where(hit, y, -1))
     counts_ptr += mask * 3
