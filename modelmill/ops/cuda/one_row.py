@@ -15,7 +15,7 @@ WARPS, TILE, SCALES, SUMS = 16, 16, 2, 4
 THREADS = 32 * (WARPS + 1)
 # Bytes of a block at most, and of its ring. More than half of what there is: two blocks of a kernel on one
 # multiprocessor would leave another without work.
-_ROOM, _LEAST = 224 << 10, 120 << 10
+_ROOM, _LEAST = 150 << 10, 120 << 10
 _BOX = (256, 8)  # words of a row, rows that the copy engine brings at a time
 _STAGES = (12, 10, 8, 6, 5, 4, 3)
 
