@@ -6,8 +6,9 @@ engine does. Their weights: what is held against the checkpoint's own, batch nor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -19,21 +20,36 @@ from modelmill.accept.reference.sam import SamReference, layer_of
 from modelmill.accept.tolerances import weight_bound
 
 
-def own_matrices(model: nn.Module) -> dict[str, Affine]:
-    """What quantized linear layers hold, by path, on the CPU in float32; empty where none is quantized.
+class OwnMatrices(Mapping[str, Affine]):
+    """What quantized linear layers hold, by path, on the CPU in float32; none where none is quantized.
 
-    Without their biases: nobody rounds those, and the reference's own are to be compared with.
+    Each is expanded when it is asked for: ViT-H's together are 2.5 GB. Without their biases: nobody rounds those, and
+    the reference's own are to be compared with.
     """
-    found = {}
-    for path, module in model.named_modules():
-        weight = getattr(module, "held", None)
-        if weight is not None and weight.kind != "dense":
-            held = weight.to("cpu")
-            found[path] = Affine(held.dense(), None, getattr(held, "seen", None))
-    return found
+
+    def __init__(self, model: nn.Module, within: str = "") -> None:
+        """within: what their paths begin with."""
+        self._held: dict[str, Any] = {
+            path: module.held
+            for path, module in model.named_modules()
+            if path.startswith(within) and getattr(module, "held", None) is not None and module.held.kind != "dense"
+        }
+
+    def __getitem__(self, path: str) -> Affine:
+        held = self._held[path].to("cpu")
+        return Affine(held.dense(), None, getattr(held, "seen", None))
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
-def weight_findings(true: SamReference, model: nn.Module, own: dict[str, Affine], dtype: str) -> Iterator[Finding]:
+def weight_findings(true: SamReference, model: nn.Module, own: Mapping[str, Affine], dtype: str) -> Iterator[Finding]:
     """Every quantized matrix against the checkpoint's: rounding neither turns a matrix, nor swaps two, nor scales one.
 
     true: the reference with the checkpoint's own weights.

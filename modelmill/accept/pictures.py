@@ -16,7 +16,7 @@ from torch import nn
 from modelmill.accept.engine import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.own import central_gain
-from modelmill.accept.own_encoder import own_matrices
+from modelmill.accept.own_encoder import OwnMatrices
 from modelmill.accept.reference import Affine
 from modelmill.accept.reference.reader import ReaderReference
 from modelmill.accept.stages import Judge, row_of, short
@@ -45,7 +45,7 @@ def judge_eyes(loop: Loop, checkpoint: Checkpoint) -> dict[str, Any]:
     """{"ok", "reason", "verdict", "layer", "module", "pictures", "layers"} of an opened engine's eyes."""
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     dtype = loop.artifact.manifest.build["dtype"]
-    own = {path: held for path, held in own_matrices(loop.model).items() if path.startswith(TOWER)}
+    own = OwnMatrices(loop.model, TOWER)
     true = reference = ReaderReference(checkpoint)
     if own:
         reference = ReaderReference(checkpoint, own)
