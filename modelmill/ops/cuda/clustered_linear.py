@@ -16,7 +16,6 @@ FORMS = {
     torch.uint8: ((8, Form(1, 1, 2, 3)), (16, Form(2, 1, 4, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 2, 1))),
 }
 MOST = 64
-STREAM = True
 
 
 def available(kind: str) -> str | None:
@@ -72,7 +71,7 @@ def run(
     """As the reference."""
     tokens, columns = q.shape
     rows, groups = weight.shape[0], scale.shape[1]
-    if STREAM and one_row.serves(q, weight, one_row.kind_of(q, weight, scale, offset, group), group, groups):
+    if one_row.serves(q, weight, one_row.kind_of(q, weight, scale, offset, group), group, groups):
         return one_row.product(q, weight, (scale, offset, group), (step, constant, bias), dtype)
     out = torch.empty((tokens, rows), dtype=dtype, device=q.device)
     form = form_of(tokens, weight.dtype)

@@ -1,4 +1,4 @@
-// Products of 17 to 64 rows with 4-bit weights: as int4_linear.cu, where the rows are too many to be read by every warp.
+// Products of 9 to 64 rows with 4-bit weights: as int4_linear.cu, where the rows are too many to be read by every warp.
 //
 // The copy engine brings 128 columns of x at a time into shared memory. WORKERS warpgroups take 64 rows of the weight
 // each, straight from memory into registers, and are the left operand of wgmma there. A thread reads a run of 32 columns

@@ -1,4 +1,4 @@
-"""Products of 17 to 64 rows with 4-bit weights by Hopper's copy engine and tensor cores (int4_rows.cu)."""
+"""Products of 9 to 64 rows with 4-bit weights by Hopper's copy engine and tensor cores (int4_rows.cu)."""
 
 from __future__ import annotations
 

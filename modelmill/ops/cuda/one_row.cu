@@ -20,7 +20,7 @@
 
 typedef unsigned short u16;
 
-constexpr int WARPS = 16, MULTIPLIERS = 32 * WARPS, ROWS = 16, TILES_OF_SCALES = 2, TILES_OF_SUMS = 4;
+constexpr int WARPS = 16, MULTIPLIERS = 32 * WARPS, ROWS = 16, TILES_OF_SCALES = 3, TILES_OF_SUMS = 4;
 // Bytes of a piece; of a row at a time, a piece for each warp; of a row of a box, of which a chunk is one or two wide.
 constexpr int PIECE = BITS * 16, CHUNK = WARPS * PIECE, PITCH = 1024, BOXES = CHUNK / PITCH;
 constexpr u32 STAGE = ROWS * CHUNK, BOX = ROWS * PITCH;

@@ -11,11 +11,11 @@ from modelmill.ops.cuda import launch
 from modelmill.ops.cuda.narrow_weights import PIECE, TYPES, shift
 
 # Sizes of one_row.cu.
-WARPS, TILE, SCALES, SUMS = 16, 16, 2, 4
+WARPS, TILE, SCALES, SUMS = 16, 16, 3, 4
 THREADS = 32 * (WARPS + 1)
 # Bytes of a block at most, and of its ring. More than half of what there is: two blocks of a kernel on one
 # multiprocessor would leave another without work.
-_ROOM, _LEAST = 150 << 10, 120 << 10
+_ROOM, _LEAST, _MOST = 150 << 10, 120 << 10, 224 << 10
 _BOX = (256, 8)  # words of a row, rows that the copy engine brings at a time
 _STAGES = (12, 10, 8, 6, 5, 4, 3)
 
@@ -45,7 +45,8 @@ def shared(kind: Kind, columns: int, groups: int, stages: int) -> int:
 
 def stages_of(kind: Kind, columns: int, groups: int) -> int | None:
     """Stages of the ring: as many as there is room for; None where not even the fewest fit."""
-    return next((stages for stages in _STAGES if shared(kind, columns, groups, stages) <= _ROOM), None)
+    fewest = _STAGES[-1] if shared(kind, columns, groups, _STAGES[-1]) <= _MOST else None
+    return next((stages for stages in _STAGES if shared(kind, columns, groups, stages) <= _ROOM), fewest)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor, kind: Kind, group: int, groups: int) -> bool:
