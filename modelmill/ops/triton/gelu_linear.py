@@ -18,4 +18,5 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference, of the sum that is not rounded."""
+    assert bias is not None, "supports() asks for one"
     return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
