@@ -7,9 +7,9 @@
 encoder: normalised pixels [B, 3, 1024, 1024] on the device to embeddings there; sides take turns call by call, every
 call on other pixels. click: one point on an embedding that is kept, to three masks of 1800 × 1200 on the host, ours.
 everything: a new picture of 1800 × 1200, 1,024 points, to masks on the host, ours. A call is timed by the host's clock
-until the device is done. Weights are drawn at random, whose scores and boxes mean nothing: thresholds are chosen so that
-at most 85 % of all masks pass the first one, none is unstable, and 100 or more are returned; how many these were stands in
-the row (``passing``, ``returned``). Boxes are so alike that it is all of them or one.
+until the device is done. Weights are drawn at random, whose scores and boxes mean nothing: thresholds are chosen so
+that at most 85 % of all masks pass the first one, none is unstable, and 100 or more are returned; how many these were
+stands in the row (``passing``, ``returned``). Boxes are so alike that it is all of them or one.
 Sides of ours: how the encoder's matrices are held (``forms.py``; bfloat16: as they are).
 """
 
