@@ -46,6 +46,7 @@ does: whole layers and sequences tell less. Worst on seeded llama, gpt2 and qwen
 w8a8 7.9e-3 / 1.3e-2 (float16 2.2e-3 / 4.5e-3), fp8 1.3e-2 / 4.6e-2; a layer 3.8e-2 / 4.8e-2 and 7.4e-2 / 1.3e-1; logits
 over the root 3.2e-2 and 5.9e-2 (SmolLM2 w8a8, float32: 7.8e-3). Tensor cores (H200, float32 engine of SmolLM2) were
 seen at 1.3e-3 / 3.4e-3 in fp8. Matrices against the checkpoint's: w8a8 1.3e-2, fp8 2.7e-2, gain off by 3.5e-3 at most.
+fp8 that carries its errors on moves single weights as far as GPTQ does in int4: max_rel 0.32 in SmolLM2.
 
 Clustered (rptq) engines, float32, SmolLM2 calibrated on 49,152 tokens, H200: products 4.6e-7 / 1e-6 (the last of 11,
 3.8e-6 / 9.7e-6, whose first token has 500 times the others' outputs), a layer 1.1e-3 / 1.4e-3, logits over the root
@@ -115,7 +116,7 @@ WEIGHTS = {
     "int4": Bound(0.6, 1.0, 3e-2),
     "int8": Bound(0.1, 0.3, 1.6e-2),
     "w8a8": Bound(0.1, 0.3, 1e-2),
-    "fp8": Bound(0.1, 0.3, 1e-2),
+    "fp8": Bound(0.1, 1.0, 1e-2),
 }
 WEIGHTS["clustered"] = WEIGHTS["int4"]
 # Held kind → dtype → (rel_l2, max_rel) of a product whose activations are rounded, the reference's as well.
