@@ -161,3 +161,21 @@ def test_importing_is_light() -> None:
 
     code = "import sys, modelmill, modelmill.cli.main; assert 'torch' not in sys.modules, 'torch is imported'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+
+
+def test_skipped_modules_lend_nothing() -> None:
+    """A test module that skips itself as a whole is not imported by another: pytest leaves it half made in sys.modules,
+    so that where the package it wants is missing the importer fails instead of being skipped."""
+    tests = Path(__file__).resolve().parent
+    skipping = {
+        ".".join(("tests", *path.relative_to(tests).with_suffix("").parts))
+        for path in tests.rglob("test_*.py")
+        if any("importorskip" in ast.unparse(line) for line in ast.parse(path.read_text()).body if not _defines(line))
+    }
+    for path in tests.rglob("*.py"):
+        for name, line in imports(path):
+            assert name not in skipping, f"{path.relative_to(tests)}:{line} imports {name}, which may skip itself"
+
+
+def _defines(line: ast.stmt) -> bool:
+    return isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)

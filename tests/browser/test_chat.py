@@ -7,32 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import FLAGS, SECONDS, Engines
+from tests.browser.conftest import FLAGS, Engines
+from tests.browser.steps import FIGURES, WAIT, answered, ask, expect, ready
 from tests.serve.process import Serving
 
-expect = pytest.importorskip("playwright.sync_api", reason="needs playwright", exc_type=ImportError).expect
 pytestmark = pytest.mark.browser
-WAIT = 1000 * SECONDS
 LONG = '{"temperature": 0, "max_tokens": 1500}'
-FIGURES = re.compile(r"^([\d.]+ tokens/s · )?first token after [\d.]+ s · \d+ tokens?$")
-
-
-def ready(page: Any) -> None:
-    expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
-    expect(page.get_by_label("Message", exact=True)).to_be_editable()
-
-
-def ask(page: Any, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-
-
-def answered(page: Any, count: int = 1) -> Any:
-    """The last of so many answers, once it is written."""
-    answers = page.get_by_role("article", name="Answer")
-    expect(answers).to_have_count(count, timeout=WAIT)
-    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible(timeout=WAIT)
-    return answers.nth(count - 1)
 
 
 def endless(page: Any) -> None:

@@ -12,12 +12,11 @@ import pytest
 
 from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
-from tests.browser.test_chat import FIGURES, answered, ask, ready
+from tests.browser.steps import FIGURES, answered, ask, expect, ready
 from tests.models.minigpt4_seeded import published
 from tests.serve.process import Serving
 from tests.serve.seeing import encoded, photo, url
 
-expect = pytest.importorskip("playwright.sync_api", reason="needs playwright", exc_type=ImportError).expect
 pytestmark = pytest.mark.browser
 FLAGS = ("--device", "cpu", "--threads", "1", "--kv-cache-bytes", "8000000", "--port", "0")
 SAMPLING = '{"temperature": 0, "max_tokens": 8}'

@@ -12,13 +12,12 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from tests.browser.conftest import SECONDS, Engines
+from tests.browser.conftest import Engines
+from tests.browser.steps import WAIT, expect
 from tests.conftest import shared_dir
 from tests.serve.seeing import encoded, photo
 
-expect = pytest.importorskip("playwright.sync_api", reason="needs playwright", exc_type=ImportError).expect
 pytestmark = pytest.mark.browser
-WAIT = 1000 * SECONDS
 FOUND = re.compile(r"^Confidence \d+ %")
 
 
