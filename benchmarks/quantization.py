@@ -4,10 +4,10 @@
     python benchmarks/quantization.py --report
 
 What stands behind ``--`` are options of ``modelmill build``, with paths from the repository's root; the engine is built
-by that verb, with acceptance, in the work folder and is kept there for the next run (--fresh builds it again). The
-float32 engine of the same checkpoint is built beside it once, and its logits are kept. A row that stands already is not
-measured twice (--again does). A refused engine gives a row that says so. The text must not be what the recipe was
-calibrated on.
+by that verb, with acceptance, in the work folder and is kept there for the next run as long as the code that made it
+and the files it was made of are the same (--fresh builds it again all the same). The float32 engine of the checkpoint
+is built beside it, and its logits are kept. A row that stands already is not measured twice (--again does). A refused
+engine gives a row that says so. The text must not be what the recipe was calibrated on.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.fidelity import kept_logits, measure, windows_of  # noqa: E402
+from benchmarks.kept import built, content_of, note, sources  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
 FLOAT32 = ("--dtype", "float32")
@@ -87,17 +88,21 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     from modelmill.eval.texts import read_text, refuse_calibration
 
     asked = key_of(options, build)
-    if not options.again and any(row.get("key") == asked for row in read_rows(options.results)):
-        note(f"this row stands already: {shlex.join(build) or 'as it is'} (--again measures once more)")
+    stands = [row for row in read_rows(options.results) if row.get("key") == asked]
+    if stands and not options.again:
+        older = "" if stands[-1].get("sources") == sources() else ", of other sources than today's"
+        note(f"this row stands already{older}: {shlex.join(build) or 'as it is'} (--again measures once more)")
         return None
     folder = options.work / options.checkpoint.stem
     folder.mkdir(parents=True, exist_ok=True)
-    plain, _ = built(options, FLOAT32, folder)
+    plain, _ = built(options.checkpoint, FLOAT32, folder)
     assert plain is not None, "the float32 engine is accepted"
-    engine, seconds = built(options, (*given_calibration(options, build), *dtype_of(build), *build), folder)
+    words = (*given_calibration(options, build), *dtype_of(build), *build)
+    engine, seconds = built(options.checkpoint, words, folder, options.fresh)
     row: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/quantization.py", *argv]), "key": asked}
     row |= {"checkpoint": options.checkpoint.name, "options": shlex.join(build), "text": options.text.name}
     row |= {"tokens": options.tokens, "window": options.window, "kv_cache_dtype": options.kv_cache_dtype}
+    row["sources"] = sources()
     if engine is None:
         return row | {"accepted": False} | stamp("")
     loop = opened(engine, options, options.kv_cache_dtype)
@@ -107,8 +112,9 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     refuse_calibration(options.text, loop.artifact.manifest.source)
     ids = tokens_of(loop, read_text(options.text), options.tokens)
     windows = windows_of(ids, options.window)
-    right = kept_logits(lambda: opened(plain, options, "auto"), windows, folder / "reference", told("float32"))
-    exact = perplexity_of(right, windows, folder)
+    reference = folder / f"reference-{content_of(plain)}"
+    right = kept_logits(lambda: opened(plain, options, "auto"), windows, reference, told("float32"))
+    exact = perplexity_of(right, windows, reference)
     began = time.perf_counter()
     found = measure(loop, windows, right, told(shlex.join(build)))
     row |= facts_of(loop.artifact) | {"tokens": len(ids), "windows": len(windows)} | found
@@ -139,27 +145,6 @@ def given_calibration(options: argparse.Namespace, build: Sequence[str]) -> Sequ
         return ()
     beside = options.calibration or options.text.with_name(CALIBRATION)
     return ("--calibration", str(beside)) if beside.is_file() else ()
-
-
-def built(options: argparse.Namespace, build: Sequence[str], folder: Path) -> tuple[Path | None, float | None]:
-    """The engine of these options, kept or built by the command line; None where acceptance refused it."""
-    from modelmill.artifact.store import is_engine
-
-    digest = hashlib.sha256(json.dumps(list(build)).encode()).hexdigest()[:10]
-    name = "float32" if tuple(build) == FLOAT32 else "-".join(w.lstrip("-") for w in build if "/" not in w)[:60]
-    engine = folder / f"{name}-{digest}.engine"
-    if is_engine(engine) and not (options.fresh and tuple(build) != FLOAT32):
-        return engine, None
-    command = [sys.executable, "-m", "modelmill", "build", str(options.checkpoint), "-o", str(engine), *build]
-    note(shlex.join(command[1:]))
-    began = time.perf_counter()
-    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        note(done.stderr.strip())
-        if "refused" not in done.stderr:
-            raise SystemExit(f"the build ended with {done.returncode}")
-        return None, None
-    return engine, round(time.perf_counter() - began, 1)
 
 
 def summarized(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -202,12 +187,12 @@ def tokens_of(loop: Any, text: str, count: int) -> list[int]:
     return load_tokenizer(loop.artifact.tokenizer_files()).encode(text, bos=False)[:count]
 
 
-def perplexity_of(right: Any, windows: Sequence[Sequence[int]], folder: Path) -> float:
-    """The reference's own perplexity, kept in a small file."""
+def perplexity_of(right: Any, windows: Sequence[Sequence[int]], reference: Path) -> float:
+    """The reference's own perplexity, kept in a small file beside its logits."""
     from benchmarks.fidelity import Sums
 
     digest = hashlib.sha256(json.dumps(list(map(list, windows))).encode()).hexdigest()[:12]
-    file = folder / f"float32-{digest}.json"
+    file = reference.with_name(f"{reference.name}-{digest}.json")
     if not file.exists():
         import torch
 
@@ -282,11 +267,6 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 def told(label: str) -> Any:
     """Progress on stderr."""
     return lambda done, total: print(f"\r{label}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr)
-
-
-def note(text: str) -> None:
-    """A line on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+import modelmill
 from modelmill.build.auto import AUTO, Found, resolve_auto
 from modelmill.build.calibration import Source, find_source
 from modelmill.build.keep import KEEP, Kept, find_kept, resolve_keep, source_shape
@@ -195,8 +196,9 @@ class Plan:
         }
 
     def key(self) -> str:
-        """What is being built; an interrupted build of another key is not resumed."""
+        """What is being built and by which version; an interrupted build of another key is not resumed."""
         parts = (
+            modelmill.__version__,
             self.checkpoint.quick_fingerprint(),
             to_dict(self.config),
             PACKING,

@@ -103,14 +103,17 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command line whose builds are fake."""
     text = tmp_path / "text.txt"
     text.write_text("x" * 90)
-    monkeypatch.setattr(bench, "built", lambda options, build, folder: (Path("-".join(build)), 1.0))
+    monkeypatch.setattr(bench, "built", lambda checkpoint, build, folder, fresh=False: (Path("-".join(build)), 1.0))
+    monkeypatch.setattr(bench, "content_of", lambda engine: engine.name)
     monkeypatch.setattr(bench, "opened", lambda engine, *_: FakeLoop(0.0 if str(engine) == "--dtype-float32" else 0.5))
     monkeypatch.setattr(bench, "tokens_of", lambda loop, text, count: [i * 7 % VOCAB for i in range(len(text))][:count])
     folders = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "rows.jsonl")]
     return ["model.gguf", "--text", str(text), "--window", "32", "--tokens", "80", *folders]
 
 
-def test_a_row_says_what_was_asked_and_is_written_once(asked: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_a_row_says_what_was_asked_and_is_written_once(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     command = [*asked, "--", "-q", "int4", "--group-size", "64"]
     assert bench.main(command) == 0
     assert bench.main(command) == 0
@@ -122,6 +125,11 @@ def test_a_row_says_what_was_asked_and_is_written_once(asked: list[str], tmp_pat
     assert row["excess"] == pytest.approx(row["perplexity"] / row["float32"] - 1)
     assert row["kinds"] == {"int4": 1}
     assert {"device", "versions", "date", "mean_kl", "agreement"} <= set(row)
+    told = capsys.readouterr().err
+    assert "stands already: -q int4" in told
+    monkeypatch.setattr(bench, "sources", lambda: "later")
+    assert bench.main(command) == 0
+    assert "stands already, of other sources than today's: -q int4" in capsys.readouterr().err
     bench.main([*asked[:-2], "--again", *asked[-2:], "--", "-q", "int4", "--group-size", "64"])
     assert len(bench.read_rows(tmp_path / "rows.jsonl")) == 2
     capsys.readouterr()
@@ -135,7 +143,7 @@ def test_a_refused_engine_is_a_row_too(
     asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     plain = bench.FLOAT32
-    monkeypatch.setattr(bench, "built", lambda _, build, folder: (Path("e") if tuple(build) == plain else None, None))
+    monkeypatch.setattr(bench, "built", lambda _, build, *more: (Path("e") if tuple(build) == plain else None, None))
     bench.main([*asked, "--", "-q", "int4"])
     (row,) = bench.read_rows(tmp_path / "rows.jsonl")
     assert row["accepted"] is False

@@ -192,3 +192,11 @@ def test_random_ids_of_a_model_without_tokenizer() -> None:
     assert ids == load_ids(source, {}, 17, seed=0) != load_ids(source, {}, 17, seed=1)
     assert [len(one) for one in ids] == [40] * 3
     assert {i for one in ids for i in one} == set(range(17))
+
+
+def test_another_version_builds_anew(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a cached engine nor half of one that another version has built is taken for this one's."""
+    before = plan(llama).key()
+    assert plan(llama).key() == before
+    monkeypatch.setattr("modelmill.__version__", "0.0.0")
+    assert plan(llama).key() != before
