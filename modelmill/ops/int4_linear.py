@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case
+from modelmill.ops.groups import RUN, cases_of, product, spread
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-RUN = 32  # columns in 16 bytes
-ZERO = 8
+ZERO = 8  # the code of 0 where there are no offsets
 
 
 def int4_linear(
@@ -33,10 +33,7 @@ def int4_linear(
     group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64 where x is).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    out = F.linear(x.to(wide), unpacked(weight, scale, offset, group, x.shape[-1], wide))
-    if bias is not None:
-        out = out + bias
-    return out.to(x.dtype)
+    return product(x, unpacked(weight, scale, offset, group, x.shape[-1], wide), bias)
 
 
 def unpacked(
@@ -49,10 +46,8 @@ def unpacked(
 ) -> torch.Tensor:
     """The weights [N, columns]."""
     values = codes_of(weight, columns).to(dtype)
-    wide = scale.to(dtype).repeat_interleave(group, 1)[:, :columns]
-    if offset is None:
-        return (values - ZERO) * wide
-    return values * wide + offset.to(dtype).repeat_interleave(group, 1)[:, :columns]
+    step = spread(scale, group, columns, dtype)
+    return (values - ZERO) * step if offset is None else values * step + spread(offset, group, columns, dtype)
 
 
 def packed_bytes(columns: int) -> int:
@@ -87,12 +82,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (20, 992, 64, 32),
             (132, 4096, 4096, 128),
         ]
-    for rows, k, n, group in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
-        args = {"x": x, **drawn(n, k, group, device=device, symmetric=rows == 5), "group": group}
-        args["bias"] = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
-        moved = nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor))) + rows * n * x.element_size()
-        yield Case(f"{rows}x{k}->{n} g{group}", args, moved, 2 * rows * k * n)
+    yield from cases_of(shapes, drawn, device, dtype)
 
 
 def drawn(n: int, k: int, group: int, *, device: str, symmetric: bool) -> dict[str, torch.Tensor | None]:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case
+from modelmill.ops.groups import RUN, cases_of, product, spread
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-RUN = 32
 
 
 def int8_group_linear(
@@ -30,10 +30,7 @@ def int8_group_linear(
     group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64 where x is).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    out = F.linear(x.to(wide), unpacked(weight, scale, offset, group, x.shape[-1], wide))
-    if bias is not None:
-        out = out + bias
-    return out.to(x.dtype)
+    return product(x, unpacked(weight, scale, offset, group, x.shape[-1], wide), bias)
 
 
 def unpacked(
@@ -45,8 +42,8 @@ def unpacked(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The weights [N, columns]."""
-    values = weight[:, :columns].to(dtype) * scale.to(dtype).repeat_interleave(group, 1)[:, :columns]
-    return values if offset is None else values + offset.to(dtype).repeat_interleave(group, 1)[:, :columns]
+    values = weight[:, :columns].to(dtype) * spread(scale, group, columns, dtype)
+    return values if offset is None else values + spread(offset, group, columns, dtype)
 
 
 def filled(codes: torch.Tensor) -> torch.Tensor:
@@ -57,12 +54,7 @@ def filled(codes: torch.Tensor) -> torch.Tensor:
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill, K that is no multiple of the group, of 32, or odd."""
     shapes = [(1, 576, 1536, 32), (5, 100, 33, 32), (33, 576, 96, 64), (1, 1536, 576, 128), (2, 65, 7, 96)]
-    for rows, k, n, group in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
-        args = {"x": x, **drawn(n, k, group, device=device, symmetric=rows == 5), "group": group}
-        args["bias"] = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
-        moved = nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor))) + rows * n * x.element_size()
-        yield Case(f"{rows}x{k}->{n} g{group}", args, moved, 2 * rows * k * n)
+    yield from cases_of(shapes, drawn, device, dtype)
 
 
 def drawn(n: int, k: int, group: int, *, device: str, symmetric: bool) -> dict[str, torch.Tensor | None]:

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 
 from modelmill.core.errors import CorruptArtifact
-from modelmill.ops.int4_linear import RUN
+from modelmill.ops.groups import RUN
 from modelmill.ops.shelf import Ops
 from modelmill.weights.held import cut
 

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from modelmill.ops.int4_linear import RUN, ZERO, codes_of, pack_codes, packed_bytes, unpacked
+from modelmill.ops.groups import RUN, spread
+from modelmill.ops.int4_linear import ZERO, codes_of, pack_codes, packed_bytes, unpacked
 from modelmill.ops.shelf import Ops
 from modelmill.weights._grouped import Grouped, Info, in_order
 
@@ -44,8 +45,8 @@ class Held(Grouped):
         wide = weight.float()
         group = columns_of(group, wide.shape[1])
         scale, offset = _spanning(wide, group, symmetric)
-        spread = [t.repeat_interleave(group, 1)[:, : wide.shape[1]] for t in (scale, offset)]
-        codes = torch.round((wide - spread[1]) / spread[0]).clamp_(0, 15)
+        step, start = (spread(t, group, wide.shape[1], wide.dtype) for t in (scale, offset))
+        codes = torch.round((wide - start) / step).clamp_(0, 15)
         return Held.from_codes(codes, scale, None if symmetric else offset, group)
 
     @staticmethod

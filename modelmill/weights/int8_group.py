@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from modelmill.ops.int8_group_linear import RUN, filled, unpacked
+from modelmill.ops.groups import RUN
+from modelmill.ops.int8_group_linear import filled, unpacked
 from modelmill.ops.shelf import Ops
 from modelmill.weights._grouped import Grouped, in_order
 

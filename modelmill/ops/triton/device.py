@@ -57,6 +57,14 @@ def knows_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def widens_for(x: torch.Tensor) -> bool:
+    """Whether a product of x [T, K] widens narrow weights on the way: of 16 bits always, of float32 up to 16 rows.
+
+    Beyond, cuBLAS makes better use of the float32 units; no kernel adds up in float64.
+    """
+    return x.dtype in (torch.float16, torch.bfloat16) or (x.dtype == torch.float32 and x.shape[0] <= 16)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two ≥ n, n ≥ 1."""
     return 1 << (n - 1).bit_length()
@@ -66,6 +74,16 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     """x as [rows, H] with its columns contiguous; a view wherever the layout allows one."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def flat_launch(x: torch.Tensor) -> tuple[int, int, int]:
+    """(programs, values of each, warps) for kernels that take the values of x one by one, whatever its shape.
+
+    A few values need small blocks to reach every multiprocessor.
+    """
+    count = x.numel()
+    block = 256 if count < 4096 * multiprocessors(x.device) else 2048
+    return -(-count // block), block, max(1, block // 256)
 
 
 def row_launch(x: torch.Tensor) -> tuple[int, int, int]:

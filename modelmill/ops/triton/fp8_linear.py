@@ -9,7 +9,7 @@ import torch
 
 from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import knows_fp8
+from modelmill.ops.triton.device import knows_fp8, widens_for
 from modelmill.ops.triton.linear import tile
 from modelmill.ops.triton.products8 import tile8, vector8, words
 from modelmill.ops.triton.sizes import Chosen, Key, Sizes
@@ -17,7 +17,6 @@ from modelmill.ops.triton.sizes import key_of as key_of
 
 FP8 = torch.float8_e4m3fn
 MANY = 256  # tokens from which torch's product is asked
-MOST_FLOAT32 = 16  # tokens; beyond, the float32 units are better used by cuBLAS
 
 
 def supports(
@@ -34,7 +33,7 @@ def supports(
     if weight.dtype != FP8 or scale.dtype != torch.float32 or not scale.is_contiguous() or not knows_fp8(x.device):
         return False
     if x_scale is None:
-        return x.dtype == dtype and (dtype != torch.float32 or x.shape[0] <= MOST_FLOAT32)
+        return x.dtype == dtype and widens_for(x)
     return x.dtype == FP8 and x_scale.dtype == torch.float32 and x_scale.is_contiguous() and dtype != torch.float64
 
 

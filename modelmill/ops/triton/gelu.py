@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.device import INTERPRETED, multiprocessors
+from modelmill.ops.triton.device import INTERPRETED, flat_launch
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
 
@@ -19,11 +19,10 @@ def supports(x: torch.Tensor) -> bool:
 def run(x: torch.Tensor) -> torch.Tensor:
     """As the reference, rounded once."""
     out = torch.empty_like(x)
-    count = x.numel()
-    block = 256 if count < 4096 * multiprocessors(x.device) else 2048
-    _kernel[(triton.cdiv(count, block),)](
-        x, out, count, ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block,
-        num_warps=max(1, block // 256), **launch(x.device, count // x.shape[-1]),
+    programs, block, warps = flat_launch(x)
+    _kernel[(programs,)](
+        x, out, x.numel(), ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block, num_warps=warps,
+        **launch(x.device, x.numel() // x.shape[-1]),
     )  # fmt: skip
     return out
 

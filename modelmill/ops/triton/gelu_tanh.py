@@ -7,23 +7,16 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import multiprocessors
+from modelmill.ops.triton.device import flat_launch
 from modelmill.ops.triton.early import enter, launch
-
-
-def supports(x: torch.Tensor) -> bool:
-    """Contiguous and not empty."""
-    return x.is_contiguous() and x.numel() > 0
+from modelmill.ops.triton.gelu import supports as supports
 
 
 def run(x: torch.Tensor) -> torch.Tensor:
     """As the reference, rounded once."""
     out = torch.empty_like(x)
-    count = x.numel()
-    block = 256 if count < 4096 * multiprocessors(x.device) else 2048
-    _kernel[(triton.cdiv(count, block),)](
-        x, out, count, BLOCK=block, num_warps=max(1, block // 256), **launch(x.device, count // x.shape[-1])
-    )
+    programs, block, warps = flat_launch(x)
+    _kernel[(programs,)](x, out, x.numel(), BLOCK=block, num_warps=warps, **launch(x.device, x.numel() // x.shape[-1]))
     return out
 
 

@@ -20,28 +20,13 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.groups import supports as supports
 
 ZERO = 8  # the code of 0 where there are no offsets
 # columns of a chunk at most: two products with 64 columns each
 CHUNK = 128
 RAISED = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
 MOST = 64  # rows in 16 bits
-MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
-
-
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Any number of rows in 16 bit, up to 16 in float32; groups of multiples of 32 columns, rows contiguous."""
-    if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype not in RAISED:
-        return False
-    grids = scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())
-    return grids and group % 32 == 0 and (x.dtype != torch.float32 or x.shape[0] <= MOST_FLOAT32)
 
 
 def run(

@@ -10,26 +10,11 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.groups import supports as supports
 
 CHUNK = 128  # columns of a product at most
-MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
 # (rows of x up to which, rows of x and of the weight a program, stages, warps)
 SIZES = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4), (1 << 31, 128, 128, 3, 8))
-
-
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Any number of rows in 16 bit, up to 16 in float32; groups of multiples of 32 columns, rows contiguous."""
-    if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or weight.stride(1) != 1:
-        return False
-    grids = scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())
-    return grids and group % 32 == 0 and (x.dtype != torch.float32 or x.shape[0] <= MOST_FLOAT32)
 
 
 def run(

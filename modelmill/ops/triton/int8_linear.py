@@ -6,18 +6,17 @@ import torch
 
 from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.device import widens_for
 from modelmill.ops.triton.linear import tile, vector
 from modelmill.ops.triton.sizes import Chosen, Key, Sizes
 from modelmill.ops.triton.sizes import key_of as key_of
-
-MOST_FLOAT32 = 16  # rows; beyond, the float32 units are better used by cuBLAS
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Any number of rows in 16 bit, up to 16 in float32; rows of x and weight contiguous."""
     if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
-    return x.dtype != torch.float32 or x.shape[0] <= MOST_FLOAT32
+    return widens_for(x)
 
 
 def candidates(key: Key) -> tuple[Sizes, ...]:
