@@ -57,7 +57,7 @@ class Backend:
             start = Start.read(folder / START)
             run = placed(from_dict(RunConfig, start.run, str(folder / START)), args)
             engine = AsyncLLM(folder / ENGINE, chat_template=start.chat_template, **_fields(run))
-            engine.llm.loop.warm_up()
+            engine.llm.loop.warm_up(forms=True)
         except ModelmillError as error:
             raise triton.TritonModelException(str(error)) from None
         labels = {"model": args["model_name"], "version": args["model_version"]}

@@ -7,6 +7,8 @@ computes. A faster variant is a file of the same name in ``ops/cpu``, ``ops/trit
 * ``run(...)``: the same signature and meaning as the reference;
 * optionally ``supports(...) -> bool``: whether these arguments are served; the next variant in the order of preference
   serves the others, at last the reference;
+* optionally ``forms(...)``: arguments with which each of its kernels is met once, where kernels are compiled for sizes
+  that change from step to step (``runtime.warm``);
 * optionally ``SHARES = True``: ``run`` also takes ``rest``, the next variant's ``run``, for the part of the work that
   this one serves better.
 
@@ -154,6 +156,13 @@ def variants(op: str) -> dict[str, ModuleType]:
         if module is not None:
             found[shelf] = module
     return found
+
+
+def forms(op: str, chosen: str) -> list[Callable[..., Any]]:
+    """``forms`` of the variant that was chosen and of those behind it, where they have any."""
+    names = SHELVES[SHELVES.index(chosen) :] if chosen in SHELVES else ()
+    offered = variants(op)
+    return [offered[name].forms for name in names if hasattr(offered.get(name), "forms")]
 
 
 def resolve(device: str, overrides: Mapping[str, str] | None = None, tuning: Tuning | None = None) -> Ops:

@@ -294,11 +294,15 @@ class Loop:
             preemptions=scheduler.preemptions,
         )
 
-    def warm_up(self, largest: int | None = None) -> None:
-        """Record the graphs for decoding up to ``largest`` sequences now, not when they are first needed."""
+    def warm_up(self, largest: int | None = None, *, forms: bool = False) -> None:
+        """Record the graphs for decoding up to ``largest`` sequences now, not when they are first needed.
+
+        forms: meet every kernel that steps with prompts may take as well (``warm``), for who serves people: compiling
+        them takes half a minute, once a machine.
+        """
         self.eyes.warm_up()
         if self.runner.graphs is not None:
-            self.runner.warm_up(min(largest or self.config.max_num_seqs, self.runner.graphs.largest))
+            self.runner.warm_up(min(largest or self.config.max_num_seqs, self.runner.graphs.largest), forms=forms)
 
     def scorer(self) -> Score:
         """Runs given tokens through the loop's own pages, for measuring; see ``Score``."""

@@ -21,7 +21,7 @@ from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
 from modelmill.parallel.mesh import ALONE, Mesh
-from modelmill.runtime import logprobs
+from modelmill.runtime import logprobs, warm
 from modelmill.runtime.batch import Batch, Packer, Wanted
 from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS, Graphs, NotRecordable
 from modelmill.runtime.orders import COPY, FORWARD, Order
@@ -247,16 +247,23 @@ class Runner:
         return flight
 
     @torch.inference_mode()
-    def warm_up(self, largest: int) -> None:
+    def warm_up(self, largest: int, *, forms: bool = False) -> None:
         """Record the greedy decode graphs of every size up to ``largest``, for the shortest contexts.
 
-        Before that, steps with prompts of every kind that kernels know apart: some are compiled when first met.
+        Before that, steps with prompts of every kind that kernels know apart: some are compiled when first met. forms:
+        attention in all of its forms, too.
         """
         for query in WARM_QUERIES:
             for seqs in WARM_BATCHES:
                 self.score(self.packer.blank(query, seqs))
+        seen = warm.Seen(self.ops.paged_attention)
+        usual, self.ops = self.ops, replace(self.ops, paged_attention=seen)
         for tokens, seqs in WARM_ODD:
             self.score(self.packer.blank(tokens, seqs))
+        self.ops = usual
+        if forms:
+            columns = self.packer.tables.table.shape[1]
+            warm.attention(self.ops, seen, largest, columns * self.packer.page_size, columns)
         for size in [s for s in self.graphs.sizes if s <= largest] if self.graphs is not None else []:
             assert self.graphs is not None
             batch = self.packer.pack([], Wanted([], []), self.graphs.pad(size, 1))

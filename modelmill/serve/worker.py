@@ -226,7 +226,7 @@ def opened(order: Open, artifact: Artifact, told: Callable[[str, int, int], None
     loop.scheduler.interactive(config.max_mixed_tokens, on_gpu=loop.device != "cpu")
     if order.warm:
         told("warming up", 0, 1)
-        loop.warm_up()
+        loop.warm_up(forms=True)
     return loop
 
 

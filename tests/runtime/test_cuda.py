@@ -66,11 +66,12 @@ def test_8_bit_pages_answer_alike_with_graphs_and_without(kv: str) -> None:
 
 
 @pytest.mark.gpu
-def test_warm_up_records_and_changes_nothing() -> None:
+@pytest.mark.parametrize("forms", [False, True])
+def test_warm_up_records_and_changes_nothing(forms: bool) -> None:
     model = tiny.decoder(device="cuda:0")
     expected = tiny.run(tiny.loop(model), work())
     engine = tiny.loop(model)
-    engine.warm_up(4)
+    engine.warm_up(4, forms=forms)
     assert len(engine.runner.graphs._graphs) == 6  # greedy and drawn, of three sizes
     assert tiny.run(engine, work()) == expected
 

@@ -9,6 +9,8 @@ device: a CUDA graph captured for a bound stays right for every shorter context.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -83,6 +85,46 @@ def run(
     return out
 
 
+class _Sizes(NamedTuple):
+    """How a decode step is divided. shared: the query heads of a KV head go together.
+
+    tile: keys at once, warps, stages. splits: programs that share a context. least: keys that each of them has, where
+    it has any.
+    """
+
+    shared: bool
+    tile: tuple[int, int, int]
+    splits: int
+    least: int
+
+
+def forms(q: torch.Tensor, k_cache: torch.Tensor, most: int, longest: int, window: int | None) -> list[tuple[int, int]]:
+    """(sequences, bound on their context) of a decode step for each form of the kernels that such steps may take.
+
+    Every form is compiled when it is first met, and that takes a part of a second. most, longest: sequences of a step,
+    tokens of one. q, k_cache, window: as for ``run``.
+    """
+    found: dict[tuple[_Sizes, bool], tuple[int, int]] = {}
+    longest = longest if window is None else min(longest, window)
+    for batch in range(1, most + 1):
+        widest = _sizes(q, k_cache, batch, longest)
+        for count in range(1, widest.splits + 1):
+            keys = min(count * widest.least, longest)
+            found.setdefault((_sizes(q, k_cache, batch, keys), batch == 1), (batch, keys))
+    return list(found.values())
+
+
+def _sizes(q: torch.Tensor, k: torch.Tensor, batch: int, keys: int) -> _Sizes:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    # One query head a KV head leaves a tensor-core tile 1/16 full, and float32 must not be rounded to tf32:
+    # both are multiplied and summed as vectors, a head each.
+    if heads != kv_heads and q.dtype != torch.float32:
+        at_once, warps, stages, each = _group_tile(k, q, batch * kv_heads)
+        splits = _splits(batch * kv_heads, each, keys, LEAST_KEYS, q.device)
+        return _Sizes(True, (at_once, warps, stages), splits, LEAST_KEYS)
+    return _Sizes(False, (0, 2, 0), _splits(batch * heads, 8, keys, LEAST_ALONE, q.device), LEAST_ALONE)
+
+
 def _splits(pairs: int, each: int, keys: int, least: int, device: torch.device) -> int:
     """Programs that share one context: at most ``each`` on every multiprocessor, none without keys.
 
@@ -96,16 +138,8 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     q, k, v, k_scale, v_scale, tables, starts, lengths, out = tensors
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
-    # One query head a KV head leaves a tensor-core tile 1/16 full, and float32 must not be rounded to tf32:
-    # both are multiplied and summed as vectors, a head each.
-    shared = heads != kv_heads and q.dtype != torch.float32
-    if shared:
-        keys_at_once, warps, stages, each = _group_tile(k, q, batch * kv_heads)
-        pairs, least = batch * kv_heads, LEAST_KEYS
-    else:
-        pairs, least, each = batch * heads, LEAST_ALONE, 8
     keys = max_context if window is None else min(max_context, window)
-    splits = _splits(pairs, each, keys, least, q.device)
+    shared, (keys_at_once, warps, stages), splits, least = _sizes(q, k, batch, keys)
     parts = sums = out
     if splits > 1:
         parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
@@ -127,7 +161,7 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     else:
         block_n = max(1, 16 * 128 // max(128, block_d * q.element_size() // 2))
         paged_decode.heads[(heads, batch, splits)](
-            *pointers, *strides, TURNS=2, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=2, **common, **layout, **first
+            *pointers, *strides, TURNS=2, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, **common, **layout, **first
         )
     if splits > 1:
         paged_decode.merge[(heads, batch)](

@@ -1,0 +1,63 @@
+"""Warming attention up: every form is called, nothing is read or stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops import shelf
+from modelmill.runtime import warm
+from tests.runtime import tiny
+
+FORMS = [(1, 8), (2, 24), (5, 64)]
+
+
+def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = tiny.loop()
+    runner = loop.runner
+    asked: list[tuple[Any, ...]] = []
+
+    def forms(q: torch.Tensor, k: torch.Tensor, most: int, longest: int, window: int | None) -> list[tuple[int, int]]:
+        asked.append((tuple(q.shape[1:]), tuple(k.shape[1:]), most, longest, window))
+        return FORMS
+
+    monkeypatch.setattr(shelf, "forms", lambda op, chosen: [forms])
+    met: list[tuple[int, int, int]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, *rest: Any) -> torch.Tensor:
+        starts, lengths, queries, context = rest[:4]
+        met.append((len(tables), context, queries))
+        assert len(q) == len(tables) == len(lengths) == len(starts) - 1
+        assert not lengths.any()
+        assert starts.tolist() == list(range(len(q) + 1))
+        return plain(q, k, v, tables, *rest)
+
+    plain = runner.ops.paged_attention
+    seen = warm.Seen(plain)
+    runner.ops = replace(runner.ops, paged_attention=seen, decode=None)
+    runner.score(runner.packer.blank(9, 3))
+    before = [page.clone() for page in runner.kv.tensors]
+    assert warm.attention(replace(runner.ops, paged_attention=attend), seen, 16, 128, 16) == len(FORMS)
+    assert met == [(seqs, context, 1) for seqs, context in FORMS]
+    assert asked == [((4, 8), (2, 8, 8), 16, 128, None)]
+    assert all(torch.equal(a, b) for a, b in zip(before, runner.kv.tensors))
+
+
+def test_each_kind_of_layer_once() -> None:
+    """Two layers with different windows are two kinds."""
+    loop = tiny.loop(tiny.decoder(window=16))
+    seen = warm.Seen(loop.runner.ops.paged_attention)
+    loop.runner.ops = replace(loop.runner.ops, paged_attention=seen, decode=None)
+    loop.runner.score(loop.runner.packer.blank(9, 3))
+    assert [call[4] for call in seen.calls.values()] == [16]
+
+
+def test_without_forms_nothing_is_called() -> None:
+    loop = tiny.loop()
+    seen = warm.Seen(loop.runner.ops.paged_attention)
+    loop.runner.ops = replace(loop.runner.ops, paged_attention=seen, decode=None)
+    loop.runner.score(loop.runner.packer.blank(9, 3))
+    assert warm.attention(replace(loop.runner.ops, chosen={"paged_attention": "torch"}), seen, 16, 128, 16) == 0
