@@ -55,6 +55,7 @@ class Language:
         if chat_template is not None:
             files = _templated(files, chat_template)
         self.path, self.manifest, self._local = path, manifest, local
+        self.most_pixels: int | None = None  # of a picture in a conversation, if not vision's own limit
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
         self.chat_format: ChatFormat | None = load_chat(files, self.tokenizer) if self.tokenizer else None
         self.defaults = sampling_defaults(manifest.generation)
@@ -136,7 +137,7 @@ class Language:
             raise RequestError(f"{picture.where}: a picture is an image_url with a data URL here")
         size = int(self.manifest.config["reader"]["tower"]["image"])
         source = from_url(picture.source, picture.where) if picture.url else picture.source
-        pixels, digest = square(source, size, picture.where)
+        pixels, digest = square(source, size, picture.where, self.most_pixels)
         return Insert(position, self.chat_format.tokens, digest, pixels)
 
     def ids(self, prompt: Any) -> list[int]:

@@ -276,7 +276,9 @@ class Engine:
     async def _opened(self, facts: Ready) -> None:
         if self._language is None and facts.kind != KIND:
             try:
-                self._language = await asyncio.to_thread(self._read, Path(facts.path), self._order.template)
+                language = await asyncio.to_thread(self._read, Path(facts.path), self._order.template)
+                language.most_pixels = self._order.most_pixels
+                self._language = language
             except ModelmillError as error:
                 self.error, self.usage, self._closing = str(error), isinstance(error, UsageError), True
                 self.state = State.FAILED

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
-from PIL import ImageOps
 from PIL.Image import Image
 
 from modelmill.core.errors import RequestError
@@ -26,29 +26,50 @@ if TYPE_CHECKING:
 MOST_PIXELS = 100_000_000
 MOST_BYTES = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+WHITE, BLACK = 255, 0
+_ORIENTATION = 0x0112
+# what that note says has been done to the picture, undone
+_TURNS = {
+    2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
+    3: PIL.Image.Transpose.ROTATE_180,
+    4: PIL.Image.Transpose.FLIP_TOP_BOTTOM,
+    5: PIL.Image.Transpose.TRANSPOSE,
+    6: PIL.Image.Transpose.ROTATE_270,
+    7: PIL.Image.Transpose.TRANSVERSE,
+    8: PIL.Image.Transpose.ROTATE_90,
+}
 
 
-def open_image(source: Path | str | bytes, name: str = "the image", most: int | None = None) -> Image:
+def open_image(
+    source: Path | str | bytes, name: str = "the image", most: int | None = None, behind: int = WHITE
+) -> Image:
     """One upright RGB picture. source: a path, or the file's bytes. most: pixels that it may have, if not MOST_PIXELS.
 
-    Raises RequestError for what is none.
+    behind: the grey that transparent parts show. Raises RequestError for what is none.
     """
     data = source if isinstance(source, bytes) else read_bytes(Path(source))
-    most = MOST_PIXELS if most is None else most
     if not isinstance(source, bytes):
         name = str(source)
     if len(data) > MOST_BYTES:
         raise RequestError(f"{name}: {len(data)} bytes are more than the {MOST_BYTES} allowed; send a smaller file")
+    return _decoded(lambda: PIL.Image.open(io.BytesIO(data), formats=FORMATS), name, most, behind)
+
+
+def _decoded(opened: Callable[[], Image], name: str, most: int | None, behind: int = WHITE) -> Image:
+    """``upright`` of what ``opened`` gives. Raises RequestError for what is too large or cannot be decoded."""
+    most = MOST_PIXELS if most is None else most
     try:
         with warnings.catch_warnings():
             # PIL warns of large pictures; the limit below is ours
             warnings.simplefilter("ignore")
-            picture = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+            picture = opened()
             width, height = picture.size
             if width * height > most:
                 raise RequestError(f"{name}: {width} × {height} pixels are more than {most}; make it smaller")
-            return upright(picture)
-    except RequestError:
+            if width * height == 0:
+                raise RequestError(f"{name}: {width} × {height} pixels are none")
+            return upright(picture, behind)
+    except (RequestError, MemoryError):
         raise
     except PIL.Image.DecompressionBombError:
         raise RequestError(f"{name} claims more than {most} pixels; make it smaller") from None
@@ -58,38 +79,56 @@ def open_image(source: Path | str | bytes, name: str = "the image", most: int | 
         raise RequestError(f"{name} {kind}; known formats: {kinds}") from None
 
 
-def upright(picture: Image) -> Image:
-    """RGB of 8 bits, turned as its orientation note says; transparent parts on white; the first of several frames."""
-    picture.seek(0)
+def upright(picture: Image, behind: int = WHITE) -> Image:
+    """RGB of 8 bits, turned as its orientation note says; transparent parts on a grey; of several frames the current.
+
+    behind: that grey, 0 … 255. Raises what PIL raises for broken pictures.
+    """
     picture.load()
-    picture = ImageOps.exif_transpose(picture)
+    turn = _TURNS.get(_orientation(picture))
+    if turn is not None:
+        picture = picture.transpose(turn)
     if picture.mode.startswith(("I", "F")):
         return _from_deep(picture)
+    if picture.mode in ("La", "RGBa"):  # colours that the alpha has been multiplied into
+        picture = picture.convert("LA" if picture.mode == "La" else "RGBA")
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-        clear = picture.convert("RGBA")
-        ground = PIL.Image.new("RGBA", clear.size, (255, 255, 255, 255))
-        return PIL.Image.alpha_composite(ground, clear).convert("RGB")
-    return picture.convert("RGB")
+        clear = picture if picture.mode == "RGBA" else picture.convert("RGBA")
+        ground = PIL.Image.new("RGB", clear.size, (behind, behind, behind))
+        ground.paste(clear, mask=clear)
+        return ground
+    plain = picture.convert("RGB")
+    plain.info = {}  # the note has been followed, and is not to be followed again
+    return plain
 
 
-def as_image(given: Any) -> Image:
+def _orientation(picture: Image) -> Any:
+    """EXIF's note on which side is up, if it has one that can be read: a broken note is no broken picture."""
+    try:
+        return picture.getexif().get(_ORIENTATION)
+    except Exception:  # its reader raises anything for broken notes
+        return None
+
+
+def as_image(given: Any, name: str = "the image", most: int | None = None) -> Image:
     """A picture of ours from whatever a caller holds: path, bytes, PIL image, or array [H, W] or [H, W, 3 or 4] uint8.
 
-    Raises RequestError.
+    name: of bytes and of what has none, in errors. most: as for ``open_image``. Raises RequestError.
     """
     if isinstance(given, (str, Path, bytes)):
-        return open_image(given)
+        return open_image(given, name, most)
     if isinstance(given, Image):
-        return upright(given)
-    if hasattr(given, "detach"):  # a tensor of torch, which need not be here
+        return _decoded(lambda: given, name, most)
+    tensor = hasattr(given, "detach") and hasattr(given, "dtype")  # of torch, which need not be here
+    if tensor and str(given.dtype) == "torch.uint8":
         given = given.detach().cpu().numpy()
-    if isinstance(given, np.ndarray):
+    if tensor or isinstance(given, np.ndarray):
         shaped = given.ndim == 2 or (given.ndim == 3 and given.shape[2] in (3, 4))
         if given.dtype != np.uint8 or not shaped or 0 in given.shape:
             raise RequestError(
                 f"an image array is uint8 of [H, W] or [H, W, 3], not {given.dtype} of {list(given.shape)}"
             )
-        return upright(PIL.Image.fromarray(given))
+        return _decoded(lambda: PIL.Image.fromarray(given), name, most)
     raise RequestError(f"an image is a path, bytes, a PIL image or an array, not {quoted(type(given).__name__)}")
 
 
@@ -112,20 +151,24 @@ def pixels(picture: Image, size: tuple[int, int], how: str = "bilinear") -> torc
 def read_bytes(path: Path) -> bytes:
     """A file's bytes, up to MOST_BYTES. Raises RequestError."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise RequestError(f"{path}: {path.stat().st_size} bytes are more than the {MOST_BYTES} allowed")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            # a device or a pipe tells no size, and may never end
+            data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
+    if len(data) > MOST_BYTES:
+        raise RequestError(f"{path}: its bytes are more than the {MOST_BYTES} allowed; give a smaller file")
+    return data
 
 
 def _from_deep(picture: Image) -> Image:
     """16 or 32 bits a pixel: scaled by what the format can hold, not by what this picture happens to hold."""
-    values = np.asarray(picture).astype(np.float64)
+    values = np.array(picture)
     if picture.mode.startswith("F"):
         values = np.nan_to_num(values, nan=0.0, posinf=255.0, neginf=0.0)
-        values = values * (255 if values.max() <= 1 else 1)
+        values = np.rint(values * np.float32(255 if values.max() <= 1 else 1))
     else:
-        values = values / 257
-    grey = np.clip(np.rint(values), 0, 255).astype(np.uint8)
+        # whole numbers: a hundred million pixels would be gigabytes in double precision
+        values = (np.clip(values, 0, 65535).astype(np.uint32) + 128) // 257
+    grey = np.clip(values, 0, 255).astype(np.uint8)
     return PIL.Image.fromarray(grey).convert("RGB")

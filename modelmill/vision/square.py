@@ -19,12 +19,13 @@ from modelmill.vision.image import MOST_BYTES, as_image, open_image, read_bytes
 _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 
 
-def square(given: Any, size: int, where: str = "the image") -> tuple[np.ndarray, str]:
+def square(given: Any, size: int, where: str = "the image", most: int | None = None) -> tuple[np.ndarray, str]:
     """([size, size, 3] uint8, its sha256 with its shape), resized bicubically with antialiasing as PIL does it.
 
-    given: a path, bytes, a PIL image or an array. Aspect is not kept, as the original does it. Raises RequestError.
+    given: a path, bytes, a PIL image or an array, of at most ``most`` pixels. Aspect is not kept, as the original does
+    it. Raises RequestError.
     """
-    picture = open_image(given, where) if isinstance(given, bytes) else as_image(given)
+    picture = as_image(given, where, most)
     if picture.size != (size, size):
         picture = picture.resize((size, size), PIL.Image.Resampling.BICUBIC)
     pixels = np.array(picture)

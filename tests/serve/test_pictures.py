@@ -135,6 +135,14 @@ def test_bad_pictures_are_refused(served: Running, source: str, says: str) -> No
     assert "passwd" not in answer.json["error"]["message"]
 
 
+def test_the_servers_own_limit_of_pixels(served: Running) -> None:
+    """--max-image-pixels is 50 million; the file is one that may be read elsewhere."""
+    large = url(encoded(PIL.Image.new("1", (10001, 5000))))
+    answer = served.post("/v1/chat/completions", {**ASK, "messages": talk(large, "What?")})
+    assert answer.status == 400
+    assert "10001 × 5000 pixels are more than 50000000" in answer.json["error"]["message"]
+
+
 @pytest.mark.parametrize("part", [{"type": "image", "image": "/etc/passwd"}, {"type": "image", "image": "a.png"}])
 def test_files_of_the_server_are_not_read(served: Running, part: dict[str, Any]) -> None:
     answer = served.post("/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import ImageOps
 
 from modelmill.core.errors import RequestError
 from modelmill.vision import image
@@ -60,6 +61,20 @@ def test_orientation_notes_are_followed() -> None:
     found = image.open_image(saved(picture, "PNG", exif=exif))
     assert found.size == (4, 6)
     assert found.getpixel((3, 0)) == (255, 255, 255)
+    # once: what has been turned is turned no more
+    assert np.array_equal(image.as_image(found), found)
+
+
+def test_every_orientation_is_undone() -> None:
+    """Against PIL's own, for each note and each format that carries it."""
+    picture = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8))
+    for form in ("PNG", "TIFF", "JPEG", "WEBP"):
+        for note in range(10):
+            exif = PIL.Image.Exif()
+            exif[0x0112] = note
+            data = saved(picture, form, exif=exif)
+            wanted = ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).convert("RGB")
+            assert np.array_equal(image.open_image(data), wanted), (form, note)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +110,80 @@ def test_a_bomb_is_refused_by_its_header() -> None:
     bomb[29:33] = zlib.crc32(bytes(bomb[12:29])).to_bytes(4, "big")
     with pytest.raises(RequestError, match="pixels; make it smaller"):
         image.open_image(bytes(bomb))
+
+
+def test_what_a_caller_holds_is_read_as_carefully_as_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL decodes when it is asked for pixels: what is broken, too large or closed shows there, in one line."""
+    noise = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 90, 3), dtype=np.uint8))
+    closed = solid("RGB", RED)
+    closed.close()
+    wrong = {
+        "is a broken image": PIL.Image.open(io.BytesIO(saved(noise, "PNG")[:2000])),
+        "are none": PIL.Image.new("RGB", (0, 5)),
+        "not 'BytesIO'": io.BytesIO(saved(noise, "PNG")),
+        "torch.bfloat16": torch.zeros(4, 6, 3, dtype=torch.bfloat16),
+    }
+    for says, given_ in [*wrong.items(), ("broken", closed)]:
+        with pytest.raises(RequestError, match=says) as caught:
+            image.as_image(given_)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr(image, "MOST_PIXELS", 20)
+    for large in (solid("RGB", RED), np.zeros((4, 6), np.uint8)):
+        with pytest.raises(RequestError, match="pixels are more than 20"):
+            image.as_image(large)
+    for premultiplied in ("La", "RGBa"):
+        half = solid("LA", (0, 128)) if premultiplied == "La" else solid("RGBA", (0, 0, 0, 128))
+        monkeypatch.setattr(image, "MOST_PIXELS", 24)
+        assert image.as_image(half.convert(premultiplied)).getpixel((1, 1)) == (127, 127, 127)
+
+
+def test_a_callers_frame_is_the_picture_and_stays_where_it_is() -> None:
+    frames = saved(solid("RGB", RED), "GIF", save_all=True, append_images=[solid("RGB", (0, 9, 200))])
+    moving = PIL.Image.open(io.BytesIO(frames))
+    moving.seek(1)
+    assert image.as_image(moving).getpixel((2, 2)) == (0, 9, 200)
+    assert moving.tell() == 1
+    assert image.open_image(frames).getpixel((2, 2)) == RED
+
+
+def test_a_broken_orientation_note_is_no_broken_picture() -> None:
+    """Bytes of EXIF changed at random: the picture is read, upright where the note can still be."""
+    chance = np.random.default_rng(0)
+    picture = PIL.Image.fromarray(chance.integers(0, 256, (4, 6, 3), dtype=np.uint8))
+    note = PIL.Image.Exif()
+    note[0x0112], note[0x010F], note[0x8769], note[0x8825] = 6, "Maker", {0x829A: (1, 3)}, {1: "N", 2: (1.0, 2.0, 3.0)}
+    for _ in range(300):
+        broken = bytearray(note.tobytes())
+        for place in chance.integers(6, len(broken), 4):
+            broken[place] = chance.integers(256)
+        found = image.open_image(saved(picture, "PNG", exif=bytes(broken)))
+        assert sorted(found.size) == [4, 6]
+
+
+def test_what_stands_behind_transparency() -> None:
+    data = saved(solid("RGBA", (0, 0, 0, 0)), "PNG")
+    assert image.open_image(data).getpixel((1, 1)) == (255, 255, 255)
+    assert image.open_image(data, behind=image.BLACK).getpixel((1, 1)) == (0, 0, 0)
+
+
+def test_every_depth_is_rounded_to_the_nearest() -> None:
+    deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    wanted = np.rint(deep.astype(np.float64) / 257)
+    for found in (
+        image.as_image(PIL.Image.fromarray(deep)),
+        image.as_image(PIL.Image.fromarray(deep.astype(np.int32))),
+    ):
+        assert np.array_equal(np.asarray(found)[..., 0], wanted)
+    beyond = PIL.Image.fromarray(np.array([[-5, 70000]], np.int32))
+    assert [image.as_image(beyond).getpixel((x, 0))[0] for x in (0, 1)] == [0, 255]
+    shares = PIL.Image.fromarray(np.array([[0.0, 0.5, 1.0, np.nan, -1.0]], np.float32))
+    assert [image.as_image(shares).getpixel((x, 0))[0] for x in range(5)] == [0, 128, 255, 0, 0]
+
+
+def test_a_file_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "MOST_BYTES", 1000)
+    with pytest.raises(RequestError, match="bytes are more than the 1000 allowed"):
+        image.open_image("/dev/zero")
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
