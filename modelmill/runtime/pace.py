@@ -3,6 +3,10 @@
 Measured, not computed: what a step costs depends on the model, the machine, and whatever else runs there. The piece
 follows a quantile of the times: a step that took more than ``MOST`` times as long as one without a prompt makes it
 smaller, every other one makes it a little larger, until so few are too long as the two rates are to each other.
+
+A single time may be far off: something else took the machine, a kernel was compiled; and where steps are launched
+ahead, the one after such a step seems to take no time at all. What was timed is doubted, and timed again soon, where
+steps with pieces take much less than it, or where few were timed and nothing stays within the limit.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ FIRST_UP = 1.1
 KEPT = 15
 AGAIN, SOON = 64, 8
 """After so many steps with a piece one goes without, to be timed; sooner where far more or fewer answers run."""
+SURE = 3
+"""Times whose median one of them cannot spoil."""
 
 
 class Pace:
@@ -32,6 +38,7 @@ class Pace:
         self._rows = 0
         self._since = 0
         self._up = FIRST_UP
+        self._late = 0
 
     def room(self, rows: int) -> int:
         """Prompt tokens that may join ``rows`` running answers in the step that is made now; 0: one to be timed."""
@@ -59,7 +66,16 @@ class Pace:
             self._since = 0
             self._quiet.append(seconds)
         elif self._quiet and not self._far(rows) and 2 * joined >= self.size:
-            late = seconds > MOST * statistics.median(self._quiet)
+            usual = statistics.median(self._quiet)
+            if 2 * seconds < usual:
+                # no step is faster for having a piece
+                self._quiet.clear()
+                self._since = AGAIN
+                return
+            late = seconds > MOST * usual
+            self._late = self._late + 1 if late else 0
+            if self._late >= SOON and len(self._quiet) < SURE:
+                self._late, self._since = 0, AGAIN
             self._up = UP if late else self._up
             self._piece = min(max(self._piece * (DOWN if late else self._up), self.least), self.most)
 

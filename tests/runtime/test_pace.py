@@ -105,3 +105,67 @@ def test_what_says_nothing_changes_nothing(rows: int) -> None:
     pace.note(rows, 3, 10.0)
     pace.note(0, 100, 10.0)
     assert pace.size == 100
+
+
+def stalled(
+    pace: Pace, rows: int, each: float, steps: int, stalls: dict[int, float], timed: dict[int, float]
+) -> list[tuple[int, float]]:
+    """(piece, time over that of a step without one) of steps beside many rows, after some beside few.
+
+    stalls: how many times as long some steps take; timed: the same for some of those without a piece, by their number.
+    The step after one is launched by then, and seems to take no time.
+    """
+    for _ in range(20):
+        pace.note(max(1, rows // 4), 0, 1.0)
+    told: list[tuple[int, float]] = []
+    quiet, behind = 0, False
+    for index in range(steps):
+        piece = pace.room(rows)
+        times = stalls.get(index) or (None if piece else timed.get(quiet))
+        quiet += not piece
+        seconds = (1.4 + each * piece if piece else 1.0) * (times or (0.1 if behind else 1.0))
+        behind = times is not None
+        pace.note(rows, piece, seconds)
+        told.append((piece, seconds))
+    return told
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stalls=st.dictionaries(st.integers(0, 150), st.floats(3, 1000), max_size=6),
+    timed=st.dictionaries(st.integers(0, 2), st.floats(3, 1000), max_size=2),
+    rows=st.integers(4, 256),
+    each=st.floats(2e-4, 8e-3),
+    first=st.sampled_from([None, 512]),
+)
+def test_stalls_are_forgotten(
+    stalls: dict[int, float], timed: dict[int, float], rows: int, each: float, first: int | None
+) -> None:
+    """However steps were disturbed, soon after it pieces are what they are without; few take long meanwhile."""
+    calm = stalled(Pace(8, 8192, first=first), rows, each, 1200, {}, {})
+    told = stalled(Pace(8, 8192, first=first), rows, each, 1200, stalls, timed)
+    undisturbed = [seconds for piece, seconds in told if seconds == (1.4 + each * piece if piece else 1.0)]
+    # nobody waits long for steps that are too large: what was timed is doubted within a few
+    assert sum(seconds > 1.3 * MOST for seconds in undisturbed) <= 3 * SOON
+    usual = [piece for piece, _ in calm[900:] if piece]
+    after = [piece for piece, _ in told[900:] if piece]
+    assert 0.6 * sum(usual) / len(usual) <= sum(after) / len(after) <= 1.4 * sum(usual) / len(usual)
+
+
+def test_one_stall_where_answers_were_timed_does_not_make_the_pieces_run_away() -> None:
+    """The first time beside many answers was a thousand times too long: 122 steps of 9.6 times the usual followed."""
+    told = stalled(Pace(128, 8192, first=512, grain=64), 40, 1e-3, 400, {}, {0: 1000.0})
+    assert sum(seconds > 3 for _, seconds in told) <= 2
+
+
+def test_one_time_that_is_too_short_does_not_keep_the_pieces_small() -> None:
+    """Steps launched ahead: the one after a stall seems to take no time, and may be the one that is timed."""
+    pace = Pace(8, 8192, first=512)
+    pace.note(10, 0, 1.0)
+    pace.note(40, 0, 0.05)
+    pieces = []
+    for _ in range(AGAIN):
+        pieces.append(pace.room(40))
+        pace.note(40, pieces[-1], 1.4 + 1e-3 * pieces[-1] if pieces[-1] else 1.0)
+    assert 0 in pieces[: SOON + 1]
+    assert pieces[-1] > 2 * min(filter(None, pieces))
