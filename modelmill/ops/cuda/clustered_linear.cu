@@ -2,19 +2,21 @@
 // y[t, n] = sum over groups g of step_g * (scale * (q_g . w_g) + offset * (sum of q_g)) + constant[n] (+ bias[n]),
 // the parts in brackets whole numbers (ops/clustered_linear.py), for up to 8 * NT rows of q.
 //
-// The four threads of a quad take 128 columns of two weight rows, 16 bytes at a time: their registers are the left
-// operand of mma.m16n8k32 as they come. Which column a slot along K stands for is free, as long as q comes in the same
-// order. Packed codes (PACKED: byte j of 16 has column j in its low half, column j + 16 in its high half) become bytes by
-// one mask. A piece's sums are whole numbers below 2^24, which float32 holds exactly; each is flushed at once.
+// The four threads of a quad take 128 columns of two weight rows, 16 bytes at a time: their registers are the left operand
+// of mma.m16n8k32 as they come, as q comes in the same order (mma.cuh). Packed codes (PACKED: byte j of 16 has column j in
+// its low half, column j + 16 in its high half) become bytes by one mask. A piece's sums are whole numbers below 2^24, which
+// float32 holds exactly; each is flushed at once.
 //
 // Every warp has DEPTH pieces on their way before q may be read.
 //
-// Macros: those of narrow_weights.cuh, PACKED, OFFSET (4 bit alone), DYNAMIC (a step for each row of q and group), DEPTH, BLOCKS.
+// Macros: those of narrow_weights.cuh, PACKED, OFFSET, DYNAMIC (a step for each row of q and group), BLOCKS (for which a
+// multiprocessor's registers must suffice).
+#include "int4_codes.cuh"
 #include "narrow_weights.cuh"
 
 constexpr int COLUMNS = 128; // of a piece
 constexpr int LOADS = PACKED ? 1 : 2; // of 16 bytes, for a thread's part of a weight row's piece
-constexpr u32 ONES = 0x01010101u;
+constexpr u32 ONES = 0x01010101u; // four bytes of 1
 
 struct Work {
     const uint4 *q;
@@ -27,14 +29,7 @@ struct Work {
     int tokens, rows, columns, groups;
     int shift; // pieces of 128 columns that share a scale, as a power of two
 };
-
-// d += a . b, 16 x 32 times 32 x 8.
-__device__ inline void multiply(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+static_assert(sizeof(Work) == 88, "clustered_linear.py packs 88 bytes");
 
 // Where this thread reads, at its part of the first piece.
 struct Place {
@@ -50,8 +45,8 @@ struct Piece {
 __device__ inline void fetch(Piece &piece, const Place &at, int number) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-        piece.low[i] = once(at.low + 4 * (LOADS * number + i));
-        piece.high[i] = once(at.high + 4 * (LOADS * number + i));
+        piece.low[i] = load_once(at.low + 4 * (LOADS * number + i));
+        piece.high[i] = load_once(at.high + 4 * (LOADS * number + i));
     }
 }
 
@@ -89,8 +84,8 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Plac
             if (PACKED) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    add_words(part, sums, low[j] & 0x0F0F0F0Fu, high[j] & 0x0F0F0F0Fu, (low[j] >> 4) & 0x0F0F0F0Fu,
-                              (high[j] >> 4) & 0x0F0F0F0Fu, q[j], q[j + 4]);
+                    add_words(part, sums, low[j] & LOWER_CODES, high[j] & LOWER_CODES, (low[j] >> 4) & LOWER_CODES,
+                              (high[j] >> 4) & LOWER_CODES, q[j], q[j + 4]);
                 }
             } else {
 #pragma unroll

@@ -84,7 +84,7 @@ def run(
         kernel = launch.kernel("clustered_linear", "clustered_linear", macros, THREADS, shared, q.get_device())
         pointers = [0 if t is None else t.data_ptr() for t in (q, weight, scale, offset, step, constant, bias, out)]
         counts = (tokens, rows, columns, groups, shift(group, columns))
-        kernel.launch(form.grid(rows), struct.pack("=8Q5i", *pointers, *counts), early=True)
+        kernel.launch(form.grid(rows), struct.pack("=8Q5i4x", *pointers, *counts), early=True)
     return out
 
 

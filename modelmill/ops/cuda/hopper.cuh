@@ -1,18 +1,14 @@
 // What Hopper (sm_90a) offers beyond plain CUDA C++, each instruction under a name: mbarriers, the copy engine (TMA),
-// warpgroup matrix products (wgmma), named barriers, moving registers between warpgroups.
+// named barriers, moving registers between warpgroups, programmatic dependent launch. Products are in wgmma.cuh
+// (warpgroups) and mma.cuh (warps), what a cluster adds in cluster.cuh.
 //
-// No header is included: NVRTC then needs nothing but this folder. Compiled with -DHALF values are float16, else
-// bfloat16. "Warpgroup": 4 consecutive warps, 128 threads, which issue a product together.
+// No header outside this folder is included: NVRTC then needs nothing else. "Warpgroup": 4 consecutive warps, 128
+// threads, which issue a product together.
 #pragma once
 
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
-
-#ifdef HALF
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
 
 // A descriptor of a tensor in memory that the copy engine reads, made on the host (cuTensorMapEncodeTiled).
 struct alignas(64) TensorMap {
@@ -58,7 +54,15 @@ __device__ inline void wait(u32 barrier, u32 parity) {
 }
 
 // ---- The copy engine: one thread asks for a box of a tensor, whose bytes arrive at a barrier. What lies outside the
-// tensor arrives as zeros.
+// tensor arrives as zeros. The same box may be stored: what lies outside is not written.
+
+__device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            target),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y)
+        : "memory");
+}
 
 __device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, int x, int y, int z) {
     asm volatile(
@@ -76,6 +80,35 @@ __device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, i
         : "memory");
 }
 
+// Bytes that lie side by side, no box; multiples of 16, at addresses of 16.
+__device__ inline void load_bytes(u32 target, const void *from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// The thread that asks closes a group of stores with ``stores_end`` and waits with ``stores_read`` or ``stores_done``.
+__device__ inline void store_box(const TensorMap &map, u32 source, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(source),
+                 "r"(x), "r"(y)
+                 : "memory");
+}
+
+__device__ inline void stores_end() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until the copy engine has read everything that this thread's stores were to write: its place may be used again.
+__device__ inline void stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Until they have been written.
+__device__ inline void stores_done() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// The descriptor itself is read through a cache: before the first box it may as well be there.
 __device__ inline void prefetch_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -109,114 +142,14 @@ __device__ inline void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// ---- Products. D[64, N] (float32, in the registers of a warpgroup) += A[64, 16] · B[16, N].
-//
-// D: thread t of warp w holds rows 16·w + t/4 and 8 below it; d[4·i], d[4·i + 1] are columns 8·i + 2·(t%4), +1 of the
-// first row, d[4·i + 2], d[4·i + 3] the same of the second. A in registers: four words of two values, where words 0, 2
-// are the first row's columns 2·(t%4), +1 and those 8 further, words 1, 3 the second row's.
-//
-// A matrix in shared memory is named by a descriptor. All of ours lie as the copy engine's 128-byte swizzle writes
-// them: rows of 128 bytes (64 values), whose 16-byte pieces are exchanged within every 8 rows (piece p of row r lies at
-// p ^ (r % 8)), so that eight rows' pieces of one column fall in eight different groups of banks. Tiles start at
-// multiples of 1,024 bytes: 8 rows of 64 values. A larger matrix is several of these, in an order of its own.
+// ---- Early launch: a kernel may be placed before the one in front has ended (programmatic dependent launch).
 
-__device__ inline u64 descriptor(u32 address, u32 across, u32 down) {
-    const u64 swizzle_128 = 1ull << 62;
-    return swizzle_128 | u64(down >> 4) << 32 | u64(across >> 4) << 16 | u64((address & 0x3FFFF) >> 4);
+// Until the kernels in front have ended; nothing that they write may be read before.
+__device__ inline void after_those_in_front() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The summed-over values run along the rows (Q and K: the head's dimension). The next 8 rows lie ``down`` bytes further.
-// 16 values further is 32 bytes further, even though swizzled: the hardware exchanges pieces by the address that results.
-__device__ inline u64 along_rows(u32 address, u32 down) {
-    return descriptor(address, 16, down);
-}
-
-// The summed-over index is the row (V: a row for each key). The next 64 columns lie ``across`` bytes further, the next
-// 8 rows ``down``.
-__device__ inline u64 along_columns(u32 address, u32 across, u32 down) {
-    return descriptor(address, across, down);
-}
-
-// Registers that the warpgroup has written may be read by the products that follow.
-__device__ inline void products_begin() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-// The products issued since the last call become one group.
-__device__ inline void products_end() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Tells the compiler, which does not know that products run on after their instruction, that d changes here.
-template <int COUNT>
-__device__ inline void changed(float (&d)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-template <int COUNT>
-__device__ inline void changed(u32 (&d)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
-}
-
-// Waits until at most LEFT groups are running.
-template <int LEFT>
-__device__ inline void products_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-#define HOLD_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define HOLD_16(d, i) HOLD_4(d, i), HOLD_4(d, i + 4), HOLD_4(d, i + 8), HOLD_4(d, i + 12)
-#define HOLD_32(d, i) HOLD_16(d, i), HOLD_16(d, i + 16)
-#define NAMES_32                                                                                                       \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "   \
-    "%24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64                                                                                                       \
-    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "  \
-             "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A and B in shared memory, both along_rows.
-__device__ inline void product(float (&d)[32], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_32 "}, %32, %33, add, 1, 1, 0, 0; }"
-                 : HOLD_32(d, 0)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void product(float (&d)[64], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NAMES_64 "}, %64, %65, add, 1, 1, 0, 0; }"
-                 : HOLD_32(d, 0), HOLD_32(d, 32)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-// D += A · B, A in registers, B in shared memory along_columns.
-__device__ inline void product(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_32
-                 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : HOLD_32(d, 0)
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}
-
-__device__ inline void product(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NAMES_64
-                 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                 : HOLD_32(d, 0), HOLD_32(d, 32)
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}
-
-// ---- Arithmetic.
-
-__device__ inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Two values rounded to the kernel's type, the first in the lower half.
-__device__ inline u32 rounded_pair(float first, float second) {
-    u32 both;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
+// The next kernel may be placed, as soon as all blocks have said so or ended.
+__device__ inline void let_next_in() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -3,25 +3,23 @@
 //
 // A run of 32 columns lies in 16 bytes: byte j has column j in its low half and column j + 16 in its high half
 // (ops/int4_linear.py). The four threads of a quad take a piece of two weight rows, a quarter each, 16 bytes at a time
-// where a piece is 128 columns. A quad's registers are, without a move between threads, the left operand of
-// mma.m16n8k16: which column a slot along K stands for is free, as long as x comes in the same order.
+// where a piece is 128 columns. A quad's registers are, without a move between threads, the left operand of mma.m16n8k16,
+// as x comes in the same order (mma.cuh).
 //
-// A code c is put under the exponent of 128 (1024 in float16): `(word >> 4 h) & 0x000F000F | magic` makes two numbers
-// 128 + c in one or two instructions, and no conversion. What that adds is 128 times the sum of x, which the offsets need
-// anyway: one more product, with ones in the place of the weights, gives it in the layout of the sums.
+// A code becomes a number as int4_codes.cuh tells. The sum of x, which takes out what that adds and which the offsets need
+// anyway, is one more product, with ones in the place of the weights: so it comes in the layout of the sums.
 //
 // Every warp has DEPTH pieces on their way before x may be read.
 //
 // Macros: those of narrow_weights.cuh, OFFSET (0: symmetric), PIECE (columns: 128, 64 or 32), DEPTH, BLOCKS.
+#include "int4_codes.cuh"
 #include "narrow_weights.cuh"
 
 constexpr int WORDS = PIECE / 32; // of a thread's quarter of a piece
 #ifdef HALF
-constexpr u32 MAGIC = 0x64006400u, ONES = 0x3C003C00u;
-constexpr float RAISED = 1024.0f;
+constexpr u32 ONES = 0x3C003C00u; // a pair of 1.0
 #else
-constexpr u32 MAGIC = 0x43004300u, ONES = 0x3F803F80u;
-constexpr float RAISED = 128.0f;
+constexpr u32 ONES = 0x3F803F80u;
 #endif
 
 // Strides in elements of what they step through.
@@ -34,21 +32,7 @@ struct Work {
     int tokens, rows, runs, x_stride, groups;
     int shift; // pieces that share a scale, as a power of two
 };
-
-// d += a . b, 16 x 16 times 16 x 8.
-__device__ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// (word >> 4 half) & 0x000F000F | MAGIC in one instruction behind the shift: the compiler would take two.
-__device__ inline u32 codes(u32 word, int half) {
-    u32 both;
-    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> (4 * half)), "r"(MAGIC));
-    return both;
-}
+static_assert(sizeof(Work) == 72, "int4_linear.py packs 72 bytes");
 
 // Where this thread reads: its quarter of the first piece of two weight rows, their scales, and its rows of x.
 struct Place {
@@ -64,7 +48,7 @@ struct Piece {
 
 __device__ inline void fetch_words(u32 (&to)[WORDS], const u32 *from) {
     if constexpr (WORDS == 4) {
-        const uint4 got = once(reinterpret_cast<const uint4 *>(from));
+        const uint4 got = load_once(reinterpret_cast<const uint4 *>(from));
         to[0] = got.x, to[1] = got.y, to[2] = got.z, to[3] = got.w;
     } else if constexpr (WORDS == 2) {
         asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
@@ -107,8 +91,7 @@ __device__ inline void fetch_x(Four (&to)[1], const u16 *from, bool there) {
 }
 
 // total += this piece's part of 16 weight rows times up to 8 NT rows of x.
-__device__ inline void add(float (&total)[NT][4], const Piece &piece, const Place &at, int number, bool there,
-                           int group) {
+__device__ inline void add(float (&total)[NT][4], const Piece &piece, const Place &at, int number, bool there, int group) {
     constexpr int AT_ONCE = WORDS > 1 ? 2 : 1; // words that meet 16 bytes of x
     float part[NT][4] = {}, sums[NT][4] = {};
 #pragma unroll
@@ -126,16 +109,16 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Plac
                     const u32 pick = odd ? 0x7632u : 0x5410u;
                     const u32 b0 = __byte_perm(x[i].near[0], x[i].near[1], pick);
                     const u32 b1 = __byte_perm(x[i].far[0], x[i].far[1], pick);
-                    multiply(part[n], codes(a, 2 * odd), codes(b, 2 * odd), codes(a, 2 * odd + 1),
-                             codes(b, 2 * odd + 1), b0, b1);
+                    multiply(part[n], raised_codes(a, 8 * odd), raised_codes(b, 8 * odd), raised_codes(a, 8 * odd + 4),
+                             raised_codes(b, 8 * odd + 4), b0, b1);
                     multiply(sums[n], ONES, ONES, ONES, ONES, b0, b1);
                 }
             }
         }
     }
     const float2 first = at.grid_low[group], second = at.grid_high[group];
-    const float base_low = (OFFSET ? first.y : -8.0f * first.x) - RAISED * first.x;
-    const float base_high = (OFFSET ? second.y : -8.0f * second.x) - RAISED * second.x;
+    const float base_low = (OFFSET ? first.y : -MIDDLE * first.x) - RAISED * first.x;
+    const float base_high = (OFFSET ? second.y : -MIDDLE * second.x) - RAISED * second.x;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -161,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_linear(const 
         const int token = quad + 8 * n;
         at.x[n] = token < w.tokens ? w.x + static_cast<long long>(token) * w.x_stride + column : nullptr;
     }
-    // of the last piece, which may not be whole, some threads have no run
-    const int pieces = (w.runs + WORDS - 1) / WORDS, whole = (w.runs - column / 32 + WORDS - 1) / WORDS;
+    const int whole = (w.runs - column / 32 + WORDS - 1) / WORDS;
+    const int pieces = (w.runs + WORDS - 1) / WORDS;
     Piece ahead[DEPTH];
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {

@@ -91,7 +91,7 @@ def product(
         macros = _macros(x.dtype, form, box, offset=offset is not None, gated=gated)
         add = launch.kernel("int4_rows", "group_sums", macros, 256, 0, device)
         counts = (tokens, columns, x.stride(0), groups, group)
-        add.launch(-(-groups * box // 8), struct.pack("=2Q5i", x.data_ptr(), sums.data_ptr(), *counts), early=True)
+        add.launch(-(-groups * box // 8), struct.pack("=2Q5i4x", x.data_ptr(), sums.data_ptr(), *counts), early=True)
         threads, size = 128 * form.workers + 32, shared(form, box, share)
         kernel = launch.kernel("int4_rows", "int4_rows", macros, threads, size, device)
         strides = (x.stride(0) * x.element_size(),)

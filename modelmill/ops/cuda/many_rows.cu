@@ -13,10 +13,12 @@
 // Macros: GATED (0, 1), BIAS (0, 1), BAND (pairs of tiles of x that are served together, while they lie in the cache),
 // HALF (float16 for bfloat16).
 #include "cluster.cuh"
+#include "ring.cuh"
+#include "wgmma.cuh"
 
 constexpr int ROWS = 128, WIDE = 256, DEPTH = 64, STAGES = 4, WORKERS = 2, THREADS = 384, CLUSTER = 2;
 constexpr int OUT_WIDE = GATED ? WIDE / 2 : WIDE;
-constexpr u32 X_BYTES = ROWS * DEPTH * 2, W_BYTES = WIDE * DEPTH * 2, W_HALF = W_BYTES / CLUSTER, EIGHT = 1024;
+constexpr u32 X_BYTES = ROWS * DEPTH * 2, W_BYTES = WIDE * DEPTH * 2, W_HALF = W_BYTES / CLUSTER;
 constexpr u32 BOX_BYTES = 64 * DEPTH * 2;    // of the output: 64 rows, 64 columns
 constexpr u32 OUT_BYTES = 2 * BOX_BYTES;     // of a worker
 constexpr u32 AT_W = STAGES * X_BYTES, AT_OUT = AT_W + STAGES * W_BYTES, AT_BARRIERS = AT_OUT + WORKERS * OUT_BYTES;
@@ -29,17 +31,8 @@ struct Work {
 };
 static_assert(sizeof(Work) == 24, "products.py packs 24 bytes");
 
-struct Barriers {
-    u64 full[STAGES], empty[STAGES];
-};
-
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-    __device__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
+typedef RingBarriers<STAGES> Barriers;
+typedef RingPlace<STAGES> Place;
 
 struct Tile {
     int row, column; // of the output where it begins
@@ -73,32 +66,12 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
     }
 }
 
-__device__ inline float low(u32 pair) {
-#ifdef HALF
-    float wide;
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }" : "=f"(wide) : "r"(pair));
-    return wide;
-#else
-    return __uint_as_float(pair << 16);
-#endif
-}
-
-__device__ inline float high(u32 pair) {
-#ifdef HALF
-    float wide;
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b; }" : "=f"(wide) : "r"(pair));
-    return wide;
-#else
-    return __uint_as_float(pair & 0xFFFF0000u);
-#endif
-}
-
 // silu(gate) · up of two columns. One reciprocal for both: 1/a = b · 1/(a·b); below −40 a gate is held there, where
 // its value times any 16-bit number is nothing, so that the product of both stays finite.
-__device__ __forceinline__ u32 gated(u32 gate, u32 up) {
+__device__ __forceinline__ u32 gated_pair(u32 gate, u32 up) {
     const float g0 = low(gate), g1 = high(gate);
-    const float a = 1.0f + exp2_fast(fminf(-1.4426950408889634f * g0, 60.0f));
-    const float b = 1.0f + exp2_fast(fminf(-1.4426950408889634f * g1, 60.0f));
+    const float a = 1.0f + exp2_fast(fminf(-LOG2E * g0, 60.0f));
+    const float b = 1.0f + exp2_fast(fminf(-LOG2E * g1, 60.0f));
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a * b));
     return rounded_pair(g0 * (b * inverse) * low(up), g1 * (a * inverse) * high(up));
@@ -146,8 +119,8 @@ __device__ __forceinline__ void leave(const Leaving &out, const Desk &desk, cons
         if (P == 0) desk.clear();
 #pragma unroll
         for (int i = 2 * P; i < 2 * P + 2; ++i)
-            desk.put(i / 8, i % 8, gated(out.held[2 * i], out.held[32 + 2 * i]),
-                     gated(out.held[2 * i + 1], out.held[33 + 2 * i]));
+            desk.put(i / 8, i % 8, gated_pair(out.held[2 * i], out.held[32 + 2 * i]),
+                     gated_pair(out.held[2 * i + 1], out.held[33 + 2 * i]));
         if (P == PIECES - 1) desk.send(map, out.tile.row, out.tile.column, work.n);
     } else {
         constexpr int PART = P / (PIECES / 2), WITHIN = P % (PIECES / 2); // 128 columns, and 32 of those
@@ -203,7 +176,7 @@ __device__ __forceinline__ void multiply(const TensorMap &out_map, const Work &w
         products_begin();
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; ++i)
-            product(d, along_rows(x + i * 32, EIGHT), along_rows(w + i * 32, EIGHT), !(first && i == 0));
+            product(d, along_rows(x + i * 32, EIGHT_ROWS), along_rows(w + i * 32, EIGHT_ROWS), !(first && i == 0));
         products_end();
         products_wait<1>(); // those of the slab before
         release();
@@ -241,10 +214,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Barriers &barriers = *reinterpret_cast<Barriers *>(shared + AT_BARRIERS);
     const u32 rank = cluster_rank();
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&barriers.full[i]), 1);
-            barrier_init(shared_address(&barriers.empty[i]), WORKERS * 4 * CLUSTER); // a warp, for each block
-        }
+        barriers.init(WORKERS * 4 * CLUSTER); // a warp, for each block
         barriers_ready();
         prefetch_map(x_map);
         prefetch_map(w_map);

@@ -1,69 +1,19 @@
 // What products of a few rows of x with 4- or 8-bit weights share: which rows of the weight a block has, its scales in
 // shared memory, and how the warps' sums become the output.
 //
-// A block has 8 warps: RW of them take 16 weight rows each, the other factor splits K. A quad of threads holds rows
-// `quad` and `quad + 8` of its warp's 16; where GATED the first eight are of the gate and the others the same rows of
-// the half below, so that one thread has both at the end.
+// A block has 8 warps: RW of them take 16 weight rows each (weight_rows.cuh), the other factor splits K. The columns of a
+// tile of 8 rows of x are those of mma.cuh.
 //
-// Macros: NT (tiles of 8 rows of x), RW (warps along N), GATED, WIDE (scales are float32), and what hopper.cuh tells.
+// Macros: NT (tiles of 8 rows of x), RW (warps along N), and those of weight_rows.cuh, narrow_types.cuh and numbers.cuh.
 #pragma once
-#include "hopper.cuh"
-
-typedef unsigned short u16;
+#include "mma.cuh"
+#include "narrow_types.cuh"
+#include "weight_rows.cuh"
 
 constexpr int WARPS = 8, KW = WARPS / RW, THREADS = 32 * WARPS;
 
-__device__ inline float widened(u16 half_bits) {
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half_bits));
-    return wide;
-}
-
-#ifdef FLOAT
-typedef float Out;
-__device__ inline float value(float x) { return x; }
-__device__ inline float rounded(float x) { return x; }
-#else
-typedef u16 Out;
-__device__ inline float value(u16 bits) {
-#ifdef HALF
-    return widened(bits);
-#else
-    return __uint_as_float(static_cast<u32>(bits) << 16);
-#endif
-}
-__device__ inline u16 rounded(float wide) {
-    u16 bits;
-    asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(bits) : "f"(wide));
-    return bits;
-}
-#endif
-
-#if WIDE
-typedef float Grid;
-__device__ inline float grid_value(float x) { return x; }
-#else
-typedef u16 Grid;
-__device__ inline float grid_value(u16 bits) { return widened(bits); }
-#endif
-
-// Weights are used once in a step: they should not push x out of the nearest cache.
-__device__ inline uint4 once(const uint4 *from) {
-    uint4 got;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w)
-                 : "l"(from));
-    return got;
-}
-
-// Of the block's weight rows, 0 … 16 RW − 1, the one in memory; those past the end repeat the last.
-__device__ inline int row_of(int mine, int rows) {
-    if (GATED) {
-        const int own = (blockIdx.x * RW + mine / 16) * 8 + mine % 8, half = rows / 2;
-        return min(own, half - 1) + (mine % 16 >= 8 ? half : 0);
-    }
-    return min(static_cast<int>(blockIdx.x) * RW * 16 + mine, rows - 1);
-}
+// Of the block's weight rows, 0 … 16 RW − 1, the one in memory.
+__device__ inline int row_of(int mine, int rows) { return weight_row<16 * RW>(blockIdx.x, mine, rows); }
 
 // {scale, offset} of the block's rows, as float32, a row `groups + 1` pairs apart (then no two rows of a quad's column
 // share a bank). step: what both are multiplied with in each group, or null.
@@ -81,11 +31,11 @@ __device__ inline void stage_grids(float2 *to, const Grid *scale, const Grid *of
 // With one row of x a step is many small blocks, which may fill whatever is free; with more rows they would crowd.
 __device__ inline void enter(int tokens) {
     if (NT == 1 && tokens == 1) {
-        asm volatile("griddepcontrol.launch_dependents;");
+        let_next_in();
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    after_those_in_front();
     if (tokens > 1) {
-        asm volatile("griddepcontrol.launch_dependents;");
+        let_next_in();
     }
 }
 
@@ -100,7 +50,7 @@ __device__ inline float summed(const float (&kept)[WARPS][NT * 4][32], int r, in
     if (constant) {
         sum += constant[row];
     }
-    return bias ? sum + value(bias[row]) : sum;
+    return bias ? sum + out_value(bias[row]) : sum;
 }
 
 // The block's outputs from each warp's sums: total[n][c] is of tile n of x, row quad + 8 (c / 2), column 2 place + c % 2.
@@ -119,11 +69,10 @@ __device__ inline void finish(const float (&total)[NT][4], const float *constant
         const int row = (blockIdx.x * RW + r) * (GATED ? 8 : 16) + l / 4 + (e >= 2 ? 8 : 0);
         const int token = n * 8 + l % 4 * 2 + e % 2;
         if (row < wide && token < tokens) {
-            Out result = rounded(summed(kept, r, i, l, constant, bias, row));
+            Out result = as_out(summed(kept, r, i, l, constant, bias, row));
             if (GATED) {
-                const float gate = value(result);
-                const float up = value(rounded(summed(kept, r, i + 2, l, constant, bias, row + wide)));
-                result = rounded(gate / (1.0f + __expf(-gate)) * up);
+                const Out up = as_out(summed(kept, r, i + 2, l, constant, bias, row + wide));
+                result = as_out(gated(out_value(result), out_value(up)));
             }
             out[static_cast<long long>(token) * wide + row] = result;
         }

@@ -7,12 +7,10 @@
 //
 // Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD, TOKEN (a scale a token), EACH (a
 // factor a column), SHIFT (zero-points), BLOCKS (of a multiprocessor), FP8, HALF (float16 for bfloat16).
-#include "hopper.cuh"
+#include "numbers.cuh"
 
 constexpr int THREADS = (WIDTH > COLUMNS ? WIDTH : COLUMNS) / 16, PADDED = (THREADS + 31) / 32 * 32, WARPS = PADDED / 32;
 constexpr int READERS = WIDTH / 16, WRITERS = COLUMNS / 16;
-
-typedef unsigned short u16;
 
 struct Work {
     const uint4 *x, *weight;
@@ -26,23 +24,8 @@ struct Work {
 };
 static_assert(sizeof(Work) == 96, "norm_order.py packs 96 bytes");
 
-__device__ inline float low(u32 pair) {
-#ifdef HALF
-    float wide;
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }" : "=f"(wide) : "r"(pair));
-    return wide;
-#else
-    return __uint_as_float(pair << 16);
-#endif
-}
-
-__device__ inline float high(u32 pair) {
-#ifdef HALF
-    return low(pair >> 16);
-#else
-    return __uint_as_float(pair & 0xFFFF0000u);
-#endif
-}
+// As numbers.cuh's ``high``, by a shift: in float16 the compiler makes other code of the two, and this is what was measured.
+__device__ inline float upper(u32 pair) { return low(pair >> 16); }
 
 // Products of pairs, rounded once: of two 16-bit numbers that is what float32 and a rounding give.
 __device__ inline u32 times(u32 a, u32 b) {
@@ -54,12 +37,6 @@ __device__ inline u32 times(u32 a, u32 b) {
 // The larger sizes of two pairs: without their signs, numbers are in the order of their bits.
 __device__ inline u32 larger_sizes(u32 a, u32 b) {
     return __vmaxu2(a, b & 0x7FFF7FFFu);
-}
-
-__device__ inline float warp_sum(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-    return x;
 }
 
 __device__ inline float warp_most(float x) {
@@ -125,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         kept.place[i] = both;
     }
     if (t < 2) *reinterpret_cast<u32 *>(rows[t] + WIDTH * 2) = 0;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    after_those_in_front();
     const float fixed = TOKEN || EACH ? 1.0f : work.factor[0];
     uint4 x0 = nothing, x1 = nothing, r0 = nothing, r1 = nothing;
     auto fetch = [&](long long row) {
@@ -140,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         if (ADD) {
             const u32 r[8] = {r0.x, r0.y, r0.z, r0.w, r1.x, r1.y, r1.z, r1.w};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = rounded_pair(low(v[i]) + low(r[i]), high(v[i]) + high(r[i]));
+            for (int i = 0; i < 8; ++i) v[i] = rounded_pair(low(v[i]) + low(r[i]), upper(v[i]) + upper(r[i]));
             if (reads) {
                 work.total[row * work.total_stride + t] = make_uint4(v[0], v[1], v[2], v[3]);
                 work.total[row * work.total_stride + READERS + t] = make_uint4(v[4], v[5], v[6], v[7]);
@@ -149,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         fetch(row + gridDim.x);
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum += low(v[i]) * low(v[i]) + high(v[i]) * high(v[i]);
+        for (int i = 0; i < 8; ++i) sum += low(v[i]) * low(v[i]) + upper(v[i]) * upper(v[i]);
         sum = warp_sum(sum);
         if (lane == 0) sums[turn][warp] = sum;
         __syncthreads();
@@ -161,10 +138,10 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         u32 tops_here = 0;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            v[i] = times(rounded_pair(low(v[i]) * spread, high(v[i]) * spread), w[i]);
+            v[i] = times(rounded_pair(low(v[i]) * spread, upper(v[i]) * spread), w[i]);
             if (TOKEN) tops_here = larger_sizes(tops_here, v[i]);
         }
-        float top = fmaxf(low(tops_here), high(tops_here));
+        float top = fmaxf(low(tops_here), upper(tops_here));
         if (reads) {
             reinterpret_cast<uint4 *>(rows[turn])[t] = make_uint4(v[0], v[1], v[2], v[3]);
             reinterpret_cast<uint4 *>(rows[turn])[READERS + t] = make_uint4(v[4], v[5], v[6], v[7]);
@@ -185,8 +162,10 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         u32 out[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float a = column(kept, rows[turn], 4 * i, by, work.most), b = column(kept, rows[turn], 4 * i + 1, by, work.most);
-            const float c = column(kept, rows[turn], 4 * i + 2, by, work.most), d = column(kept, rows[turn], 4 * i + 3, by, work.most);
+            const float a = column(kept, rows[turn], 4 * i, by, work.most);
+            const float b = column(kept, rows[turn], 4 * i + 1, by, work.most);
+            const float c = column(kept, rows[turn], 4 * i + 2, by, work.most);
+            const float d = column(kept, rows[turn], 4 * i + 3, by, work.most);
 #ifdef FP8
             out[i] = fp8_pair(a, b) | fp8_pair(c, d) << 16;
 #else

@@ -15,7 +15,8 @@
 //
 // The loader and the mixers have files of their own. Compile-time: DIM (64 or 128), PAGE (8 … 128), HALF (float16 instead
 // of bfloat16).
-#include "hopper.cuh"
+#include "ring.cuh"
+#include "wgmma.cuh"
 
 #ifndef DIM
 #define DIM 128
@@ -31,10 +32,9 @@ constexpr int PAGES = KEYS / PAGE;   // of a block
 constexpr int STAGES = 2;            // of every ring of buffers
 constexpr int MOST_SEQUENCES = 1024; // known to paged_attention.py
 constexpr int THREADS = 384, MIXERS = 2, MIXER_WARPS = 8;
-constexpr u32 TILE = 1024; // 8 rows of 128 bytes
 // Queries: all rows of the first half, then those of the second. Keys and values: both halves of 8 rows, then of the
 // next 8, so that one request brings a whole page.
-constexpr u32 Q_HALF = QUERIES * 128, K_ROWS = HALVES * TILE;
+constexpr u32 Q_HALF = QUERIES * 128, K_ROWS = HALVES * EIGHT_ROWS;
 constexpr u32 Q_BYTES = QUERIES * DIM * 2, BLOCK_BYTES = KEYS * DIM * 2, PAGE_BYTES = PAGE * DIM * 2;
 constexpr int TURN = 1, CLEANED = TURN + MIXERS; // named barriers, one of each for each mixer
 static_assert(PAGES <= 32 && PAGE >= 8, "a lane copies a page");
@@ -58,18 +58,12 @@ struct Tile {
     int first, last; // blocks of keys that its queries see; last < first: none
 };
 
+// Not RingBarriers: the compiler then gives other registers, which nobody has measured.
 struct Barriers {
     u64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
-// A place in a ring of STAGES buffers, and the parity of the phase in which that buffer is filled.
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-    __device__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
+typedef RingPlace<STAGES> Place;
 
 // What a block keeps beside the tiles. before[b]: tiles of the sequences in front of b.
 struct Plan {

@@ -1,9 +1,6 @@
 // The loader of paged_attention.cu, one warp: which tile is next, and where its queries, keys and values lie.
 #pragma once
 
-__device__ inline int smaller(int a, int b) { return a < b ? a : b; }
-__device__ inline int larger(int a, int b) { return a > b ? a : b; }
-
 // Reads the sequences' lengths once and counts the tiles in front of each. Returns how many there are.
 __device__ int make_plan(Plan &plan, const Work &work, int lane) {
     int total = 0;
@@ -41,10 +38,10 @@ __device__ int find_tile(Tile &tile, const Plan &plan, const Work &work, int tot
         if (b + step < work.batch && plan.before[b + step] <= number) b += step;
     const int offset = (number - plan.before[b]) * QUERIES, rows = plan.start[b + 1] - plan.start[b];
     tile.row = plan.start[b] + offset;
-    tile.rows = smaller(rows - offset, QUERIES);
+    tile.rows = min(rows - offset, QUERIES);
     tile.context = plan.length[b];
     tile.position = tile.context - rows + offset;
-    tile.first = work.window > 0 ? larger(tile.position + 1 - work.window, 0) / KEYS : 0;
+    tile.first = work.window > 0 ? max(tile.position + 1 - work.window, 0) / KEYS : 0;
     tile.last = tile.context > 0 ? (tile.position + tile.rows - 1) / KEYS : -1; // a context of 0 is padding
     return b;
 }
@@ -72,7 +69,7 @@ __device__ void load(
         const int b = find_tile(tile, plan, work, total, index);
         const int *table = work.tables + b * static_cast<long long>(work.table_stride);
         const int kv_heads = work.heads / work.group, kv_head = tile.head / work.group;
-        const int reach = smaller((tile.context + PAGE - 1) / PAGE, work.columns); // pages that exist
+        const int reach = min((tile.context + PAGE - 1) / PAGE, work.columns); // pages that exist
         // Of the lane's page in a block: where its rows begin in the cache, in eights.
         auto rows_of = [&](int block) {
             const int column = block * PAGES + lane;

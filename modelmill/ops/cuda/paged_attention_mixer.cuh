@@ -60,7 +60,8 @@ __device__ inline void issue_scores(float (&s)[SCORES], u32 q, u32 k) {
 #pragma unroll
     for (int step = 0; step < DIM / 16; ++step) {
         const int half = step / 4, inside = step % 4 * 32;
-        product(s, along_rows(q + half * Q_HALF + inside, TILE), along_rows(k + half * TILE + inside, K_ROWS), step > 0);
+        product(s, along_rows(q + half * Q_HALF + inside, EIGHT_ROWS),
+                along_rows(k + half * EIGHT_ROWS + inside, K_ROWS), step > 0);
     }
     products_end();
 }
@@ -71,7 +72,7 @@ __device__ inline void issue_mixture(float (&o)[MIXED], u32 (&p)[WEIGHTS], u32 v
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step)
         product(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
-                along_columns(v + step * 2 * K_ROWS, TILE, K_ROWS));
+                along_columns(v + step * 2 * K_ROWS, EIGHT_ROWS, K_ROWS));
     products_end();
 }
 
@@ -91,7 +92,7 @@ __device__ inline void clean_values(u32 offset, int begin, int mixer, int thread
     const int end = (begin + PAGE - 1) / PAGE * PAGE;
     for (int i = thread; i < (end - begin) * 8 * HALVES; i += 128) {
         const int piece = i % 8, half = i / 8 % HALVES, row = begin + i / (8 * HALVES);
-        const u32 at = offset + row / 8 * K_ROWS + half * TILE + row % 8 * 128;
+        const u32 at = offset + row / 8 * K_ROWS + half * EIGHT_ROWS + row % 8 * 128;
         reinterpret_cast<uint4 *>(shared + at)[piece] = make_uint4(0, 0, 0, 0);
     }
     fence_async();

@@ -9,9 +9,10 @@
 // With GATED the rows of w are a gate's and then as many of "up": a tile has both halves of its columns, and
 // silu(gate) · up is stored, out [tokens, n / 2].
 //
-// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 192, 256), TAKE_TURNS (0, 1), GATED (0, 1),
-// BIAS (0, 1), STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
-#include "hopper8.cuh"
+// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 192, 256), TAKE_TURNS (0, 1), GATED
+// (0, 1), BIAS (0, 1), STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
+#include "ring.cuh"
+#include "wgmma8.cuh"
 
 #ifndef BIAS
 #define BIAS 0
@@ -22,7 +23,7 @@
 
 constexpr int THREADS = 384, WORKERS = 2, SLAB = 128;
 constexpr int MY_ROWS = 64 * MT, BM = TAKE_TURNS ? MY_ROWS : WORKERS * MY_ROWS;
-constexpr u32 X_BYTES = BM * SLAB, STAGE_BYTES = X_BYTES + BN * SLAB, EIGHT = 1024; // EIGHT: 8 rows of 128 bytes
+constexpr u32 X_BYTES = BM * SLAB, STAGE_BYTES = X_BYTES + BN * SLAB;
 constexpr int READERS = TAKE_TURNS ? 4 : 8; // warps that read a stage
 constexpr int TURN = 1;                     // named barriers, one a worker: whose turn it is
 constexpr int BAND = 2048 / BM;             // tiles of x that are served together, while they lie in the cache
@@ -35,9 +36,7 @@ struct Work {
 };
 static_assert(sizeof(Work) == 48, "products8.py packs 48 bytes");
 
-struct Barriers {
-    u64 full[STAGES], empty[STAGES];
-};
+typedef RingBarriers<STAGES> Barriers;
 
 extern __shared__ __align__(1024) unsigned char shared[];
 
@@ -66,8 +65,8 @@ __device__ inline void release(u64 &empty) {
 // Placed before the kernel in front has ended: nothing that it writes, and nothing that it may still read, is touched
 // before this returns.
 __device__ inline void enter() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    after_those_in_front();
+    let_next_in();
 }
 
 __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work &work, Barriers &barriers) {
@@ -116,17 +115,7 @@ __device__ inline void exchange(u32 (&w)[4], int q) {
     else w[2] = a, w[3] = b;
 }
 
-__device__ inline float2 unpacked(u32 both) {
-    float2 got;
-#ifdef HALF
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(got.x), "=f"(got.y)
-        : "r"(both));
-#else
-    got.x = __uint_as_float(both << 16), got.y = __uint_as_float(both & 0xFFFF0000u);
-#endif
-    return got;
-}
+__device__ inline float2 unpacked(u32 both) { return {low(both), high(both)}; }
 
 __device__ inline float2 bias_pair(const Work &work, int column) {
 #ifdef WIDE
@@ -149,8 +138,9 @@ __device__ inline float2 rounded(float2 v) {
 #endif
 }
 
-__device__ inline float gated(float gate, float up) {
-    return __fdividef(gate, 1.0f + exp2_fast(-1.44269504f * gate)) * up;
+// As numbers.cuh's ``gated``, with the fast exponential and the fast division.
+__device__ inline float gated_fast(float gate, float up) {
+    return __fdividef(gate, 1.0f + exp2_fast(-LOG2E * gate)) * up;
 }
 
 constexpr int EIGHTS = BN / 8, WIDTH = GATED ? BN / 2 : BN; // of a tile: eights of columns; columns of out
@@ -196,7 +186,7 @@ __device__ inline void store(const Work &work, Sum (&d)[BN / 2], const float2 (&
                 float2 v = sums(4 * four + j, half);
 #if GATED
                 const float2 gate = rounded(v), up = rounded(sums(4 * four + j + EIGHTS / 2, half));
-                v = {gated(gate.x, up.x), gated(gate.y, up.y)};
+                v = {gated_fast(gate.x, up.x), gated_fast(gate.y, up.y)};
 #endif
 #ifdef WIDE
                 const int at = column + 32 * four + 8 * j + 2 * q;
@@ -236,8 +226,8 @@ __device__ void multiply(const Work &work, Barriers &barriers, int worker) {
         int stage = before % STAGES, last = 0;
         u32 parity = before / STAGES % 2;
         for (int slab = 0; slab < work.slabs; ++slab) {
-            const u64 a = along_rows(base + stage * STAGE_BYTES, EIGHT);
-            const u64 b = along_rows(shared_address(shared) + stage * STAGE_BYTES + X_BYTES, EIGHT);
+            const u64 a = along_rows(base + stage * STAGE_BYTES, EIGHT_ROWS);
+            const u64 b = along_rows(shared_address(shared) + stage * STAGE_BYTES + X_BYTES, EIGHT_ROWS);
             wait(shared_address(&barriers.full[stage]), parity);
 #pragma unroll
             for (int m = 0; m < MT; ++m) changed(d[m]);
@@ -272,10 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
     const __grid_constant__ Work work) {
     Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE_BYTES);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&barriers.full[i]), 1);
-            barrier_init(shared_address(&barriers.empty[i]), READERS);
-        }
+        barriers.init(READERS);
         barriers_ready();
         prefetch_map(x_map);
         prefetch_map(w_map);

@@ -1,0 +1,77 @@
+// 16-bit numbers and float32. Compiled with -DHALF the kernel's 16-bit type is float16, else bfloat16.
+#pragma once
+#include "hopper.cuh"
+
+#ifdef HALF
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+
+constexpr float LOG2E = 1.4426950408889634f; // exponentials are powers of two: e^x = 2^(x · LOG2E)
+
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// float16, whatever the kernel's type is.
+__device__ inline float widened(u16 half_bits) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half_bits));
+    return wide;
+}
+
+__device__ inline float value(u16 bits) {
+#ifdef HALF
+    return widened(bits);
+#else
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+#endif
+}
+
+__device__ inline u16 rounded(float wide) {
+    u16 bits;
+    asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(bits) : "f"(wide));
+    return bits;
+}
+
+// Two values rounded to the kernel's type, the first in the lower half.
+__device__ inline u32 rounded_pair(float first, float second) {
+    u32 both;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    return both;
+}
+
+// The values in the lower and in the upper half of a pair.
+__device__ inline float low(u32 pair) {
+#ifdef HALF
+    float wide;
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }" : "=f"(wide) : "r"(pair));
+    return wide;
+#else
+    return __uint_as_float(pair << 16);
+#endif
+}
+
+__device__ inline float high(u32 pair) {
+#ifdef HALF
+    float wide;
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b; }" : "=f"(wide) : "r"(pair));
+    return wide;
+#else
+    return __uint_as_float(pair & 0xFFFF0000u);
+#endif
+}
+
+// silu(gate) · up of values that were rounded before.
+__device__ inline float gated(float gate, float up) {
+    return gate / (1.0f + __expf(-gate)) * up;
+}
+
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
