@@ -19,7 +19,7 @@ from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.find import find, names, nearest
 
 SUPPORT = (
-    *("main", "options", "output", "values", "engine", "eyes", "figures", "far"),
+    *("main", "options", "output", "values", "engine", "eyes", "figures", "far", "drawn"),
     *("bench_ops", "bench_serve", "serve_ray"),
 )
 """Modules of this folder that are no verbs."""

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmill.cli.drawn import Drawings, show, written
 from modelmill.cli.engine import ENGINE_HELP, CacheBuild, changed
 from modelmill.cli.options import Common, borrow, config
-from modelmill.cli.output import emit_json, note, progress, table
+from modelmill.cli.output import emit_json, note, progress
 from modelmill.core.config import RunConfig, option
-from modelmill.core.errors import ArtifactError, RequestError, UsageError
+from modelmill.core.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from modelmill.segmenter import Segmenter
+    from modelmill.vision.everything import Everything
     from modelmill.vision.prompts import Prompt
     from modelmill.vision.segment import Mask, Seen
 
 HELP = "Segment pictures: masks of what points, boxes or a mask mark, or of everything in them."
 MORE = """Coordinates are the picture's pixels, x from the left and y from the top. Without --single three masks answer
-a prompt, best first; the overlay shows the best one.
+a prompt, best first; the overlay shows the best one. Each of several boxes is a prompt of its own.
 
 Examples:
 
@@ -32,6 +36,16 @@ Examples:
   modelmill segment sam.engine photos/ --everything -o masked/"""
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+# flags of --everything → its fields
+GRID = {
+    "points_per_side": "points_per_side",
+    "pred_iou_thresh": "pred_iou_thresh",
+    "stability_score_thresh": "stability_score_thresh",
+    "box_nms_thresh": "box_nms_thresh",
+    "crop_layers": "crop_n_layers",
+    "min_region": "min_mask_region_area",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +58,16 @@ class Args(Common):
     )
     point: tuple[str, ...] = option((), "X,Y of a point (repeatable)", metavar="X,Y")
     label: tuple[int, ...] = option((), "1: the point is on the object, 0: it is not; one a point (default: 1)")
-    box: str | None = option(None, "the object's box", metavar="X0,Y0,X1,Y1")
+    box: tuple[str, ...] = option(
+        (), "the object's box; several are several objects (repeatable)", metavar="X0,Y0,X1,Y1"
+    )
     mask: Path | None = option(None, "picture of a rough mask, white is the object", metavar="FILE")
     single: bool = option(False, "one mask, for a prompt that is clear, instead of three", flags=("--single",))
     everything: bool = option(False, "segment all of each picture", flags=("--everything",))
     points_per_side: int = option(32, "for --everything: points of the grid on each side")
+    pred_iou_thresh: float = option(0.88, "for --everything: masks of which the model expects less are left out")
+    stability_score_thresh: float = option(0.95, "for --everything: masks with edges less steady are left out")
+    box_nms_thresh: float = option(0.7, "for --everything: of masks whose boxes overlap by more the best stays")
     crop_layers: int = option(0, "for --everything: look again at 4, 16, … parts of the picture")
     min_region: int = option(0, "for --everything: fill holes and drop islands of fewer pixels")
     output: Path | None = option(
@@ -70,14 +89,15 @@ def run(args: Args) -> int:
     question = _question(args)
     paths = expand(args.images)
     several = len(paths) > 1
-    _check_outputs(args, several)
+    rough = () if args.mask is None else (args.mask,)
+    drawings = Drawings(args.output, args.masks, (*paths, *rough), several)
     with progress("building") as told:
         segmenter = Segmenter(
             args.engine, device=args.device, threads=args.threads, progress=told, **changed(args.build)
         )
     results = []
     with progress("segmenting", quiet=not several and not args.everything) as told:
-        for result in answers(args, segmenter, paths, question, told):
+        for result in answers(args, segmenter, paths, question, drawings, told):
             if not several and "error" in result:
                 raise RequestError(result["error"])
             results.append(result)
@@ -86,7 +106,7 @@ def run(args: Args) -> int:
     if args.json:
         emit_json({"engine": str(args.engine), "images": results} if several else results[0])
     else:
-        _show(results)
+        show(results)
     return 1 if any("error" in result for result in results) else 0
 
 
@@ -115,27 +135,56 @@ def _glob(path: Path) -> Iterator[Path]:
     return (Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
 
 
-def _question(args: Args) -> Prompt | None:
-    """What is asked of each picture; None for everything. A mask's own logits come later. Raises UsageError."""
-    from modelmill.vision.prompts import make
+@dataclass(frozen=True)
+class Question:
+    """What is asked of each picture: prompts, in which ``mask`` has no logits yet, or everything."""
 
-    asked = bool(args.point) or args.box is not None or args.mask is not None
+    prompts: tuple[Prompt, ...] = ()
+    mask: Image | None = None
+    everything: Everything | None = None
+
+
+def _question(args: Args) -> Question:
+    """Raises UsageError, RequestError, before anything is built or loaded."""
+    asked = bool(args.point or args.box) or args.mask is not None
+    if args.rle and not args.json:
+        raise UsageError("--rle writes into the JSON: add --json")
+    if args.batch < 1 or args.batch > 64:
+        raise UsageError(f"--batch {args.batch} is outside 1…64")
     if args.everything:
         if asked or args.label or args.single:
             raise UsageError("--everything takes no point, label, box, mask or --single; leave one or the other out")
-        return None
+        from modelmill.vision.everything import Everything
+
+        return Question(everything=Everything(**{field: getattr(args, flag) for flag, field in GRID.items()}))
+    for each in fields(Args):
+        if each.name in GRID and getattr(args, each.name) != each.default:
+            raise UsageError(f"--{each.name.replace('_', '-')} belongs to --everything; leave it out, or ask for that")
     if not asked:
         raise UsageError("what is to be segmented? give --point X,Y, --box X0,Y0,X1,Y1, --mask FILE or --everything")
-    if args.rle and not args.json:
-        raise UsageError("--rle writes into the JSON: add --json")
-    points = [numbers(text, 2, "--point", "X,Y") for text in args.point]
-    box = None if args.box is None else numbers(args.box, 4, "--box", "X0,Y0,X1,Y1")
-    if not points and args.label:
-        raise UsageError("--label belongs to a --point, and there is none")
+    return _prompts(args)
+
+
+def _prompts(args: Args) -> Question:
     import torch
 
-    stand_in = None if args.mask is None else torch.zeros(1, 1)
-    return make(points, args.label or None, box, stand_in)
+    from modelmill.vision.image import BLACK, open_image
+    from modelmill.vision.prompts import make
+
+    points = [numbers(text, 2, "--point", "X,Y") for text in args.point]
+    boxes = [numbers(text, 4, "--box", "X0,Y0,X1,Y1") for text in args.box]
+    if not points and args.label:
+        raise UsageError("--label belongs to a --point, and there is none")
+    if len(boxes) > 1:
+        if points or args.mask is not None:
+            raise UsageError(
+                "each of several boxes is a prompt of its own: leave out --point and --mask, or all but one"
+            )
+        return Question(tuple(make(box=box) for box in boxes))
+    # what is clear in the file of a mask is no object
+    rough = None if args.mask is None else open_image(args.mask, behind=BLACK)
+    stand_in = None if rough is None else torch.zeros(1, 1)
+    return Question((make(points, args.label or None, boxes[0] if boxes else None, stand_in),), rough)
 
 
 def numbers(text: str, count: int, flag: str, form: str) -> list[float]:
@@ -150,29 +199,14 @@ def numbers(text: str, count: int, flag: str, form: str) -> list[float]:
     return found
 
 
-def _check_outputs(args: Args, several: bool) -> None:
-    from PIL import Image
-
-    if args.batch < 1 or args.batch > 64:
-        raise UsageError(f"--batch {args.batch} is outside 1…64")
-    if args.output is None:
-        return
-    if several:
-        if args.output.exists() and not args.output.is_dir():
-            raise UsageError(f"-o {args.output}: several pictures need a folder, and this is a file")
-    elif args.output.is_dir():
-        raise UsageError(f"-o {args.output} is a folder; name a file in it, for example {args.output / 'masks.png'}")
-    elif args.output.suffix.lower() not in Image.registered_extensions():
-        raise UsageError(f"-o {args.output}: no picture format is called {args.output.suffix!r}; take .png")
-
-
 def answers(
-    args: Args, segmenter: Segmenter, paths: list[Path], question: Prompt | None, told: Callable[..., None]
-) -> Iterator[dict[str, Any]]:
+    args: Args, segmenter: Segmenter, paths: list[Path], question: Question, drawings: Drawings,
+    told: Callable[..., None],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One result a picture, in order; pictures are read and seen a few at a time."""
     from modelmill.vision.image import open_image
 
-    size = 1 if question is None else args.batch
+    size = 1 if question.everything is not None else args.batch
     for start in range(0, len(paths), size):
         part, began = paths[start : start + size], time.perf_counter()
         pictures: list[Any] = []
@@ -182,7 +216,7 @@ def answers(
             except RequestError as error:
                 pictures.append(error)
         good = [p for p in pictures if not isinstance(p, RequestError)]
-        seen = iter(_seen(segmenter, good) if good and question is not None else [None] * len(good))
+        seen = iter(_seen(segmenter, good) if good and question.prompts else [None] * len(good))
         share = (time.perf_counter() - began) / len(part)
         for index, (path, picture) in enumerate(zip(part, pictures, strict=True)):
             began = time.perf_counter()
@@ -193,9 +227,9 @@ def answers(
                     embedded = next(seen)
                     if isinstance(embedded, RequestError):
                         raise RequestError(f"{path}: {embedded}")
-                    masks, prompt = _masks(args, segmenter, picture, question, embedded, told)
+                    masks = _masks(args, segmenter, picture, question, embedded, told)
                     took = share + time.perf_counter() - began  # to the masks; drawing them is not segmenting
-                    result = _told(args, path, picture, masks, prompt, len(paths) > 1)
+                    result = written(drawings, path, picture, masks, question.prompts, args.rle)
                     yield {**result, "seconds": round(took, 4)}
                 except RequestError as error:
                     yield {"image": str(path), "error": str(error)}
@@ -216,71 +250,21 @@ def _seen(segmenter: Segmenter, pictures: list[Any]) -> list[Seen | RequestError
 
 
 def _masks(
-    args: Args, segmenter: Segmenter, picture: Any, question: Prompt | None, seen: Seen | None,
-    told: Callable[..., None],
-) -> tuple[list[Mask], Prompt | None]:  # fmt: skip
+    args: Args, segmenter: Segmenter, picture: Image, question: Question, seen: Seen | None, told: Callable[..., None]
+) -> list[list[Mask]]:
+    """Of each prompt, or of everything."""
     from dataclasses import replace
 
     from modelmill.vision.draw import as_prompt
-    from modelmill.vision.everything import Everything
-    from modelmill.vision.image import open_image
     from modelmill.vision.prompts import check_inside
 
-    if question is None or seen is None:
-        options = Everything(
-            points_per_side=args.points_per_side,
-            crop_n_layers=args.crop_layers,
-            min_mask_region_area=args.min_region,
-        )
-        return segmenter.everything(picture, options, progress=lambda done, of: told("points", done, of)), None
-    check_inside(question, picture.size)
-    if args.mask is not None:
-        given = open_image(args.mask)
+    if seen is None:
+        return [segmenter.everything(picture, question.everything, progress=lambda done, of: told("points", done, of))]
+    prompts = question.prompts
+    for prompt in prompts:
+        check_inside(prompt, picture.size)
+    if question.mask is not None:
         image = segmenter.eye.image
-        question = replace(question, mask=as_prompt(given, seen.size, seen.fitted, image // 4, image))
-    return segmenter.predict_all([question], seen=seen, multimask=not args.single)[0], question
-
-
-def _told(
-    args: Args, path: Path, picture: Any, masks: list[Mask], prompt: Prompt | None, several: bool
-) -> dict[str, Any]:
-    """What is told of a picture; writes what was asked for."""
-    from modelmill.vision.draw import as_picture, overlay
-
-    found: dict[str, Any] = {"image": str(path), "size": list(picture.size)}
-    if args.output is not None:
-        target = args.output / f"{path.stem}.png" if several else args.output
-        _save(overlay(picture, masks if prompt is None else masks[:1], prompt), target)
-        found["overlay"] = str(target)
-    found["masks"] = [mask.to_dict(args.rle) for mask in masks]
-    if args.masks is not None:
-        for index, mask in enumerate(masks):
-            target = args.masks / f"{path.stem}-{index}.png"
-            _save(as_picture(mask), target)
-            found["masks"][index]["file"] = str(target)
-    return found
-
-
-def _save(picture: Any, target: Path) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(target)
-    except OSError as error:
-        raise ArtifactError(f"cannot write {target}: {error.strerror or error}") from None
-
-
-def _show(results: list[dict[str, Any]]) -> None:
-    """For people: each mask's box, score and area; of many masks the first twenty."""
-    for result in results:
-        if "error" in result:
-            continue
-        masks = result["masks"]
-        rows = [
-            [i + 1, ",".join(map(str, m["box"])), round(m["score"], 4), m["area"]] for i, m in enumerate(masks[:20])
-        ]
-        width, height = result["size"]
-        more = f", the first 20 of {len(masks)}" if len(masks) > 20 else ""
-        print(f"{result['image']}: {width} × {height} pixels, {result['seconds']:.2f} s{more}")
-        table(("mask", "box", "score", "pixels"), rows)
-        if "overlay" in result:
-            print(f"drawn: {result['overlay']}")
+        drawn = as_prompt(question.mask, seen.size, seen.fitted, image // 4, image)
+        prompts = tuple(replace(prompt, mask=drawn) for prompt in prompts)
+    return segmenter.predict_all(prompts, seen=seen, multimask=not args.single)

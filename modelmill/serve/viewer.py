@@ -23,7 +23,7 @@ from modelmill.serve.message import Abort, Ask, Count, Open, Ready
 from modelmill.serve.pictures import KIND, Found, Look, Missed
 from modelmill.vision.draw import as_png, as_prompt
 from modelmill.vision.everything import Everything
-from modelmill.vision.image import open_image
+from modelmill.vision.image import BLACK, open_image
 from modelmill.vision.known import Seen
 from modelmill.vision.open import open_eye
 from modelmill.vision.prompts import Prompt, check_inside, make
@@ -208,7 +208,7 @@ class Viewer:
                 return logits
             raise _Wrong("the mask's logits must be finite", "mask")
         try:
-            drawn = open_image(blob, "the mask", self._most_pixels)
+            drawn = open_image(blob, "the mask", self._most_pixels, BLACK)
         except RequestError as error:
             raise _Wrong(str(error), "mask") from None
         return as_prompt(drawn, seen.size, seen.fitted, side, self.eye.image)

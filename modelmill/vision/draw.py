@@ -19,8 +19,8 @@ OBJECT, GROUND, FRAME = (0, 200, 83), (213, 0, 0), (255, 255, 255)
 SURE = 20.0  # the logit of a mask that a person gives: the model's own reach some 30
 
 
-def overlay(picture: Image, masks: Sequence[Mask], prompt: Prompt | None = None, strength: float = 0.5) -> Image:
-    """The picture with its masks in colours and outlined, small ones on top; and what was asked: points and box."""
+def overlay(picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = (), strength: float = 0.5) -> Image:
+    """The picture with its masks in colours and outlined, small ones on top; and what was asked: points and boxes."""
     canvas = np.asarray(picture.convert("RGB")).astype(np.float32)
     ordered = sorted(range(len(masks)), key=lambda i: -masks[i].area)
     for i in ordered:
@@ -29,7 +29,7 @@ def overlay(picture: Image, masks: Sequence[Mask], prompt: Prompt | None = None,
         canvas[inside] = canvas[inside] * (1 - strength) + colour * strength
         canvas[_rim(inside, max(1, max(picture.size) // 700))] = colour * 0.6
     drawn = PIL.Image.fromarray(canvas.round().astype(np.uint8))
-    if prompt is not None:
+    for prompt in prompts:
         _mark(drawn, prompt)
     return drawn
 

@@ -100,7 +100,14 @@ def test_a_mask_as_prompt_and_everything(engine: Path, photos: Path, tmp_path: P
         (["--everything", "--point", "1,1"], "--everything takes no"),
         (["--everything", "--points-per-side", "0"], "points_per_side"),
         (["--point", "1,1", "-o", "out.what"], "no picture format"),
+        (["--point", "1,1", "-o", "out.psd"], "no picture format"),
         (["--point", "1,1", "--rle"], "add --json"),
+        (["--everything", "--rle"], "add --json"),
+        (["--point", "1,1", "--points-per-side", "8"], "--points-per-side belongs to --everything"),
+        (["--box", "1,1,5,5", "--min-region", "8"], "--min-region belongs to --everything"),
+        (["--everything", "--stability-score-thresh", "7"], "stability_score_thresh"),
+        (["--box", "1,1,5,5", "--box", "2,2,6,6", "--point", "1,1"], "each of several boxes is a prompt of its own"),
+        (["--box", "1,1,5,5", "--masks", __file__], "name a folder for the masks"),
         (["--point", "1,1", "--mask", "no.png"], "No such file"),
         (["--point", "1,1", "--batch", "0"], "--batch 0"),
     ],
@@ -111,6 +118,67 @@ def test_mistakes(engine: Path, photos: Path, words: list[str], says: str, capsy
     assert says in told.err
     assert told.err.count("\n") == 1
     assert told.out == ""
+
+
+def test_nothing_is_written_over_a_picture(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+    """A file that is read is never a file that is written, and pictures of one name do not hide each other."""
+    one, before = photos / "0.png", (photos / "0.png").read_bytes()
+    assert asked(engine, one, "--point", "1,1", "-o", photos / "." / "0.png") == 2
+    told = capsys.readouterr().err
+    assert "the picture itself" in told
+    assert told.count("\n") == 1
+    assert one.read_bytes() == before
+    (tmp_path / "more").mkdir()
+    for twin in (photos / "0.bmp", tmp_path / "more" / "0.png"):
+        PIL.Image.open(one).save(twin)
+    given = [one, photos / "0.bmp", tmp_path / "more" / "0.png"]
+    assert asked(engine, *given, "--point", "1,1", "-o", photos, "--masks", photos, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["images"]
+    files = [each["overlay"] for each in found] + [mask["file"] for each in found for mask in each["masks"]]
+    assert len(set(files)) == len(files) == 3 * 4
+    assert all(Path(file).is_file() for file in files)
+    assert not set(files) & set(map(str, given))
+    assert one.read_bytes() == before
+
+
+def test_several_boxes_are_several_prompts(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+    boxes = ["5,5,70,50", "10,1,20,9"]
+    words = [word for box in boxes for word in ("--box", box)]
+    assert asked(engine, photos / "0.png", *words, "--json", "--rle", "-o", tmp_path / "o.png") == 0
+    together = json.loads(capsys.readouterr().out)["masks"]
+    assert [mask.pop("prompt") for mask in together] == [0, 0, 0, 1, 1, 1]
+    alone = []
+    for box in boxes:
+        assert asked(engine, photos / "0.png", "--box", box, "--json", "--rle") == 0
+        alone += json.loads(capsys.readouterr().out)["masks"]
+    assert [m["rle"] for m in together] == [m["rle"] for m in alone]
+    assert [m["score"] for m in together] == pytest.approx([m["score"] for m in alone], rel=1e-5)
+    assert asked(engine, photos / "0.png", *words, "--single") == 0
+    assert "of box" in capsys.readouterr().out
+
+
+def test_what_is_clear_in_a_drawn_mask_is_no_object(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+    drawn = PIL.Image.new("L", (80, 60))
+    drawn.paste(255, (20, 10, 60, 50))
+    drawn.save(tmp_path / "black.png")
+    clear = PIL.Image.new("RGBA", (80, 60), (255, 255, 255, 0))
+    clear.putalpha(drawn)
+    clear.save(tmp_path / "clear.png")
+    found = []
+    for name in ("black.png", "clear.png"):
+        assert asked(engine, photos / "0.png", "--mask", tmp_path / name, "--json", "--rle") == 0
+        found.append(json.loads(capsys.readouterr().out)["masks"])
+    assert found[0] == found[1]
+
+
+def test_thresholds_of_everything(engine: Path, photos: Path, capsys) -> None:
+    words = ["--everything", "--points-per-side", "4", "--json"]
+    counts = []
+    for iou, stable, nms in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 0)):
+        limits = ["--pred-iou-thresh", iou, "--stability-score-thresh", stable, "--box-nms-thresh", nms]
+        assert asked(engine, photos / "0.png", *words, *limits) == 0
+        counts.append(len(json.loads(capsys.readouterr().out)["masks"]))
+    assert counts[0] > max(counts[1:])
 
 
 def _saved(picture: PIL.Image.Image, kind: str, **how) -> bytes:
