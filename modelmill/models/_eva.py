@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.nn.conv import Conv2d, PlainNorm
+from modelmill.nn.conv import Conv2d
 from modelmill.nn.linear import Linear
 from modelmill.nn.still import Still
+from modelmill.nn.tower import Block, Branch, patches_of, through
 from modelmill.ops.eight_bit import Quantized
 
 
@@ -32,7 +33,7 @@ class EvaSpec:
         return self.image // self.patch
 
 
-class EvaAttention(nn.Module):
+class EvaAttention(Branch):
     """Every token to every token. The keys have no bias: the middle third of qkv's is zero."""
 
     def __init__(self, spec: EvaSpec) -> None:
@@ -40,6 +41,10 @@ class EvaAttention(nn.Module):
         self.heads = spec.heads
         self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
         self.proj = Linear(spec.width, spec.width, bias=True)
+
+    @property
+    def first(self) -> Linear:
+        return self.qkv
 
     def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[B, T, C], the same shape."""
@@ -51,7 +56,7 @@ class EvaAttention(nn.Module):
         return still.linear(self.proj, mixed.view(batch, tokens, width // 3))
 
 
-class EvaMLP(nn.Module):
+class EvaMLP(Branch):
     """Up, GELU, down."""
 
     def __init__(self, spec: EvaSpec) -> None:
@@ -59,34 +64,13 @@ class EvaMLP(nn.Module):
         self.fc1 = Linear(spec.width, spec.inner, bias=True)
         self.fc2 = Linear(spec.inner, spec.width, bias=True)
 
+    @property
+    def first(self) -> Linear:
+        return self.fc1
+
     def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[…, C], the same shape."""
         return still.linear(self.fc2, still.gelu(self.fc1, x, self.fc2))
-
-
-class EvaBlock(nn.Module):
-    """norm → attention → add, norm → MLP → add."""
-
-    def __init__(self, spec: EvaSpec) -> None:
-        super().__init__()
-        self.norm1 = PlainNorm(spec.width, spec.eps)
-        self.attn = EvaAttention(spec)
-        self.norm2 = PlainNorm(spec.width, spec.eps)
-        self.mlp = EvaMLP(spec)
-
-    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
-        """[B, T, C], the same shape."""
-        x, branch = self.flow(x, None, still)
-        return x + branch
-
-    def flow(self, x: torch.Tensor, branch: torch.Tensor | None, still: Still) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: what the stream holds, and the branch that is still to be added to it. Returns the next of both.
-
-        A norm reads what the addition before it writes, so one op does both.
-        """
-        normed, x = self.norm1.added(x, branch, self.attn.qkv, still)
-        normed, x = self.norm2.added(x, self.attn(normed, still), self.mlp.fc1, still)
-        return x, self.mlp(normed, still)
 
 
 class Patches(nn.Module):
@@ -97,11 +81,8 @@ class Patches(nn.Module):
         self.proj = Conv2d(3, spec.width, spec.patch, stride=spec.patch)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, 3, S, S] → [B, T, C]: a convolution that never reads a pixel twice is a product."""
-        batch, _, height, width = x.shape
-        side, weight = self.proj.stride, self.proj.weight.flatten(1)
-        parts = x.reshape(batch, 3, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(parts.flatten(3).flatten(1, 2), weight, self.proj.bias)
+        """[B, 3, S, S] → [B, T, C]."""
+        return F.linear(patches_of(x, self.proj.stride).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
 
 
 class Tower(nn.Module):
@@ -116,16 +97,13 @@ class Tower(nn.Module):
         self.patch_embed = Patches(spec)
         self.register_buffer("cls_token", torch.empty(1, 1, spec.width, device="meta"))
         self.register_buffer("pos_embed", torch.empty(1, spec.grid**2 + 1, spec.width, device="meta"))
-        self.blocks = nn.ModuleList(EvaBlock(spec) for _ in range(spec.depth))
+        self.blocks = nn.ModuleList(
+            Block(spec.width, spec.eps, EvaAttention(spec), EvaMLP(spec)) for _ in range(spec.depth)
+        )
 
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
         """[B, 3, S, S] → [B, 1 + (S / patch)², C]; for another S the positions are interpolated."""
-        x = self.start(x)
-        branch: torch.Tensor | None = None
-        for block in self.blocks:
-            assert isinstance(block, EvaBlock), "blocks are all of one kind"
-            x, branch = block.flow(x, branch, still)
-        return x if branch is None else x + branch
+        return through(self.blocks, self.start(x), still)
 
     def start(self, x: torch.Tensor) -> torch.Tensor:
         """What the first block reads: [B, 3, S, S] → [B, 1 + (S / patch)², C]."""

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.nn.conv import ChannelNorm, Conv2d, PlainNorm
+from modelmill.nn.conv import ChannelNorm, Conv2d
 from modelmill.nn.linear import Linear
 from modelmill.nn.still import Still
+from modelmill.nn.tower import Block, Branch, patches_of, through
 from modelmill.ops.eight_bit import Quantized
 
 
@@ -47,14 +48,11 @@ class Patches(nn.Module):
         self.proj = Conv2d(3, spec.width, spec.patch, stride=spec.patch)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, 3, S, S] → [B, H, W, C]: a convolution that never reads a pixel twice is a product."""
-        batch, _, height, width = x.shape
-        side, weight = self.proj.stride, self.proj.weight.flatten(1)
-        parts = x.reshape(batch, 3, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(parts.flatten(3), weight, self.proj.bias)
+        """[B, 3, S, S] → [B, H, W, C]."""
+        return F.linear(patches_of(x, self.proj.stride), self.proj.weight.flatten(1), self.proj.bias)
 
 
-class VitAttention(nn.Module):
+class VitAttention(Branch):
     """qkv → scores with relative positions → output projection."""
 
     rel_pos_h: torch.Tensor
@@ -68,6 +66,10 @@ class VitAttention(nn.Module):
         rows = 2 * window - 1 if window is not None else spec.span or 2 * spec.grid - 1
         for name in ("rel_pos_h", "rel_pos_w"):
             self.register_buffer(name, torch.empty(rows, spec.width // spec.heads, device="meta"))
+
+    @property
+    def first(self) -> Linear:
+        return self.qkv
 
     def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[B, H, W, C], the same shape.
@@ -86,7 +88,7 @@ class VitAttention(nn.Module):
         return still.linear(self.proj, mixed)
 
 
-class VitMLP(nn.Module):
+class VitMLP(Branch):
     """Up, GELU, down."""
 
     def __init__(self, spec: VitSpec) -> None:
@@ -94,34 +96,13 @@ class VitMLP(nn.Module):
         self.lin1 = Linear(spec.width, spec.inner, bias=True)
         self.lin2 = Linear(spec.inner, spec.width, bias=True)
 
+    @property
+    def first(self) -> Linear:
+        return self.lin1
+
     def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
         """[…, C], the same shape."""
         return still.linear(self.lin2, still.gelu(self.lin1, x, self.lin2))
-
-
-class VitBlock(nn.Module):
-    """norm → attention → add, norm → MLP → add."""
-
-    def __init__(self, spec: VitSpec, index: int) -> None:
-        super().__init__()
-        self.norm1 = PlainNorm(spec.width, spec.eps)
-        self.attn = VitAttention(spec, None if index in spec.whole else spec.window)
-        self.norm2 = PlainNorm(spec.width, spec.eps)
-        self.mlp = VitMLP(spec)
-
-    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
-        """[B, H, W, C], the same shape."""
-        x, branch = self.flow(x, None, still)
-        return x + branch
-
-    def flow(self, x: torch.Tensor, branch: torch.Tensor | None, still: Still) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: what the stream holds, and the branch that is still to be added to it. Returns the next of both.
-
-        A norm reads what the addition before it writes, so one op does both.
-        """
-        normed, x = self.norm1.added(x, branch, self.attn.qkv, still)
-        normed, x = self.norm2.added(x, self.attn(normed, still), self.mlp.lin1, still)
-        return x, self.mlp(normed, still)
 
 
 class Encoder(nn.Module):
@@ -134,17 +115,16 @@ class Encoder(nn.Module):
         self.spec = spec
         self.patch_embed = Patches(spec)
         self.register_buffer("pos_embed", torch.empty(1, spec.grid, spec.grid, spec.width, device="meta"))
-        self.blocks = nn.ModuleList(VitBlock(spec, i) for i in range(spec.depth))
+        windows = [None if index in spec.whole else spec.window for index in range(spec.depth)]
+        self.blocks = nn.ModuleList(
+            Block(spec.width, spec.eps, VitAttention(spec, window), VitMLP(spec)) for window in windows
+        )
         self.neck = make_neck(spec.width, spec.out)
 
     def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
         """[B, 3, S, S] → [B, 256, S/16, S/16]."""
-        x = self.patch_embed(x) + self.pos_embed
-        branch: torch.Tensor | None = None
-        for block in self.blocks:
-            assert isinstance(block, VitBlock), "blocks are all of one kind"
-            x, branch = block.flow(x, branch, still)
-        return self.neck((x if branch is None else x + branch).permute(0, 3, 1, 2))
+        x = through(self.blocks, self.patch_embed(x) + self.pos_embed, still)
+        return self.neck(x.permute(0, 3, 1, 2))
 
 
 def make_neck(width: int, out: int) -> nn.Sequential:

@@ -74,7 +74,7 @@ class ChannelNorm(nn.Module):
 
 
 class PlainNorm(nn.Module):
-    """LayerNorm over the last dimension, without a residual to carry."""
+    """LayerNorm over the last dimension; ``added`` also adds what the stream still lacks."""
 
     weight: torch.Tensor
     bias: torch.Tensor
