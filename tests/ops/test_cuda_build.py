@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import struct
 import subprocess
@@ -72,6 +73,29 @@ def test_a_failing_compiler_is_one_line_and_leaves_nothing(tmp_path: Path, monke
         build.compiled("kernel")
     assert "\n" not in str(told.value)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_variant_says_why_its_kernel_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "GPU" in str(build.serves("cpu", "kernel", ()))
+    monkeypatch.setattr(build, "available", lambda _: None)
+    _compiler(tmp_path, monkeypatch, "echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
+    assert "no such thing" in str(build.serves("cuda", "kernel", ()))
+    _compiler(tmp_path, monkeypatch, 'echo cubin > "$out"')
+    assert build.serves("cuda", "kernel", ()) is None
+
+
+def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
+    """Each kernel's ``static_assert`` of its parameter's size names the module whose ``struct.pack`` makes it."""
+    told = [
+        (int(size), module)
+        for source in build.FOLDER.glob("*.cu")
+        for size, module in re.findall(r'sizeof\(\w+\) == (\d+), "(\w+)\.py packs \1 bytes"', source.read_text())
+    ]
+    assert len(told) == 10
+    for size, module in told:
+        formats = re.findall(r'struct\.pack\("(=\w+)"', (build.FOLDER / f"{module}.py").read_text())
+        assert size in map(struct.calcsize, formats), module
 
 
 @pytest.mark.usefixtures("folder")
@@ -157,7 +181,7 @@ ONE_ROW += [(8, False, False, True, 1), (8, True, False, False, 1), (4, True, Tr
 @pytest.mark.parametrize("kind", [one_row.Kind(*each) for each in ONE_ROW])
 def test_products_of_one_row_compile_without_spills(kind: one_row.Kind, tmp_path: Path) -> None:
     for dtype, gated in ((torch.bfloat16, not kind.integer), (torch.float32 if kind.integer else torch.float16, False)):
-        _compiles_without_spills("one_row.cu", one_row._macros(kind, 5, dtype, gated=gated), tmp_path / "out")
+        _compiles_without_spills("one_row.cu", one_row.macros(kind, 5, dtype, gated=gated), tmp_path / "out")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not here")

@@ -52,6 +52,17 @@ def available(kind: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def serves(kind: str, name: str, macros: tuple[str, ...]) -> str | None:
+    """None where ``<name>.cu`` compiles for devices of this kind, once a machine; else why not, in one line."""
+    reason = available(kind)
+    if reason is None:
+        try:
+            compiled(name, macros)
+        except MissingDependency as problem:
+            reason = str(problem)
+    return reason
+
+
 def compiled(name: str, macros: tuple[str, ...] = ()) -> Path:
     """Path of the cubin of ``<name>.cu`` with ``macros`` ("DIM=64", …), compiled now if it is not in the cache.
 

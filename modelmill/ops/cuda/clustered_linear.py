@@ -6,7 +6,6 @@ import struct
 
 import torch
 
-from modelmill.core.errors import MissingDependency
 from modelmill.ops.cuda import build, launch, one_row
 from modelmill.ops.cuda.narrow_weights import PIECE, THREADS, TYPES, Form, fits, shift
 
@@ -20,15 +19,9 @@ MOST = 64
 
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    reason = build.available(kind)
-    if reason is None:
-        try:
-            form = form_of(1, torch.int8)
-            common = _macros(torch.bfloat16, form, packed=False, offset=False, wide=False, dynamic=False)
-            build.compiled("clustered_linear", common)
-        except MissingDependency as problem:
-            reason = str(problem)
-    return reason
+    form = form_of(1, torch.int8)
+    common = _macros(torch.bfloat16, form, packed=False, offset=False, wide=False, dynamic=False)
+    return build.serves(kind, "clustered_linear", common)
 
 
 def form_of(tokens: int, kind: torch.dtype) -> Form:
@@ -82,7 +75,7 @@ def run(
         )  # fmt: skip
         shared = form.shared(groups)
         kernel = launch.kernel("clustered_linear", "clustered_linear", macros, THREADS, shared, q.get_device())
-        pointers = [0 if t is None else t.data_ptr() for t in (q, weight, scale, offset, step, constant, bias, out)]
+        pointers = launch.addresses(q, weight, scale, offset, step, constant, bias, out)
         counts = (tokens, rows, columns, groups, shift(group, columns))
         kernel.launch(form.grid(rows), struct.pack("=8Q5i4x", *pointers, *counts), early=True)
     return out

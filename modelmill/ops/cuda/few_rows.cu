@@ -27,7 +27,7 @@ struct Work {
     u16 *out;
     int tokens, n, stages, out_stride; // n: columns of the output; stages: SPAN slabs of K
 };
-static_assert(sizeof(Work) == 32, "few_rows packs 32 bytes");
+static_assert(sizeof(Work) == 32, "products.py packs 32 bytes");
 
 typedef RingBarriers<STAGES> Barriers;
 

@@ -6,7 +6,6 @@ import struct
 
 import torch
 
-from modelmill.core.errors import MissingDependency
 from modelmill.ops.cuda import build, int4_rows, launch, one_row
 from modelmill.ops.cuda.narrow_weights import PIECE, RUN, THREADS, TYPES, Form, fits, piece_of, shift
 
@@ -18,13 +17,8 @@ FEW = 8  # rows; more of them go through shared memory (int4_rows)
 
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    reason = build.available(kind)
-    if reason is None:
-        try:
-            build.compiled("int4_linear", _macros(torch.bfloat16, form_of(1), PIECE, offset=True, gated=False))
-        except MissingDependency as problem:
-            reason = str(problem)
-    return reason
+    common = _macros(torch.bfloat16, form_of(1), PIECE, offset=True, gated=False)
+    return build.serves(kind, "int4_linear", common)
 
 
 def form_of(tokens: int) -> Form:
@@ -89,7 +83,7 @@ def product(
     with torch.cuda.device(x.device):
         macros = _macros(x.dtype, form, piece, offset=offset is not None, gated=gated)
         kernel = launch.kernel("int4_linear", "int4_linear", macros, THREADS, form.shared(groups), x.get_device())
-        pointers = [0 if t is None else t.data_ptr() for t in (x, weight, scale, offset, bias, out)]
+        pointers = launch.addresses(x, weight, scale, offset, bias, out)
         counts = (tokens, rows, columns // RUN, x.stride(0), groups, shift(group, columns, piece))
         kernel.launch(form.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), early=True)
     return out

@@ -96,7 +96,7 @@ def product(
         kernel = launch.kernel("int4_rows", "int4_rows", macros, threads, size, device)
         strides = (x.stride(0) * x.element_size(),)
         x_map = launch.tensor_map(x.data_ptr(), x.dtype, (columns, tokens), strides, (64, box))
-        pointers = [0 if t is None else t.data_ptr() for t in (weight, scale, offset, sums, bias, out)]
+        pointers = launch.addresses(weight, scale, offset, sums, bias, out)
         work = struct.pack("=6Q6i", *pointers, tokens, rows, columns // RUN, groups, by, share)
         kernel.launch(form.split * -(-rows // (64 * form.workers)), x_map, work, early=True)
     return out

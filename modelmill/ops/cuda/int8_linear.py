@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.core.errors import MissingDependency
 from modelmill.ops.cuda import build, one_row
 
 
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    reason = build.available(kind)
-    if reason is None:
-        try:
-            common = one_row.Kind(8, integer=False, offset=False, wide=True)
-            build.compiled("one_row", one_row._macros(common, 5, torch.bfloat16, gated=False))
-        except MissingDependency as problem:
-            reason = str(problem)
-    return reason
+    common = one_row.Kind(8, integer=False, offset=False, wide=True)
+    return build.serves(kind, "one_row", one_row.macros(common, 5, torch.bfloat16, gated=False))
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

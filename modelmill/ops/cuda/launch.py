@@ -111,6 +111,11 @@ def tensor_map(
     return ctypes.string_at(place, _MAP_BYTES)
 
 
+def addresses(*tensors: torch.Tensor | None) -> list[int]:
+    """Where tensors lie, as kernels are told; 0 of one that is not there."""
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
 @functools.cache
 def multiprocessors(device: int) -> int:
     """Streaming multiprocessors of a GPU."""

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.core.errors import MissingDependency
 from modelmill.ops.cuda import build, products
 
 
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles one form, once a machine."""
-    reason = build.available(kind)
-    if reason is None:
-        try:
-            sizes = products.sizes_of(8, 4096, 132, gated=False)
-            build.compiled("few_rows", sizes.macros(torch.bfloat16, gated=False))
-        except MissingDependency as problem:
-            reason = str(problem)
-    return reason
+    sizes = products.sizes_of(8, 4096, 132, gated=False)
+    return build.serves(kind, "few_rows", sizes.macros(torch.bfloat16, gated=False))
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

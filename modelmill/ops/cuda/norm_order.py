@@ -55,8 +55,7 @@ def norm(
     device = x.get_device()
     with torch.cuda.device(x.device):
         kernel = launch.kernel("norm_order", "norm_order", tuple(macros), threads, 0, device)
-        tensors = (x, weight, residual, values, scale, factor, zero, order)
-        pointers = [0 if t is None else t.data_ptr() for t in tensors]
+        pointers = launch.addresses(x, weight, residual, values, scale, factor, zero, order)
         work = struct.pack("=8Q3q2f", *pointers, rows, width // 8, width // 8, eps, most)
         kernel.launch(min(rows, blocks * launch.multiprocessors(device)), work, early=True)
     return values, scale

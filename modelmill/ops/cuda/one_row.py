@@ -86,9 +86,9 @@ def product(
     out = torch.empty((1, rows // 2 if gated else rows), dtype=dtype, device=x.device)
     device = x.get_device()
     with torch.cuda.device(x.device):
-        macros = _macros(kind, stages, dtype, gated=gated)
-        kernel = launch.kernel("one_row", "one_row", macros, THREADS, shared(kind, columns, groups, stages), device)
-        pointers = [0 if t is None else t.data_ptr() for t in (x, scale, offset, *more, out)]
+        told = macros(kind, stages, dtype, gated=gated)
+        kernel = launch.kernel("one_row", "one_row", told, THREADS, shared(kind, columns, groups, stages), device)
+        pointers = launch.addresses(x, scale, offset, *more, out)
         tiles = rows // TILE
         width = weight.stride(0)  # bytes
         there = launch.tensor_map(weight.data_ptr(), torch.int32, (width // 4, rows), (width,), _BOX, swizzled=False)
@@ -107,7 +107,8 @@ def kind_of(
     return Kind(bits, integer, offset is not None, scale.dtype is torch.float32, groups)
 
 
-def _macros(kind: Kind, stages: int, dtype: torch.dtype, *, gated: bool) -> tuple[str, ...]:
+def macros(kind: Kind, stages: int, dtype: torch.dtype, *, gated: bool) -> tuple[str, ...]:
+    """For the compiler; dtype: of the output, and of x where that is no integers."""
     sizes = {"BITS": kind.bits, "INTEGER": kind.integer, "OFFSET": kind.offset, "WIDE": kind.wide, "GATED": gated}
     sizes["GROUPS"] = kind.groups
     return (*(f"{name}={int(size)}" for name, size in sizes.items()), f"STAGES={stages}", *TYPES[dtype])

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from modelmill.core.errors import MissingDependency
 from modelmill.ops.cuda import build, launch
 
 LOG2E = 1.4426950408889634
@@ -28,13 +27,7 @@ CACHED_BYTES = 32 << 20
 
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    reason = build.available(kind)
-    if reason is None:
-        try:
-            build.compiled("paged_attention", _macros(torch.bfloat16, 128, 16))
-        except MissingDependency as problem:
-            reason = str(problem)
-    return reason
+    return build.serves(kind, "paged_attention", _macros(torch.bfloat16, 128, 16))
 
 
 def supports(

@@ -8,7 +8,6 @@ import struct
 
 import torch
 
-from modelmill.core.errors import MissingDependency
 from modelmill.ops.cuda import build, launch
 
 KINDS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
@@ -36,13 +35,7 @@ _TOLD = {
 
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    reason = build.available(kind)
-    if reason is None:
-        try:
-            build.compiled("products8", macros((1, 256, 0), torch.int8, torch.bfloat16))
-        except MissingDependency as problem:
-            reason = str(problem)
-    return reason
+    return build.serves(kind, "products8", macros((1, 256, 0), torch.int8, torch.bfloat16))
 
 
 def supports(
