@@ -9,7 +9,8 @@ __device__ inline u32 cluster_rank() {
     return rank;
 }
 
-// All threads of all blocks of the cluster meet. Of what they stored before, ``barriers_ready`` alone makes barriers seen.
+// All threads of all blocks of the cluster meet. A relaxed arrival: of what they stored before, only barriers are seen
+// behind it, made so by ``barriers_ready``.
 __device__ inline void cluster_meet() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -175,6 +175,8 @@ __launch_bounds__(MULTIPLIERS + 32, 1)
         if (threadIdx.x % 32 == 0) load(x_map, barriers, base, range);
         __syncwarp();
     }
+    // The meeting is a relaxed one (cluster.cuh): by the memory model the results, which other blocks read behind it, want a
+    // release. It is left as it was measured, until it can be measured with one.
     if (SPLIT > 1)
         cluster_meet();
     else if (multiplier)

@@ -16,6 +16,8 @@
 #include "ring.cuh"
 #include "wgmma.cuh"
 
+// DEPTH: columns of a slab, 128 bytes, the widest that the swizzle allows. STAGES: as many as fit, beside the output, into
+// the 227 KB that a block may have.
 constexpr int ROWS = 128, WIDE = 256, DEPTH = 64, STAGES = 4, WORKERS = 2, THREADS = 384, CLUSTER = 2;
 constexpr int OUT_WIDE = GATED ? WIDE / 2 : WIDE;
 constexpr u32 X_BYTES = ROWS * DEPTH * 2, W_BYTES = WIDE * DEPTH * 2, W_HALF = W_BYTES / CLUSTER;
@@ -222,6 +224,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     cluster_meet();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    // The loader needs few registers, the others as many as there are: 40 + 2 · 232 = 3 · 168, what the block began with.
     if (group == 0) {
         keep_registers<40>();
         if (threadIdx.x == 0) load(x_map, w_map, work, barriers, rank);

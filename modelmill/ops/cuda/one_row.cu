@@ -99,6 +99,7 @@ __device__ inline void multiply_all(const Work &w, const Layout &to) {
         wait(barrier_of(to.barriers->scales[slot]), scale_parity);
         const Grid *grids = reinterpret_cast<const Grid *>(to.grids) + slot * (OFFSET ? 2 : 1) * apart + quad * w.groups;
         // a chunk's pieces go from warp to warp: where they are fewer at a row's end, each has fewer in its turn
+        // (5 and WARPS share no divisor: after 16 tiles every warp has had every place)
         const int mine = (warp + 5 * turn) % WARPS;
         const unsigned char *at = shared + mine * PIECE / PITCH * BOX + quad * PITCH + 16 * place + mine * PIECE % PITCH;
         float low = 0.0f, high = 0.0f;

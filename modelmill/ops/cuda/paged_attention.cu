@@ -29,7 +29,7 @@ constexpr int QUERIES = 128;         // of a tile, 64 a mixer
 constexpr int KEYS = 128;            // of a block
 constexpr int HALVES = DIM / 64;     // columns of 128 bytes, the widest that the swizzle allows
 constexpr int PAGES = KEYS / PAGE;   // of a block
-constexpr int STAGES = 2;            // of every ring of buffers
+constexpr int STAGES = 2;            // of every ring of buffers: a third of 96 KB would not fit
 constexpr int MOST_SEQUENCES = 1024; // known to paged_attention.py
 constexpr int THREADS = 384, MIXERS = 2, MIXER_WARPS = 8;
 // Queries: all rows of the first half, then those of the second. Keys and values: both halves of 8 rows, then of the

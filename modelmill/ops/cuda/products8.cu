@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products8(
     }
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    // 40 + 2 · 232 = 3 · 168, what the block began with.
+    // The loader needs few registers, the others as many as there are: 40 + 2 · 232 = 3 · 168, what the block began with.
     if (group == 0) {
         keep_registers<40>();
         if (threadIdx.x == 0) load(x_map, w_map, work, barriers);
