@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.files import read_json
@@ -39,6 +39,14 @@ class Picture:
     source: Any
     where: str
     url: bool = False
+
+
+class Said(NamedTuple):
+    """A message. text: its texts as one; parts: texts and pictures in the order given."""
+
+    role: str
+    text: str
+    parts: Sequence[str | Picture]
 
 
 class ImageChat:
@@ -112,28 +120,22 @@ class ImageChat:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any] | None,
     ) -> list[str | Picture]:
-        """Texts and pictures in turn."""
+        """Texts and pictures in turn. Raises RequestError as ``place``."""
         if tools:
             raise RequestError("this model's conversations have no tools")
         if options:
             raise RequestError(f"this model's conversations have no option {sorted(options)[0][:40]!r}")
-        contents, plain = _split(messages)
-        pieces: list[str | Picture] = []
-        system = SYSTEM
-        for index, (message, content) in enumerate(zip(checked(plain), contents, strict=True)):
-            role = message["role"]
-            if role not in ("user", "assistant", "system") or message.get("tool_calls"):
-                raise RequestError(f"messages[{index}]: this model's conversations know system, user and assistant")
+        return _merged(self._written(_heard(messages), add_generation_prompt))
+
+    def _written(self, told: Sequence[Said], add_generation_prompt: bool) -> list[str | Picture]:
+        """The pieces of a conversation that may be had here."""
+        system, pieces = SYSTEM, list[str | Picture]()
+        for role, text, parts in told:
             if role == "system":
-                if index:
-                    raise RequestError(f"messages[{index}]: the system message comes first")
-                system = message["content"]
-                continue
-            if role != "user" and any(isinstance(part, Picture) for part in content):
-                raise RequestError(f"messages[{index}]: pictures come from the user")
-            pieces += ["Human: " if role == "user" else "Assistant: ", *_turn(content, role == "assistant"), END]
-        pieces = [system + END, *pieces, *([self._asks] if add_generation_prompt else [])]
-        return _merged(pieces)
+                system = text
+            else:
+                pieces += ["Human: " if role == "user" else "Assistant: ", *_turn(parts, role == "assistant"), END]
+        return [system + END, *pieces, *([self._asks] if add_generation_prompt else [])]
 
 
 class Questions(ImageChat):
@@ -146,23 +148,14 @@ class Questions(ImageChat):
         super().__init__(tokenizer, tokens)
         self.stop_strings = ("\n",)
 
-    def _pieces(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any] | None,
-    ) -> list[str | Picture]:
-        # what may be said, and by whom, is as there
-        super()._pieces(messages, add_generation_prompt, tools, options)
-        contents, plain = _split(messages)
-        pictures: list[str | Picture] = [part for parts in contents for part in parts if isinstance(part, Picture)]
+    def _written(self, told: Sequence[Said], add_generation_prompt: bool) -> list[str | Picture]:
+        pictures: list[str | Picture] = [part for said in told for part in said.parts if isinstance(part, Picture)]
         turns: list[str] = []
-        for message in checked(plain):
-            text = message["content"].strip()
-            if message["role"] == "user" and text:
+        for role, text, _ in told:
+            text = text.strip()
+            if role == "user" and text:
                 turns.append(f"Question: {text}")
-            elif message["role"] == "assistant":
+            elif role == "assistant":
                 turns.append(f"Answer: {text.removesuffix('.')}.")
             elif text:
                 turns.append(text)
@@ -187,6 +180,22 @@ def with_prompt(files: Mapping[str, bytes], prompt: str) -> bytes:
     if told.get("format") != MINIGPT4:
         raise TemplateError(f"this model is asked in one way only; leave out the template {prompt!r}")
     return json.dumps({**told, "prompt": prompt}).encode()
+
+
+def _heard(messages: object) -> list[Said]:
+    """The messages, of roles and with parts that these formats have. Raises RequestError for others."""
+    contents, plain = _split(messages)
+    told = []
+    for index, (message, parts) in enumerate(zip(checked(plain), contents, strict=True)):
+        role = message["role"]
+        if role not in ("user", "assistant", "system") or message.get("tool_calls"):
+            raise RequestError(f"messages[{index}]: this model's conversations know system, user and assistant")
+        if role == "system" and index:
+            raise RequestError(f"messages[{index}]: the system message comes first")
+        if role != "user" and any(isinstance(part, Picture) for part in parts):
+            raise RequestError(f"messages[{index}]: pictures come from the user")
+        told.append(Said(role, message["content"], parts))
+    return told
 
 
 def _split(messages: object) -> tuple[list[list[str | Picture]], Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.core.types import Request, SamplingParams, Token
 from modelmill.dialogue import Dialogue
-from modelmill.text.image_chat import ImageChat, load_image_chat
+from modelmill.text.image_chat import ImageChat, Questions, load_image_chat
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -77,6 +77,7 @@ def test_without_the_question_to_go_on(chat: ImageChat) -> None:
         ("Hi", "must be a list"),
         ([{"role": "user"}], "content"),
         ([{"role": "assistant", "content": [PICTURE]}], "from the user"),
+        ([{"role": "system", "content": [PICTURE]}, {"role": "user", "content": "a"}], "from the user"),
         ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "comes first"),
         ([{"role": "tool", "content": "a", "tool_call_id": "x"}], "system, user and assistant"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url must be"),
@@ -86,9 +87,28 @@ def test_without_the_question_to_go_on(chat: ImageChat) -> None:
         ([None], "object"),
     ],
 )
-def test_wrong_messages(chat: ImageChat, messages: Any, says: str) -> None:
-    with pytest.raises(RequestError, match=says):
-        chat.place(messages)
+def test_wrong_messages(tokenizer: Tokenizer, messages: Any, says: str) -> None:
+    for chat in (ImageChat(tokenizer, 32), Questions(tokenizer, 32)):
+        with pytest.raises(RequestError, match=says):
+            chat.place(messages)
+
+
+def test_questions_have_the_pictures_in_front(tokenizer: Tokenizer) -> None:
+    """As the paper asks: pictures, BOS, "Question: … Answer:"; nothing is asked about a picture without words."""
+    chat = Questions(tokenizer, 3)
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        user("What is", PICTURE, "this? "),
+        {"role": "assistant", "content": "A dog."},
+        user("And this?", PICTURE),
+    ]
+    said = "Be brief. Question: What is\nthis? Answer: A dog. Question: And this? Answer:"
+    assert chat.render(talk) == "<ImageHere><ImageHere>" + said
+    ids, pictures = chat.place(talk)
+    assert ids == [0] * 6 + tokenizer.encode(said, bos=True)
+    assert [position for position, _ in pictures] == [0, 3]
+    assert chat.render(talk, add_generation_prompt=False).endswith("Question: And this?")
+    assert chat.place([user(PICTURE)])[0] == [0] * 3 + tokenizer.encode("", bos=True)
 
 
 def test_no_tools_and_no_options(chat: ImageChat) -> None:
