@@ -35,6 +35,7 @@ from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.layered import Layered
 from modelmill.quant.recipe import Recipe, make_recipe
+from modelmill.quant.rptq import copies_of
 from modelmill.quant.still import Rounded, still_reason, still_recipe
 from modelmill.weights.held import PackedInfo, packed_info
 
@@ -348,6 +349,11 @@ def _resolve(
     method = getattr(recipe, "method", "nearest")
     if config.method == "auto" and method != "nearest":
         reasons["method"] = f"{method}: the best measured"
+    if config.quantization == "rptq":
+        copies = copies_of(config)
+        if config.copies is None:
+            reasons["copies"] = f"{copies}: what keeps {config.bits}'s accuracy" if copies > 1 else "1: enough here"
+        config = replace(config, copies=copies)
     if source is not None:
         calibration = f"sha256:{source.digest}" + (f"+{source.shown}" if source.shown else "")
         reasons["calibration"] = f"{source.facts()['name']}, up to {source.samples} × {source.length} tokens"

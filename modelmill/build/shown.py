@@ -19,6 +19,7 @@ from torch import nn
 
 from modelmill.build.calibration import KEYS, PICTURES, Joined, Source, lines_of, load_ids, own_text, text_of
 from modelmill.core.errors import RequestError, UsageError
+from modelmill.core.quote import quoted
 from modelmill.nn.still import Still
 from modelmill.ops.shelf import Ops
 from modelmill.quant.calibrate import check_ids
@@ -49,7 +50,11 @@ def with_pictures(source: Source) -> Source:
     digest, any_shown = hashlib.sha256(), False
     for number, value in lines_of(source.path):
         for picture in _pictures(value, source.path, number):
-            data = picture.encode() if isinstance(picture, str) else _read(picture, source.path, number)
+            data = (
+                picture.encode("utf-8", "surrogatepass")
+                if isinstance(picture, str)
+                else _read(picture, source.path, number)
+            )
             digest.update(hashlib.sha256(data).digest())
             any_shown = True
     return replace(source, shown=digest.hexdigest() if any_shown else "")
@@ -62,7 +67,8 @@ def samples_of(source: Source, files: Mapping[str, bytes], model: Any, seed: int
         found = load_samples(source, files, int(model.image_size))
     else:
         found = [Sample(ids) for ids in load_ids(source, files, vocab, seed)]
-    check_ids([sample.ids for sample in found], vocab)
+    name = "the calibration data" if source.path is None else f"--calibration {source.path}"
+    check_ids([sample.ids for sample in found], vocab, name)
     return found
 
 
@@ -224,7 +230,8 @@ def _absolute(messages: list[Any], path: Path) -> list[Any]:
 
 def _sample(messages: Any, chat: ImageChat, source: Source, side: int, where: str) -> Sample:
     try:
-        ids, places = chat.place(messages, add_generation_prompt=messages[-1].get("role") == "user")
+        asks = isinstance(messages[-1], Mapping) and messages[-1].get("role") == "user"
+        ids, places = chat.place(messages, add_generation_prompt=asks)
         shown = {position: _pixels(picture, side) for position, picture in places}
     except RequestError as error:
         raise UsageError(f"{where}: {error}") from None
@@ -250,3 +257,5 @@ def _read(picture: Path, path: Path, number: int) -> bytes:
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise UsageError(f"--calibration {path}, line {number}: {picture}: {reason}") from None
+    except ValueError:  # a NUL, or half a surrogate pair
+        raise UsageError(f"--calibration {path}, line {number}: {quoted(str(picture))} is no path") from None

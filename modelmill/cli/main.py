@@ -30,6 +30,9 @@ ORDER = (
 )
 """The order of the help page; a verb that is not named here stands behind these."""
 
+ELSEWHERE = {"quantize": "build -q", "quantise": "build -q", "eval": "perplexity", "generate": "run"}
+"""Verbs of other programs, and what does it here."""
+
 
 def verbs() -> list[str]:
     """Names of all verbs: the files of this folder."""
@@ -80,7 +83,7 @@ def _verb(argv: list[str]) -> str | None:
         return None
     name, known = called.replace("-", "_"), verbs()
     if name not in known:
-        hint = nearest(called, known)
+        hint = ELSEWHERE.get(name) or nearest(called, known)
         raise UsageError(
             f"there is no command {called!r}; " + (f"did you mean {hint}?" if hint else f"there are {', '.join(known)}")
         )

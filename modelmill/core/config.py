@@ -59,9 +59,9 @@ class BuildConfig:
     )
     bits: str = option("w8a8", "of weights and activations (rptq)", choices=BITS)
     mode: str = option("exact", "where the steps of activations are applied (rptq)", choices=MODES)
-    copies: int = option(
-        1, "columns that a channel of SwiGLU's output takes, each for a part of its range, 1 to 4 (rptq): "
-        "fewer values are clipped, down_proj is as many times as wide",
+    copies: int | None = option(
+        None, "columns that a channel of SwiGLU's output takes, each for a part of its range, 1 to 4 (rptq): fewer "
+        "values are clipped, down_proj is as many times as wide; default: 1 for w8a8, 2 for w4a8, 3 for w4a4",
     )  # fmt: skip
     activation_scales: str = option(
         "token",
@@ -106,7 +106,7 @@ class BuildConfig:
         _choice(self, "tower", TOWERS)
         _choice(self, "bits", BITS)
         _choice(self, "mode", MODES)
-        if not 1 <= self.copies <= MOST_COPIES:
+        if self.copies is not None and not 1 <= self.copies <= MOST_COPIES:
             raise UsageError(f"--copies must be 1 to {MOST_COPIES}, not {self.copies}")
         _choice(self, "activation_scales", ACTIVATION_SCALES)
         _choice(self, "weight_scales", WEIGHT_SCALES)

@@ -23,15 +23,15 @@ OUTLIERS = 4  # channels told in the report
 LEAST_TOKENS = 128
 
 
-def check_ids(ids: Sequence[Sequence[int]], vocab: int) -> None:
-    """Raises UsageError for calibration ids that tell too little or are no tokens of the model."""
+def check_ids(ids: Sequence[Sequence[int]], vocab: int, name: str = "the calibration data") -> None:
+    """Raises UsageError for calibration ids that tell too little or are no tokens of the model; name: where from."""
     total = sum(map(len, ids))
     if not ids or not total:
-        raise UsageError("the calibration data is empty: no text in it gives a token")
+        raise UsageError(f"{name} is empty: no text in it gives a token; give one that has texts, or none for our own")
     if total < LEAST_TOKENS:
-        raise UsageError(f"the calibration data is too short: {total} tokens, at least {LEAST_TOKENS} are needed")
+        raise UsageError(f"{name} is too short: {total} tokens, at least {LEAST_TOKENS} are needed; give more text")
     if any(not 0 <= i < vocab for one in ids for i in one):
-        raise UsageError(f"the calibration data holds token ids outside 0…{vocab - 1}: it is of another tokenizer")
+        raise UsageError(f"{name} holds token ids outside 0…{vocab - 1}: it is of another tokenizer")
 
 
 def quantize_layer(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from modelmill.artifact.store import open_artifact
 from modelmill.build import builder
 from modelmill.build.calibration import find_source, load_ids, own_text, texts_of
 from modelmill.build.plan import make_plan
+from modelmill.build.shown import samples_of
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CorruptArtifact, UsageError
@@ -175,6 +178,18 @@ def test_too_little_is_named_and_nothing_is_written(llama: Path, tmp_path: Path)
     with pytest.raises(UsageError, match="too short"):
         make(llama, tmp_path / "e", calibration_samples=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_file_that_says_too_little_is_named(tmp_path: Path) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(vocab=300))
+    files = {"gguf_vocab.json": b""}
+    with mock.patch("modelmill.build.shown.load_ids", return_value=[]), mock.patch(
+        "modelmill.build.shown.has_eyes", return_value=False
+    ):  # fmt: skip
+        path = lines(tmp_path / "none.jsonl", {"text": ""})
+        source = find_source(BuildConfig(calibration=str(path)), 40)
+        with pytest.raises(UsageError, match=r"--calibration .*none\.jsonl is empty: .*; give"):
+            samples_of(source, files, model, 0)
 
 
 def test_our_own_text_is_the_same_every_time_and_enough() -> None:

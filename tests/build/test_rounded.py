@@ -52,17 +52,31 @@ def test_the_engine_is_as_large_as_planned_and_says_what_it_is(
             assert (len(set(weight.scale.tolist())) == 1) == (options.get("weight_scales") == "tensor")
 
 
-@pytest.mark.parametrize("options", [{"copies": 1}, {"copies": 2}, {"copies": 3, "bits": "w4a4"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"copies": 2},
+        {},
+        {"bits": "w4a8"},
+        {"bits": "w4a4"},
+        {"bits": "w4a8", "copies": 1},
+        {"bits": "w4a8", "mode": "dynamic"},
+    ],
+    ids=str,
+)
 def test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies(
     llama: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     options = {"quantization": "rptq", "dtype": "float32", **options}
     artifact = open_artifact(make(llama, tmp_path / "e", **options))
     assert sum(artifact.tensor(name).nbytes for name in artifact.names()) == plan(llama, **options).weight_bytes
+    usual = {"w8a8": 1, "w4a8": 2, "w4a4": 3}[options.get("bits", "w8a8")] if "mode" not in options else 1
+    asked = options.get("copies", usual)
+    assert artifact.manifest.build["copies"] == asked
     for layer in load(artifact, "cpu").layers:  # type: ignore[union-attr]
         for linear in (layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
             order = linear.held.order
-            copies = options["copies"] if linear is layer.mlp.down_proj else 1
+            copies = asked if linear is layer.mlp.down_proj else 1
             assert order[order >= 0].bincount().tolist() == [copies] * linear.held.columns
 
 

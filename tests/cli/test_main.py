@@ -71,6 +71,7 @@ def test_the_exit_code_is_the_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "told"),
     [
         (["prob"], "did you mean probe?"),
+        (["quantize", "model.gguf"], "did you mean build -q?"),
         (["xyzzy"], "there are probe, other"),
         (["probe", "--jsn"], "did you mean --json?"),
         (["--nonsense"], "--nonsense"),

@@ -146,5 +146,7 @@ def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(bits: 
 def test_copies_are_of_the_exact_mode_and_few() -> None:
     with pytest.raises(UsageError, match="--copies 2: is for --mode exact, not dynamic"):
         Recipe(BuildConfig(quantization="rptq", mode="dynamic", copies=2))
+    with pytest.raises(UsageError, match="--copies 2: is for --mode exact, not folded"):
+        Recipe(BuildConfig(quantization="rptq", bits="w4a8", mode="folded", copies=2))
     with pytest.raises(UsageError, match="--copies must be 1 to 4, not 5"):
         BuildConfig(quantization="rptq", copies=5)
