@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,13 +86,24 @@ def run(args: Args) -> int:
 
         return serve_replicas(args, place, names, _orders(args))
 
+    gone = next((path for path in args.engines if not path.exists()), None)
+    if gone is not None:
+        raise UsageError(f"{gone} does not exist; give an engine folder or a checkpoint")
+
     async def serve() -> None:
         engines = _engines(args, names)
-        await Server(engines, place).run(lambda url: note(f"listening on {url}; loading {', '.join(names)}"))
+        await Server(engines, place).run(lambda url: opened(args, url, names, f"loading {', '.join(names)}"))
 
     with to_stderr(args.log_level):
         asyncio.run(serve())
     return 0
+
+
+def opened(args: Args, url: str, names: Sequence[str], doing: str) -> None:
+    """Tell where it listens; with --json as one line on stdout, for scripts that let it choose a port."""
+    note(f"listening on {url}; {doing}")
+    if args.json:
+        print(json.dumps({"url": url, "models": list(names)}), flush=True)
 
 
 def _place(args: Args) -> Place:
@@ -183,8 +195,6 @@ def _orders(args: Args) -> list[Open]:
 
 def _segments(path: Path) -> bool:
     """Whether it is an engine that segments images; a checkpoint counts as one that writes text."""
-    import json
-
     try:
         return json.loads((path / "manifest.json").read_text("utf-8")).get("kind") == "segmentation"
     except (OSError, ValueError, AttributeError):

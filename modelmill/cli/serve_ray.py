@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelmill.cli.output import note, progress
+from modelmill.cli.output import progress
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import MissingDependency, UsageError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Sequence[Open]) -> int:
     """Serve until SIGTERM or Ctrl-C; 0 after an orderly end. Raises UsageError for flags that do not go together."""
+    from modelmill.cli.serve import opened
     from modelmill.serve.logs import to_stderr
     from modelmill.serve.replicas.cluster import Cluster, Shape
     from modelmill.serve.replicas.plan import Plan
@@ -47,8 +48,8 @@ def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Seque
 
     async def serve() -> None:
         server = ReplicaServer(Cluster(plan, shape), place)
-        told = f"{args.replicas} replicas of {', '.join(names)}"
-        await server.run(lambda url: note(f"listening on {url}; starting {told}"))
+        doing = f"starting {args.replicas} replicas of {', '.join(names)}"
+        await server.run(lambda url: opened(args, url, names, doing))
 
     with to_stderr(args.log_level):
         asyncio.run(serve())

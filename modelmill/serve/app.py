@@ -17,17 +17,28 @@ from modelmill import __version__
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError
 from modelmill.serve import errors
+from modelmill.serve.complaint import complaint
 from modelmill.serve.described import describe
-from modelmill.serve.embeddings import EMBEDDING_FIELDS
+from modelmill.serve.embeddings import EmbeddingRequest
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.gate import Gate
-from modelmill.serve.responses import RESPONSES_FIELDS
+from modelmill.serve.responses import ResponsesRequest
 from modelmill.serve.routes import chat, completions, embeddings, health, page, responses, segment, tokenize
-from modelmill.serve.schema import CHAT_FIELDS, COMPLETION_FIELDS, Refusal
+from modelmill.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Refusal, Shape, TokenizeRequest
+from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.service import Service
 from modelmill.serve.shape import Json
 
-KNOWN = CHAT_FIELDS | COMPLETION_FIELDS | EMBEDDING_FIELDS | RESPONSES_FIELDS
+BODIES: dict[str, type[Shape]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/segment": SegmentRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+"""What each path is asked: an error names a field of it."""
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": Refusal, "description": "The request is at fault; the message says how"},
     401: {"model": Refusal, "description": "The key is missing or wrong"},
@@ -92,8 +103,9 @@ class _Unraised:
             _log.exception("bug", extra={"data": {"request_id": scope.get("modelmill.request_id")}})
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    return answer(errors.of(error, KNOWN))
+async def _refused(request: Request, error: Exception) -> Response:
+    body = BODIES.get(request.url.path)
+    return answer(errors.of(error, frozenset() if body is None else frozenset(body.model_fields)))
 
 
 async def _gone(_: Request, __: Exception) -> Response:
@@ -110,23 +122,18 @@ async def _http(_: Request, error: Exception) -> Response:
     return answer(ApiError(error.status_code, told or "refused", code=code, headers=error.headers))
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
+    found = error.errors()
+    if found[0]["type"] == "json_invalid":
         return answer(invalid("the request's body is not JSON"))
-    if not where and isinstance(error.body, bytes):
+    if found[0]["loc"] == ("body",) and isinstance(error.body, bytes):
         # a form: what curl says it sends, and what a page of another origin may send unasked
         return answer(
             invalid("the request's body has to be told to be JSON: add the header content-type: application/json")
         )
-    param = where[0] if where and where[0] in KNOWN else None
-    name = ".".join(where)[:100] or "the request's body"
-    message = first["msg"][:300]
-    if first["type"] == "extra_forbidden":
-        message = "unknown field"
-    return answer(invalid(f"{name}: {message[:1].lower()}{message[1:]}", param or (where[0][:100] if where else None)))
+    param, line = complaint(found, BODIES.get(request.url.path))
+    return answer(invalid(line, param))
 
 
 def answer(error: ApiError) -> Response:

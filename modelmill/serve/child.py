@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import sys
 from typing import Protocol
@@ -41,9 +43,10 @@ class Process:
         return self._process.pid
 
     def kill(self) -> None:
-        """End it now."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        """End it now. asyncio's own ``kill`` would look whether it has ended, and take its exit code from ``wait``."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
         """Its exit code."""

@@ -64,6 +64,3 @@ def vector(state: bytes, dimensions: int | None, packed: bool) -> list[float] | 
         raise RequestError("input has a state without a direction (all zeros); give another, or more dimensions")
     unit = (x / length).astype("<f4")
     return base64.b64encode(unit.tobytes()).decode() if packed else unit.tolist()
-
-
-EMBEDDING_FIELDS = frozenset(EmbeddingRequest.model_fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from modelmill.serve.ticket import WorkerLost
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+_WORD = re.compile(r"[a-z_]+")
 
 
 class ApiError(Exception):
@@ -69,10 +71,11 @@ def _one_line(text: str, most: int = 500) -> str:
 
 def _named(text: str, known: frozenset[str]) -> str | None:
     """The field that a message begins with."""
-    word = text.split("=")[0].split(" ")[0].split("[")[0].split(".")[0]
-    if word in known:
-        return word
-    return "prompt" if "prompt" in known and text.startswith("the prompt") else None
+    word = _WORD.match(text)
+    if word is not None and word[0] in known:
+        return word[0]
+    asked = next((name for name in ("input", "messages", "prompt") if name in known), None)
+    return asked if text.startswith("the prompt") else None
 
 
 def _code(text: str) -> str | None:

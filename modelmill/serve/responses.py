@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from modelmill.core.errors import RequestError
+from modelmill.serve.complaint import complaint
 from modelmill.serve.schema import (
     MAX_TOP,
     WHOLE,
@@ -177,7 +178,10 @@ class ResponsesRequest(Drawn):
     max_output_tokens: int | None = Field(None, ge=1, le=WHOLE)
     text: TextConfig | None = None
     tools: list[FlatTool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | Allowed | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | Allowed | None = Field(
+        None,
+        description='"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", …}',
+    )
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     include: list[str] | None = Field(None, max_length=16)
     metadata: dict[str, str] | None = Field(None, max_length=16)
@@ -292,12 +296,5 @@ def _item(raw: Mapping[str, Any], where: str) -> Item:
     try:
         return shape.model_validate(raw)
     except ValidationError as error:
-        # of a choice of shapes the one that fits deepest is meant
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        first = max(found, key=lambda each: len(each["loc"]))
-        path = ".".join(str(part) for part in first["loc"] if part != "list[Part]")[:100]
-        told = "unknown field" if first["type"] == "extra_forbidden" else first["msg"][:200]
-        raise RequestError(f"{where}.{path}: {told[:1].lower()}{told[1:]}") from None
-
-
-RESPONSES_FIELDS = frozenset(ResponsesRequest.model_fields)
+        _, line = complaint(error.errors(include_url=False, include_input=False), shape)
+        raise RequestError(f"{where}.{line}") from None

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_BIAS, MAX_N, MAX_STOPS, Grammar, SamplingParams
+from modelmill.text.grammar import check as usable
 from modelmill.text.tools import forced
 
 MAX_PROMPTS = 1024
@@ -70,7 +71,8 @@ class ResponseFormat(Shape):
     def as_grammar(self) -> Grammar | None:
         """None for plain text. Raises RequestError."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise RequestError("response_format: json_schema and its type belong together")
+            needs = "needs" if self.json_schema is None else "takes no"
+            raise RequestError(f"response_format of type {self.type} {needs} json_schema")
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
@@ -90,7 +92,7 @@ class Drawn(Shape):
     model: str = Field(max_length=1024)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: str | list[str] | None = Field(None, max_length=4096)
+    stop: str | list[str] | None = Field(None, max_length=4096, description="a text, or a list of texts")
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -158,10 +160,25 @@ class Sampling(Drawn):
         other = None if self.structured_outputs is None else self.structured_outputs.as_grammar()
         if asked is not None and other is not None:
             raise RequestError("response_format and structured_outputs ask for two things; give one of them")
-        found = other if asked is None else asked
-        if found is not None and self.ignore_eos:
-            raise RequestError("ignore_eos has no meaning with structured output; leave it out")
+        return other if asked is None else asked
+
+    def checked_grammar(self) -> Grammar | None:
+        """``grammar``, of which is known that it can be used. Raises RequestError."""
+        found = self.grammar()
+        if found is None:
+            return None
+        if self.ignore_eos:
+            raise RequestError("ignore_eos has no meaning with structured output or a forced call; leave it out")
+        try:
+            usable(found)
+        except RequestError as error:
+            raise RequestError(f"{self._asked_in}: {error}") from None
         return found
+
+    @property
+    def _asked_in(self) -> str:
+        """The field that says what the answer must be."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def wants_usage(self) -> bool:
@@ -252,7 +269,9 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = Field(
+        None, description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+    )
     parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
@@ -295,6 +314,10 @@ class ChatRequest(Sampling):
         name = self.tool_choice.function.name if isinstance(self.tool_choice, Choice) else None
         return forced(self.offered, name, several=name is None and self.parallel_tool_calls is True)
 
+    @property
+    def _asked_in(self) -> str:
+        return "tools" if self.forces else super()._asked_in
+
     def sampling(self) -> SamplingParams:
         """As the engine's SamplingParams."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -332,10 +355,6 @@ class Refusal(BaseModel):
     """Every error."""
 
     error: Problem
-
-
-COMPLETION_FIELDS = frozenset(CompletionRequest.model_fields)
-CHAT_FIELDS = frozenset(ChatRequest.model_fields)
 
 
 def _bias(given: Mapping[str, float] | None) -> dict[int, float]:

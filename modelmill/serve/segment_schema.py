@@ -62,7 +62,7 @@ class SegmentRequest(PromptBody):
     )
     boxes: list[Corners] | None = Field(None, min_length=1, max_length=MOST_PROMPTS, description="a prompt each")
     prompts: list[PromptBody] | None = Field(None, min_length=1, max_length=MOST_PROMPTS)
-    everything: bool | EverythingBody | None = None
+    everything: bool | EverythingBody | None = Field(None, description="true or false, or an object of settings")
     multimask: bool | None = Field(None, description="three masks of each prompt, best first (default), or one")
     format: Literal["rle", "png"] | None = Field(None, description="of the masks: COCO's run lengths (default), or PNG")
     logits: bool | None = Field(None, description="tell each mask's logits, for another prompt's mask")
@@ -187,9 +187,6 @@ class SegmentResponse(BaseModel):
     image: ImageTold
     masks: list[MaskTold]
     milliseconds: dict[str, float]
-
-
-SEGMENT_FIELDS = frozenset(SegmentRequest.model_fields)
 
 
 def as_url(blob: bytes, kind: str) -> str:

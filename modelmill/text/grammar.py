@@ -20,6 +20,7 @@ from modelmill.text.tokens import Tokenizer
 LONGEST = 1 << 18
 """Most characters of a schema, pattern or grammar."""
 CHOICES = 1024
+NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "lark": "grammar"}
 SPACE = r"\n?[ ]{0,12}"
 """Between the parts of JSON: room for lines and their indents, but no end of lines that a small model falls into."""
 
@@ -30,7 +31,7 @@ def check(grammar: Grammar) -> None:
     problem = lib.LLMatcher.validate_grammar(_compiled(grammar, lib), limits=_limits(lib))
     # warnings are about annotations that change nothing (format: …)
     if problem and not problem.startswith("WARNING"):
-        raise RequestError(f"the {grammar.kind} cannot be used: {_short(problem)}")
+        raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(problem)}")
 
 
 class Guides:
@@ -52,7 +53,7 @@ class Guides:
             self._tokens, _compiled(grammar, self._lib), limits=_limits(self._lib), log_level=0
         )
         if matcher.is_error():
-            raise RequestError(f"the {grammar.kind} cannot be used: {_short(matcher.get_error())}")
+            raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(matcher.get_error())}")
         mine = set(ends)
         if not mine.intersection(self._ends):
             raise RequestError("structured output needs an end of the answer; leave ignore_eos out")
@@ -129,7 +130,7 @@ class _Words:
 def _compiled(grammar: Grammar, lib: Any) -> str:
     """llguidance's own form."""
     if len(grammar.text) > LONGEST:
-        raise RequestError(f"the {grammar.kind} has {len(grammar.text)} characters, up to {LONGEST} are taken")
+        raise RequestError(f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters, up to {LONGEST} are taken")
     if grammar.kind == "regex":
         return str(lib.LLMatcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
@@ -151,8 +152,8 @@ def _loaded(grammar: Grammar) -> Any:
     try:
         value = json.loads(grammar.text)
     except (ValueError, RecursionError):
-        raise RequestError(f"the {grammar.kind} is not JSON") from None
-    check_data(value, f"the {grammar.kind}")
+        raise RequestError(f"the {NAMES[grammar.kind]} is not JSON") from None
+    check_data(value, f"the {NAMES[grammar.kind]}")
     return value
 
 

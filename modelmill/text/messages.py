@@ -80,6 +80,8 @@ def _content(message: Mapping[str, Any], where: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(content):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if isinstance(part, Mapping) and part.get("type") == "image_url":
+            raise RequestError(f"{where}.content[{index}]: this model reads no pictures; give text parts only")
         if not isinstance(text, str):
             raise RequestError(f'{where}.content[{index}] must be {{"type": "text", "text": …}}')
         texts.append(text)

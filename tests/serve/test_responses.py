@@ -248,7 +248,7 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ({"input": "x", "top_logprobs": 21}, "top_logprobs", "top_logprobs"),
     ({"input": "x", "temperature": "0"}, "temperature", "temperature"),
     ({"input": "x", "n": 2}, "n: unknown field", "n"),
-    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0", "tools"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type: must be 'function'", "tools"),
     ({"input": "x", "tools": [WEATHER, WEATHER]}, "two functions of one name", "tools"),
     ({"input": "x", "tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
     ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "b"}}, "names a", "tool_choice"),

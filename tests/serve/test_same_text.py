@@ -6,6 +6,8 @@ In float32, greedy or with a seed, whatever the sampling settings are.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import random
 from typing import Any
 
@@ -13,14 +15,17 @@ import pytest
 
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
+from modelmill.serve.routes.chat import dialogue_of
+from modelmill.serve.schema import ChatRequest
 from tests.serve.running import Running
 
 PROMPTS = [
     "Once upon a time", "The little dog", "Tom and Lily went to the park. They", "One day, a", "She was sad because",
     "Mom said: \"No", "é", "In the big red box there was a",
 ]  # fmt: skip
-MANY = 48
+MANY = 64
 Found = list[tuple[str, list[int], str]]
+RENAMED = {"include_stop_str_in_output": "include_stop"}
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -40,9 +45,10 @@ def drawn(seed: int) -> dict[str, Any]:
         "presence_penalty": pick.choice([-0.5, 1.5]), "frequency_penalty": pick.choice([-0.3, 1.2]),
         "repetition_penalty": pick.choice([0.8, 1.3]), "logit_bias": {str(pick.randrange(400, 500)): 4.0},
         "stop": pick.choice([["."], ["the", " a "], ["\n", "no such text"]]), "min_tokens": pick.choice([2, 12]),
-        "ignore_eos": True, "logprobs": pick.choice([0, 2]),
+        "ignore_eos": True, "logprobs": pick.choice([0, 2]), "include_stop_str_in_output": True,
+        "stop_token_ids": pick.sample(range(400, 512), 12), "skip_special_tokens": False,
     }  # fmt: skip
-    for name in pick.sample(sorted(rare), pick.choice([0, 0, 1, 2, 4])):
+    for name in pick.sample(sorted(rare), pick.choice([0, 0, 1, 2, 4, 8])):
         how[name] = rare[name]
     how["min_tokens"] = min(how.get("min_tokens", 0), how["max_tokens"])
     return how
@@ -53,7 +59,7 @@ SETTINGS = [(PROMPTS[seed % len(PROMPTS)], drawn(seed)) for seed in range(MANY)]
 
 def params(how: dict[str, Any]) -> SamplingParams:
     bias = {int(key): value for key, value in how.get("logit_bias", {}).items()}
-    return SamplingParams(**{**how, "logit_bias": bias})
+    return SamplingParams(**{RENAMED.get(name, name): value for name, value in {**how, "logit_bias": bias}.items()})
 
 
 def of(answer: Any) -> Found:
@@ -70,6 +76,8 @@ async def whole(running: Running, prompt: str, how: dict[str, Any]) -> Found:
     body = {"model": "stories", "prompt": prompt, "return_token_ids": True, **how}
     response = await running.client.post("/v1/completions", body)
     assert response.status == 200, response.body
+    tables = [each["logprobs"] for each in response.json["choices"]]
+    assert all((table is not None) == ("logprobs" in how) for table in tables)
     return [(each["text"], each["token_ids"], each["finish_reason"]) for each in response.json["choices"]]
 
 
@@ -87,14 +95,14 @@ async def streamed(running: Running, prompt: str, how: dict[str, Any]) -> Found:
     return list(zip(texts, tokens, ends, strict=True))
 
 
-def plain(found: Found) -> list[tuple[str, str]]:
-    return [(text, end) for text, _, end in found]
-
-
 def test_the_settings_are_many() -> None:
-    names = {name for _, how in SETTINGS for name in how}
-    assert len(names) == 15
-    assert sum(how["temperature"] == 0 for _, how in SETTINGS) == 8
+    """Each in several of them, and with every other one at least once but for a few."""
+    names = sorted({name for _, how in SETTINGS for name in how})
+    assert len(names) == 18
+    assert all(sum(name in how for _, how in SETTINGS) >= 5 for name in names)
+    pairs = {pair for _, how in SETTINGS for pair in itertools.combinations(sorted(how), 2)}
+    assert len(pairs) > 0.95 * math.comb(len(names), 2)
+    assert sum(how["temperature"] == 0 for _, how in SETTINGS) == 11
 
 
 def test_in_a_batch(llm: LLM, alone: list[Found]) -> None:
@@ -111,10 +119,7 @@ def test_seeds_matter(alone: list[Found]) -> None:
 @pytest.mark.parametrize("ask", [whole, streamed])
 def test_over_http_one_after_another(running: Running, alone: list[Found], ask: Any) -> None:
     for (prompt, how), expected in zip(SETTINGS[::3], alone[::3], strict=True):
-        found = running.do(ask(running, prompt, how))
-        assert plain(found) == plain(expected), how
-        if ask is whole:
-            assert found == expected
+        assert running.do(ask(running, prompt, how)) == expected, how
 
 
 def test_over_http_all_at_once(running: Running, alone: list[Found]) -> None:
@@ -125,7 +130,7 @@ def test_over_http_all_at_once(running: Running, alone: list[Found]) -> None:
         return await asyncio.gather(*asks)
 
     for found, expected, (_, how) in zip(running.do(together()), alone, SETTINGS, strict=True):
-        assert plain(found) == plain(expected), how
+        assert found == expected, how
 
 
 def test_a_list_of_prompts(running: Running, llm: LLM) -> None:
@@ -160,3 +165,74 @@ def test_conversations(running: Running, llm: LLM, how: dict[str, Any]) -> None:
         return await asyncio.gather(*(ask(talk, stream) for stream in (False, True) for talk in talks))
 
     assert running.do(all_of_them()) == expected * 2
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "sky", "parameters": {"type": "object", "properties": {"at": {"enum": ["Ulm", "Bonn"]}}}},
+}
+KINDS: list[dict[str, Any]] = [
+    {"structured_outputs": {"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}},
+    {"structured_outputs": {"choice": ["yes", "no", "niño"]}},
+    {"structured_outputs": {"grammar": 'start: ("a" | "b")+ "."'}},
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+        "type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n", "s"]}}}},
+    {"tools": [WEATHER], "tool_choice": "required"},
+    {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": True},
+    {"tools": [WEATHER]},
+    {"tools": [WEATHER], "tool_choice": "none"},
+]  # fmt: skip
+LEFT = ("ignore_eos", "stop_token_ids")  # these have no meaning with a grammar, or may leave it no end
+
+
+def held_to(place: int) -> dict[str, Any]:
+    """A conversation's request: sampling settings of all kinds with each kind of structure."""
+    how = {name: value for name, value in drawn(place).items() if name not in LEFT}
+    logprobs = {"logprobs": True, "top_logprobs": how["logprobs"]} if "logprobs" in how else {}
+    talk = [{"role": "user", "content": PROMPTS[place % len(PROMPTS)]}]
+    return {**how, **logprobs, **KINDS[place % len(KINDS)], "model": "stories", "messages": talk, "max_tokens": 120}
+
+
+def told(choice: dict[str, Any], said: dict[str, Any]) -> tuple[Any, ...]:
+    """Of a choice what has to be the same: ids of calls are drawn anew each time."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in said.get("tool_calls", ())]
+    return said.get("content") or "", calls, choice["token_ids"], choice["finish_reason"]
+
+
+async def talked(running: Running, body: dict[str, Any], stream: bool) -> list[Any]:
+    response = await running.client.post("/v1/chat/completions", {**body, "stream": stream, "return_token_ids": True})
+    assert response.status == 200, response.body
+    if not stream:
+        return [told(choice, choice["message"]) for choice in response.json["choices"]]
+    assert response.events[0]["prompt_token_ids"]
+    whole: list[Any] = [({"token_ids": []}, {"content": "", "tool_calls": []}) for _ in range(body.get("n", 1))]
+    for event in response.events[:-1]:
+        for piece in event["choices"]:
+            choice, said = whole[piece["index"]]
+            choice["token_ids"] += piece.get("token_ids", ())
+            choice["finish_reason"] = piece["finish_reason"]
+            said["content"] += piece["delta"].get("content", "")
+            for call in piece["delta"].get("tool_calls", ()):
+                if call["index"] == len(said["tool_calls"]):
+                    said["tool_calls"].append({"function": {"name": call["function"]["name"], "arguments": ""}})
+                said["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return [told(*each) for each in whole]
+
+
+def test_answers_that_are_held_to_something(running: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structured output, tools and forced calls: alone, all at once, streamed and from the class."""
+    monkeypatch.setattr("modelmill.text.tools.INTRO", "{tools}")  # the engine reads 512 tokens, a letter each
+    bodies = [held_to(place) for place in range(27)]
+    alone = [running.do(talked(running, body, False)) for body in bodies]
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(talked(running, body, stream) for stream in (True, False) for body in bodies))
+
+    assert running.do(together()) == alone * 2
+    dialogues = [dialogue_of(llm.language, ChatRequest.model_validate(body), 512) for body in bodies]
+    answers = llm._answer(dialogues, False)
+    assert [[output.token_ids for output in answer.outputs] for answer in answers] == [
+        [ids for _, _, ids, _ in choices] for choices in alone
+    ]
+    assert sum(bool(calls) for choices in alone for _, calls, _, _ in choices) >= 8

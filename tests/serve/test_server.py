@@ -15,6 +15,7 @@ import openai
 import psutil
 import pytest
 
+from modelmill.cli.serve import Args, opened
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from tests.serve.process import Serving, rest
@@ -157,9 +158,7 @@ def test_a_second_server_on_the_port_and_an_engine_that_is_none(server: Serving,
     assert "--port" in said
     code, _, said = cli("serve", tmp_path / "none", "--port", 0)
     assert code == 2
-    assert (
-        said.splitlines()[-1] == f"modelmill: {tmp_path / 'none'} does not exist; give an engine folder or a checkpoint"
-    )
+    assert said == f"modelmill: {tmp_path / 'none'} does not exist; give an engine folder or a checkpoint\n"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +179,16 @@ def test_command_lines_that_make_no_sense(words: list[str], told: str, cli: Any)
     assert (code, out) == (2, "")
     assert told in said
     assert len(said.splitlines()) == 1
+
+
+def test_where_it_listens_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    opened(Args(json=True), "http://127.0.0.1:8123", ["a", "b"], "loading a, b")
+    out, said = capsys.readouterr()
+    assert json.loads(out) == {"url": "http://127.0.0.1:8123", "models": ["a", "b"]}
+    assert out.count("\n") == 1
+    assert said == "modelmill: listening on http://127.0.0.1:8123; loading a, b\n"
+    opened(Args(), "http://127.0.0.1:8123", ["a"], "loading a")
+    assert capsys.readouterr().out == ""
 
 
 def test_two_engines_share_the_memory(stories: Path) -> None:

@@ -145,3 +145,11 @@ def test_tools_that_are_none(running: Running, more: Any) -> None:
     response = running.post("/v1/chat/completions", {**ASK, **more})
     assert response.status == 400, response.body
     assert response.json["error"]["type"] == "invalid_request_error"
+
+
+def test_a_stop_string_in_the_middle_of_a_call_leaves_none_that_could_be_made(running: Running) -> None:
+    body = {**ASK, "tools": [WEATHER], "tool_choice": "required"}
+    for stop, reason in (("town", "stop"), ("no such text", "tool_calls")):
+        (choice,) = running.post("/v1/chat/completions", {**body, "stop": [stop]}).json["choices"]
+        events = running.post("/v1/chat/completions", {**body, "stop": stop, "stream": True}).events
+        assert choice["finish_reason"] == events[-2]["choices"][0]["finish_reason"] == reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,6 @@ from modelmill.serve.stream import EventStream, Feed, finished
 from modelmill.serve.ticket import News, Ticket
 from modelmill.text import tools
 from modelmill.text.calls import Part, Reader, gathered, reader
-from modelmill.text.grammar import check
 
 router = APIRouter()
 
@@ -49,9 +49,7 @@ def dialogue_of(language: Language, body: ChatRequest, longest: int) -> Dialogue
     for message in body.messages:
         for text in _texts(message.get("content")):
             language.check_size(text, longest)
-    grammar = body.grammar()
-    if grammar is not None:
-        check(grammar)
+    grammar = body.checked_grammar()
     style, offered, params = language.chat_format.tool_style, body.offered, body.sampling()
     messages, template = tools.prepared(style, body.messages, offered)
     reads = bool(offered) and not body.forces
@@ -93,6 +91,8 @@ class Reply(Feed):
         self._logprobs = [ChatLogprobs(language.tokenizer, body.top_logprobs or 0) for _ in range(self._n)]
         self._readers = [reader_of(body, language) for _ in range(self._n)]
         self._called = [0] * self._n
+        self._arguments = [""] * self._n
+        self._given = [0] * self._n
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
 
     def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[Part]]:
@@ -102,12 +102,18 @@ class Reply(Feed):
             return text, []
         pieces = [*found.push(text), *(found.flush() if ended else ())]
         parts = [piece for piece in pieces if isinstance(piece, Part)]
-        self._called[index] += sum(part.name is not None for part in parts)
+        for part in parts:
+            self._called[index] += part.name is not None
+            self._arguments[index] = ("" if part.name is not None else self._arguments[index]) + part.arguments
         return "".join(piece for piece in pieces if isinstance(piece, str)), parts
 
-    def _finish(self, index: int, reason: str | None) -> str | None:
-        found = finish_of(reason)
-        return "tool_calls" if found == "stop" and self._called[index] else found
+    def _finish(self, output: Completion, reason: str | None) -> str | None:
+        found, index = finish_of(reason), output.index
+        if found != "stop" or not self._called[index]:
+            return found
+        # a stop string may end a call in its middle; it is none then
+        cut = isinstance(output.stop_reason, str) and not _complete(self._arguments[index])
+        return "stop" if cut else "tool_calls"
 
     def whole(self) -> dict[str, Any]:
         """Everything at once."""
@@ -134,7 +140,7 @@ class Reply(Feed):
             "index": output.index,
             "message": message,
             "logprobs": self._logprobs[output.index].take(output, count),
-            "finish_reason": self._finish(output.index, output.finish_reason),
+            "finish_reason": self._finish(output, output.finish_reason),
             "stop_reason": output.stop_reason,
         }
         return {**choice, "token_ids": output.token_ids} if self._body.return_token_ids else choice
@@ -142,7 +148,9 @@ class Reply(Feed):
     def first(self) -> bytes:
         """Whose turn it is, for every choice."""
         role = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(index, role, None, None) for index in range(self._n))
+        prompt = self._ticket.dialogues[0].answer.prompt_token_ids
+        told = {"prompt_token_ids": prompt} if self._body.return_token_ids else {}
+        return b"".join(self._chunk(index, role, None, None, whole=told) for index in range(self._n))
 
     def more(self, news: Sequence[News]) -> bytes:
         """An event for each delta that says something."""
@@ -151,7 +159,7 @@ class Reply(Feed):
     def _piece(self, delta: Delta) -> bytes:
         output = delta.answer.outputs[delta.index]
         told = self._logprobs[delta.index].take(output, len(delta.token_ids))
-        ids = list(delta.token_ids) if self._body.return_token_ids else None
+        ids = self._ids(output, delta) if self._body.return_token_ids else None
         text, parts = self._read(delta.index, delta.text, ended=delta.finish_reason is not None)
         if not (text or parts or (told and told["content"]) or delta.finish_reason or ids):
             return b""
@@ -161,7 +169,14 @@ class Reply(Feed):
         more: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if delta.finish_reason:
             more["stop_reason"] = output.stop_reason
-        return self._chunk(delta.index, content, told, self._finish(delta.index, delta.finish_reason), more)
+        return self._chunk(delta.index, content, told, self._finish(output, delta.finish_reason), more)
+
+    def _ids(self, output: Completion, delta: Delta) -> list[int]:
+        """Those that a delta adds; with the last one the token that ended it, which has no text."""
+        begin = self._given[output.index]
+        end = len(output.token_ids) if delta.finish_reason else begin + len(delta.token_ids)
+        self._given[output.index] = end
+        return output.token_ids[begin:end]
 
     def _chunk(
         self,
@@ -170,9 +185,11 @@ class Reply(Feed):
         logprobs: dict[str, Any] | None,
         finish: str | None,
         more: dict[str, Any] | None = None,
+        whole: dict[str, Any] | None = None,
     ) -> bytes:
+        """more: of the choice; whole: of the event."""
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **(more or {})}
-        return event({**self._head, "choices": [choice], **self._tail})
+        return event({**self._head, "choices": [choice], **(whole or {}), **self._tail})
 
     def last(self) -> bytes:
         """The counts where they were asked for, and the end."""
@@ -180,6 +197,14 @@ class Reply(Feed):
         if self._body.wants_usage:
             counts = event({**self._head, "choices": [], "usage": shape.usage(self._ticket.dialogues)})
         return counts + shape.DONE
+
+
+def _complete(arguments: str) -> bool:
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _piece(part: Part) -> dict[str, Any]:

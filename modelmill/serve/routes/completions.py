@@ -18,7 +18,6 @@ from modelmill.serve.schema import CompletionRequest
 from modelmill.serve.shape import TextLogprobs, event
 from modelmill.serve.stream import EventStream, Feed, finished
 from modelmill.serve.ticket import News, Ticket
-from modelmill.text.grammar import check
 
 router = APIRouter()
 
@@ -43,9 +42,7 @@ def _dialogues(language: Language, body: CompletionRequest, longest: int) -> lis
     prompts = body.prompts()
     if language.tokenizer is None and (body.stop or any(isinstance(prompt, str) for prompt in prompts)):
         raise RequestError("this engine has no tokenizer: give token ids as the prompt, and stop_token_ids")
-    params, grammar = body.sampling(), body.grammar()
-    if grammar is not None:
-        check(grammar)
+    params, grammar = body.sampling(), body.checked_grammar()
     dialogues = []
     for prompt in prompts:
         language.check_size(prompt, longest)
@@ -69,6 +66,7 @@ class Reply(Feed):
         count = len(ticket.dialogues) * self._n
         self._logprobs = [TextLogprobs(language.tokenizer, body.logprobs or 0) for _ in range(count)]
         self._begun: set[int] = set()
+        self._given = [0] * count
 
     def whole(self) -> dict[str, Any]:
         """Everything at once."""
@@ -137,7 +135,9 @@ class Reply(Feed):
             "stop_reason": output.stop_reason if delta.finish_reason else None,
         }
         if body.return_token_ids:
-            choice["token_ids"] = list(delta.token_ids)
+            # with the last piece comes the token that ended it, which has no text
+            end = len(output.token_ids) if delta.finish_reason else self._given[at] + len(delta.token_ids)
+            choice["token_ids"], self._given[at] = output.token_ids[self._given[at] : end], end
             if begins:
                 choice["prompt_token_ids"] = dialogue.answer.prompt_token_ids
         chunk = {**self._head, "choices": [choice]}

@@ -47,10 +47,15 @@ def _meant(language: Language, body: ResponsesRequest, longest: int) -> tuple[Ch
     try:
         return chat, dialogue_of(language, chat, longest)
     except RequestError as error:
-        text = str(error)
-        if text.startswith("messages["):
-            text = f"input, as {text}"
-        raise RequestError(text) from None
+        raise RequestError(_in_our_words(str(error))) from None
+
+
+def _in_our_words(text: str) -> str:
+    """A complaint about the chat request, in terms of the fields that were sent."""
+    for theirs, ours in (("messages[", "input, as messages["), ("response_format", "text.format")):
+        if text.startswith(theirs):
+            return ours + text[len(theirs) :]
+    return text
 
 
 class Reply(Feed):

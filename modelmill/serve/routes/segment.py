@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from modelmill.core.errors import RequestError
 from modelmill.serve.engine import Engine
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.pictures import Found
@@ -34,8 +33,6 @@ async def segment(body: SegmentRequest, request: Request) -> Any:
         raise ApiError(404, str(error), param="image_id", code="image_not_found") from None
     except FieldError as error:
         raise invalid(str(error), error.param) from None
-    except RequestError as error:
-        raise invalid(str(error)) from None
     content = await service.aside(_told, body, engine, found)
     return Response(content, media_type="application/json")
 

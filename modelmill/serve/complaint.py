@@ -1,0 +1,114 @@
+"""Why a request's body was refused, in one line: which field, and what it takes.
+
+pydantic tells one error for each shape that a field may have; who reads it wants one for the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+Error = Mapping[str, Any]
+KINDS = {
+    "string_type": "a text",
+    "list_type": "a list",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "float_type": "a number",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "finite_number": "a finite number",
+}
+BOUNDS = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "too_short": "must hold at least {min_length}",
+    "too_long": "must hold at most {max_length}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+    "missing": "field required",
+    "extra_forbidden": "unknown field",
+    "value_error": "{error}",
+}
+
+
+def complaint(errors: Sequence[Error], shape: type[BaseModel] | None = None) -> tuple[str | None, str]:
+    """(field, line) of what pydantic found wrong. shape: the body's, whose descriptions say what a field takes."""
+    places = [tuple(part for part in error["loc"] if part != "body") for error in errors]
+    if not places[0]:
+        wrong = "is empty; send an object" if errors[0]["type"] == "missing" else "must be an object"
+        return None, f"the request's body {wrong}"
+    name = places[0][0]
+    group = [(place, error) for place, error in zip(places, errors) if place[0] == name]
+    param = name[:100] if isinstance(name, str) else None
+    deepest = max(len(place) for place, _ in group)
+    branches: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Error]]] = {}
+    for place, error in group:
+        branches.setdefault(_tags(place), []).append((place, error))
+    meant = [found for found in branches.values() if max(len(place) for place, _ in found) == deepest]
+    # of several kinds of objects, one whose type fits
+    meant = [found for found in meant if not any(map(_of_another_type, found))] or meant
+    if len(branches) == 1 or len(meant) == 1:
+        place, error = next(filter(_of_another_type, meant[0]), meant[0][0])
+        return param, f"{_path(place, error)}: {_said(error)}"[:400]
+    taken = None if shape is None or name not in shape.model_fields else shape.model_fields[name].description
+    kinds = dict.fromkeys(_kind(error) or "of another kind" for _, error in group)
+    shared = _shared([place for place, _ in group])
+    return param, f"{_path(shared, {})}: must be {taken if taken and len(shared) == 1 else ' or '.join(kinds)}"[:400]
+
+
+def _tags(place: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(part for part in place if _is_tag(part))
+
+
+def _is_tag(part: Any) -> bool:
+    """Whether pydantic named one of several shapes with it: str, list[int], Choice; fields are in lower case."""
+    named = isinstance(part, str) and part != ""
+    return named and (part in ("str", "int", "float", "bool") or part[0].isupper() or "[" in part or "-" in part)
+
+
+def _of_another_type(found: tuple[tuple[Any, ...], Error]) -> bool:
+    return found[1]["type"] == "literal_error" and found[0][-1] == "type"
+
+
+def _shared(places: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What all begin with."""
+    size = 0
+    while all(len(place) > size and place[size] == places[0][size] for place in places):
+        size += 1
+    return places[0][: max(size, 1)]
+
+
+def _path(place: Sequence[Any], error: Error) -> str:
+    """As it would be written: tools[0].function.name."""
+    text = ""
+    for index, part in enumerate(place):
+        last = index == len(place) - 1 and error.get("type") == "extra_forbidden"
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif index == 0 or last or not _is_tag(part):
+            text += f".{part}" if text else str(part)
+    return text[:100]
+
+
+def _kind(error: Error) -> str | None:
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return KINDS.get(error["type"])
+
+
+def _said(error: Error) -> str:
+    kind = _kind(error)
+    if kind is not None:
+        return f"must be {kind}"
+    told = BOUNDS.get(error["type"])
+    if told is not None:
+        return told.format(**error.get("ctx", {}))
+    message = str(error["msg"])
+    return message[:1].lower() + message[1:]
