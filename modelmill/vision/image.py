@@ -156,6 +156,8 @@ def read_bytes(path: Path) -> bytes:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
+    except ValueError:  # a NUL, or half a surrogate pair
+        raise RequestError(f"{quoted(str(path))} is no path; give the name of a file") from None
     if len(data) > MOST_BYTES:
         raise RequestError(f"{path}: its bytes are more than the {MOST_BYTES} allowed; give a smaller file")
     return data

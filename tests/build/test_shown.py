@@ -144,6 +144,13 @@ BAD: list[tuple[Any, str]] = [
         {"messages": [{"role": "tool", "content": [{"type": "image", "image": "ok.png"}]}]},
         r"line 2: messages\[0\]",
     ),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "image": "ok.png"}]}, "A dog."]}, "line 2: messages"),
+    ({"image": "a\0b", "text": "What?"}, r"line 2: .*is no path"),
+    ({"image": "\ud800.png", "text": "What?"}, r"line 2: .*is no path"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "\ud800"}}]}]},
+        r"line 2: .*addresses are not fetched",
+    ),
 ]
 
 

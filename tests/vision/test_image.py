@@ -191,6 +191,9 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
         image.open_image(tmp_path / "no.png")
     with pytest.raises(RequestError, match="directory"):
         image.open_image(tmp_path)
+    for name in ("a\0b", "\ud800.png"):
+        with pytest.raises(RequestError, match="is no path"):
+            image.as_image(name)
 
 
 def test_arrays_and_tensors() -> None:
