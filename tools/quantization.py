@@ -20,13 +20,20 @@ RESULTS = Path("benchmarks/results/quantization.jsonl")
 NOTE = "<!-- Made by `make quantization` from quantization.story.md and benchmarks/results: change those. -->"
 WHOLE = 16_384  # tokens of a measurement that the page tells
 ROUGE = ("rouge1", "rouge2", "rougeL")
+SECOND = "stories260K"  # a checkpoint whose weights were never rounded; all other rows are of the first
 Row = Mapping[str, Any]
 
 
-def rows_of(file: Path) -> list[Row]:
-    """The newest row of each measurement on all tokens, the least excess first; refused builds last."""
+def rows_of(file: Path, second: bool = False) -> list[Row]:
+    """The newest row of each measurement on all tokens, the least excess first; refused builds last.
+
+    second: those of the second checkpoint instead, the least KL first.
+    """
     found = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
     newest = {row["key"]: row for row in found if row["tokens"] == WHOLE}
+    newest = {key: row for key, row in newest.items() if (row.get("checkpoint") == SECOND) == second}
+    if second:
+        return sorted(newest.values(), key=lambda row: (row.get("group", 0), row.get("mean_kl", float("inf"))))
     return sorted(newest.values(), key=lambda row: (row.get("excess", float("inf")), row["options"]))
 
 
@@ -57,9 +64,10 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def render(story: str, rows: Sequence[Row], steps: Sequence[Row] = ()) -> str:
-    """The page's text; steps: rows of whole steps on a GPU."""
+def render(story: str, rows: Sequence[Row], steps: Sequence[Row] = (), second: Sequence[Row] = ()) -> str:
+    """The page's text; steps: rows of whole steps on a GPU; second: of the second checkpoint."""
     text = story.replace("{{ table }}", "\n".join(table(rows)))
+    text = text.replace("{{ second table }}", "\n".join(table(second)))
     text = text.replace("{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})")
     text = text.replace("{{ speed }}", "\n".join(speed.table(steps)))
     text = text.replace("{{ speed plot }}", f"![Speed and what it costs]({speed.PLOT.relative_to('docs')})")
@@ -95,8 +103,13 @@ def draw(rows: Sequence[Row], file: Path) -> None:
 def stale(root: Path) -> bool:
     """Whether the page is not what story and rows give."""
     page = root / PAGE
-    wanted = render((root / STORY).read_text("utf-8"), rows_of(root / RESULTS), speed.rows_of(root / speed.RESULTS))
-    return not page.exists() or page.read_text("utf-8") != wanted
+    return not page.exists() or page.read_text("utf-8") != text_of(root)
+
+
+def text_of(root: Path) -> str:
+    """The page as story and rows give it."""
+    results, steps = root / RESULTS, speed.rows_of(root / speed.RESULTS)
+    return render((root / STORY).read_text("utf-8"), rows_of(results), steps, rows_of(results, second=True))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         return 0
     rows, steps = rows_of(options.root / RESULTS), speed.rows_of(options.root / speed.RESULTS)
-    (options.root / PAGE).write_text(render((options.root / STORY).read_text("utf-8"), rows, steps), "utf-8")
+    (options.root / PAGE).write_text(text_of(options.root), "utf-8")
     draw(rows, options.root / PLOT)
     speed.draw(steps, rows, options.root / speed.PLOT)
     print(PAGE)

@@ -57,6 +57,19 @@ def test_the_newest_row_counts_and_the_best_stands_first(root: Path) -> None:
     assert "refused" in quantization.table(rows)[-1]
 
 
+def test_the_second_checkpoint_has_a_table_of_its_own(root: Path) -> None:
+    less = {**GOOD, "key": "e", "checkpoint": quantization.SECOND, "options": "-q int4", "group": 32}
+    more = {**less, "key": "f", "options": "-q int4 --method nearest", "mean_kl": 0.5, "excess": -0.5}
+    lay(root, more, GOOD, less)
+    assert [row["key"] for row in quantization.rows_of(root / quantization.RESULTS)] == ["a"]
+    assert [row["key"] for row in quantization.rows_of(root / quantization.RESULTS, second=True)] == ["e", "f"]
+    page = quantization.text_of(root)
+    first, _, second = page.partition("never rounded")
+    assert "`-q int8`, KV int8" in first
+    assert "`-q int4 --method nearest`" in second
+    assert "`-q int4 --method nearest`" not in first
+
+
 def test_rouge_stands_beside_it_where_it_was_measured() -> None:
     rouge = {"rouge1": 31.26, "rouge2": 10.0, "rougeL": 21.5, "rougeLsum": 28.0}
     assert "| 75.0 % | 31.3 / 10.0 / 21.5 | 3.0 |" in quantization.table([{**GOOD, "rouge": rouge}])[-1]
