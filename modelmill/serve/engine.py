@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +20,6 @@ from modelmill.runtime.check import Bounds, check
 from modelmill.runtime.stats import Stats
 from modelmill.serve.child import Child, Launch, launch
 from modelmill.serve.message import (
-    HEAD,
     Abort,
     Add,
     Ask,
@@ -34,8 +33,8 @@ from modelmill.serve.message import (
     Ready,
     Refused,
     Told,
-    decode,
     encode,
+    unpacked,
 )
 from modelmill.serve.metrics import EngineMetrics
 from modelmill.serve.pictures import KIND, Found, Look, Missed
@@ -45,6 +44,8 @@ from modelmill.serve.ticket import Ticket, WorkerLost
 SHORT = 30.0
 """A worker that lived for fewer seconds counts as a failed start."""
 TRIES = 5
+AT_ONCE = 16 << 10
+"""Bytes that are read together: five steps of 64 answers. An API that is behind writes them as one piece."""
 _log = log.get("serve")
 
 
@@ -249,16 +250,15 @@ class Engine:
         reader, self._writer = await asyncio.open_connection(sock=sock)
         try:
             self._send(self._again())
-            while True:
-                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                message = decode(await reader.readexactly(size))
-                if isinstance(message, Ready):
-                    await self._opened(message)
-                else:
-                    self._hear(message)
-                    # several steps may have come at once: who waits for the first has its turn before the next
-                    await asyncio.sleep(0)
-        except (asyncio.IncompleteReadError, ConnectionError):
+            async for messages in received(reader):
+                for message in messages:
+                    if isinstance(message, Ready):
+                        await self._opened(message)
+                    else:
+                        self._hear(message)
+                # who waits for these has his turn before the next
+                await asyncio.sleep(0)
+        except ConnectionError:
             pass
         finally:
             child, self._child = self._child, None
@@ -369,6 +369,16 @@ class Engine:
                 self._send(Abort(id))
                 if self.metrics is not None:
                     self.metrics.forget(id, entry[0].request.params.n)
+
+
+async def received(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]:
+    """Messages as they come, those that came together at once; ends with the connection. Raises ConnectionError."""
+    held = bytearray()
+    while piece := await reader.read(AT_ONCE):
+        held += piece
+        messages = unpacked(held)
+        if messages:
+            yield messages
 
 
 def _plus(now: Stats, before: Stats) -> Stats:

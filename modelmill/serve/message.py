@@ -174,6 +174,20 @@ def decode(body: bytes) -> Message:
     return message
 
 
+def unpacked(held: bytearray) -> list[Message]:
+    """The messages of the whole frames in ``held``, which are taken out of it."""
+    found: list[Message] = []
+    start = 0
+    while len(held) - start >= HEAD.size:
+        end = start + HEAD.size + HEAD.unpack_from(held, start)[0]
+        if end > len(held):
+            break
+        found.append(decode(bytes(held[start + HEAD.size : end])))
+        start = end
+    del held[:start]
+    return found
+
+
 def _request(request: Request) -> dict[str, Any]:
     params = {each.name: getattr(request.params, each.name) for each in fields(SamplingParams)}
     params = {name: value for name, value in params.items() if value != _DEFAULT[name]}

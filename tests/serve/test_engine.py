@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import RequestError
+from modelmill.core.types import Token
 from modelmill.serve import ticket as ticket_module
-from modelmill.serve.engine import Busy, Engine, NotReady, State
+from modelmill.serve.engine import AT_ONCE, Busy, Engine, NotReady, State, received
+from modelmill.serve.message import Message, Told, encode
 from modelmill.serve.ticket import TooSlow, WorkerLost
 from tests.runtime import tiny
 from tests.serve.local import Launcher, ask, served
@@ -94,14 +96,15 @@ def test_impossible_prompts_are_refused_before_they_travel(prompt: tuple[int, ..
 
 
 def test_a_reader_that_never_reads_is_given_up_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticket_module, "BEHIND", 20)
+    # more than the other one is ever told at once
+    monkeypatch.setattr(ticket_module, "BEHIND", 200)
 
     async def main() -> None:
         async with served() as (engine, _):
-            slow = engine.submit([ask(engine, (5, 6), max_tokens=100, ignore_eos=True)])
+            slow = engine.submit([ask(engine, (5, 6), n=4, temperature=1.0, max_tokens=100, ignore_eos=True)])
             assert len((await answered(engine, [(7, 8)], max_tokens=60, ignore_eos=True))[0]) == 60
             await idle(engine)
-            assert len(await slow.fetch()) == 21
+            assert len(await slow.fetch()) == 201
             with pytest.raises(TooSlow):
                 await slow.fetch()
 
@@ -152,3 +155,19 @@ def test_a_worker_that_keeps_dying_is_given_up() -> None:
             assert len(launcher.children) == 5
 
     asyncio.run(main())
+
+
+def test_steps_that_came_together_are_heard_together() -> None:
+    """A worker that is ahead costs the API one write for several tokens of an answer; not for all of them, though."""
+    steps: list[Message] = [Told([Token(f"request {i}", 0, step) for i in range(64)]) for step in range(40)]
+
+    async def main() -> list[list[Message]]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"".join(map(encode, steps)))
+        reader.feed_eof()
+        return [messages async for messages in received(reader)]
+
+    found = asyncio.run(main())
+    assert [message for messages in found for message in messages] == steps
+    most = AT_ONCE // len(encode(steps[-1])) + 1
+    assert 1 < max(map(len, found)) <= most < 20

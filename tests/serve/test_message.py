@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from modelmill.core.types import Finish, Logprob, Request, SamplingParams, Token
 from modelmill.serve.message import (
@@ -24,6 +27,7 @@ from modelmill.serve.message import (
     Told,
     decode,
     encode,
+    unpacked,
 )
 
 PARAMS = SamplingParams(n=2, temperature=0.5, seed=2**63, logit_bias={5: -100.0}, stop_token_ids=(3,), ignore_eos=True)
@@ -54,6 +58,18 @@ def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
     frame = encode(message)
     assert HEAD.unpack(frame[: HEAD.size])[0] == len(frame) - HEAD.size
     assert decode(frame[HEAD.size :]) == message
+
+
+@given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(0, 4000), max_size=12))
+def test_frames_come_out_whole_however_they_were_cut(messages: list[Message], cuts: list[int]) -> None:
+    stream = b"".join(encode(message) for message in messages)
+    edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    held, found = bytearray(), []
+    for begin, end in pairwise(edges):
+        held += stream[begin:end]
+        found += unpacked(held)
+    assert found == messages
+    assert not held
 
 
 def test_stop_strings_stay_with_the_text_side() -> None:
