@@ -16,7 +16,8 @@ from modelmill.artifact.store import ACCEPTANCE, TOKENIZER, Staging
 from modelmill.artifact.tuning import StoredTuning, path_of, to_bytes
 from modelmill.build.kinds import LANGUAGE
 from modelmill.build.layers import Layers
-from modelmill.build.plan import PACKING, TOWER, Piece, Plan, layer_of
+from modelmill.build.pieces import TOWER, Piece
+from modelmill.build.plan import PACKING, Plan, layer_of
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan
 from modelmill.core.config import to_dict

@@ -13,7 +13,8 @@ import torch
 from modelmill.artifact.quantization import path_of, to_bytes
 from modelmill.artifact.shard import ShardReader, ShardWriter
 from modelmill.artifact.store import Staging
-from modelmill.build.plan import Piece, Plan
+from modelmill.build.pieces import Piece
+from modelmill.build.plan import Plan
 from modelmill.build.shown import embedded, samples_of
 from modelmill.checkpoint.rename import apply
 from modelmill.checkpoint.scan import scan

@@ -4,71 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 import modelmill
 from modelmill.build.auto import AUTO, Found, resolve_auto
 from modelmill.build.calibration import Source, find_source
-from modelmill.build.keep import KEEP, Kept, find_kept, resolve_keep, source_shape
-from modelmill.build.kinds import LANGUAGE, check_options, described, dtype_of, kind_of, still_memory
+from modelmill.build.keep import resolve_keep
+from modelmill.build.kinds import LANGUAGE, check_options, described, kind_of, still_memory
+from modelmill.build.pieces import TOWER, Piece, how_held, piece_of, pieces_of, quantized_of
+from modelmill.build.resolve import check_generation, find_family, resolved
 from modelmill.build.shown import has_eyes, with_pictures
-from modelmill.checkpoint.container import listed
 from modelmill.checkpoint.open import Checkpoint
-from modelmill.checkpoint.rename import Resolved, plan_renames, result_info
+from modelmill.checkpoint.rename import Resolved, plan_renames
 from modelmill.core.config import BuildConfig, to_dict
-from modelmill.core.errors import CheckpointError, RequestError, TensorMismatch, UnknownArchitecture, UsageError
-from modelmill.core.find import find, names, nearest
+from modelmill.core.errors import UsageError
 from modelmill.core.size import byte_text
-from modelmill.core.types import DEFAULTED, SamplingParams
 from modelmill.nn.kv import DTYPES as KV_DTYPES
 from modelmill.nn.kv import KVShape, held_dtype
-from modelmill.nn.linear import Linear
 from modelmill.ops import shelf
 from modelmill.quant.layered import Layered
 from modelmill.quant.recipe import Recipe, make_recipe
-from modelmill.quant.rptq import copies_of
 from modelmill.quant.still import Rounded, still_reason, still_recipe
-from modelmill.weights.held import PackedInfo, packed_info
 
 PACKING = "rows/1"
 Progress = Callable[[str, int, int], None]
-KEPT = ("head",)
-TOWER = "reader.visual_encoder.blocks."
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of the model: where it comes from and how it is stored.
-
-    held: the kind of a linear's weight, None for everything else. stored: shape and dtype by full name. kept: where the
-    checkpoint's own whole numbers are stored.
-    """
-
-    module: str
-    resolved: Resolved
-    held: str | None
-    shape: tuple[int, ...]
-    stored: PackedInfo
-    kept: Kept | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the engine."""
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.stored.values())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that a tensor which no recipe changes is stored in."""
-        return next(iter(self.stored.values()))[1]
 
 
 @dataclass(frozen=True)
@@ -247,7 +213,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
     sizes = family.configure(checkpoint.config)
     if kind_of(family) != LANGUAGE:
         return _still_plan(checkpoint, config, family, sizes)
-    _check_generation(checkpoint)
+    check_generation(checkpoint)
     config, kept = resolve_keep(checkpoint, config)
     renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
     config, found = resolve_auto(checkpoint, config, family, sizes, renames, progress)
@@ -259,7 +225,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
     source = find_source(config, length) if recipe is not None and recipe.calibrated else None
     if source is not None and has_eyes(checkpoint.tokenizer_files()):
         source = with_pictures(source)
-    config, reasons = _resolve(checkpoint, config, recipe, source)
+    config, reasons = resolved(checkpoint, config, recipe, source)
     recipe = Layered(config, sizes.layers) if isinstance(recipe, Layered) else recipe
     reasons |= kept
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
@@ -267,13 +233,13 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
         model = family.Model(sizes)
     if config.tower != "none" and not any(name.startswith(TOWER) for name, _ in model.named_modules()):
         raise UsageError(f"--tower {config.tower}: {checkpoint.path} reads no pictures; leave it out")
-    pieces = tuple(_pieces(checkpoint, config, recipe, model, renames, family))
+    pieces = tuple(pieces_of(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
-    if sizes.tied and "head" in _quantized(model, config):
+    if sizes.tied and "head" in quantized_of(model, config):
         # the embedding stays as it is; the head gets its own quantized copy of the same rows
         embed = next(p for p in pieces if p.module == "embed" and p.resolved.target == "embed.weight")
         copy = Resolved("head.weight", embed.resolved.sources, embed.resolved.how)
-        pieces = (*pieces, _piece(checkpoint, config, copy, "head", _how(recipe, config, "head")))
+        pieces = (*pieces, piece_of(checkpoint, config, copy, "head", how_held(recipe, config, "head")))
         aliases = {}
     return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, source, found)
 
@@ -282,40 +248,14 @@ def _still_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType,
     """The same for a model of images: no tokens, so no length, no head and nothing to calibrate on."""
     check_options(config, checkpoint.path)
     recipe = still_recipe(config)
-    config, reasons = _resolve(checkpoint, config, recipe, None)
+    config, reasons = resolved(checkpoint, config, recipe, None)
     if recipe is not None:
         reasons["quantization"] = still_reason(config)
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
     renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
     model = family.Model(sizes)
-    pieces = tuple(_pieces(checkpoint, config, recipe, model, renames, family))
+    pieces = tuple(pieces_of(checkpoint, config, recipe, model, renames, family))
     return Plan(checkpoint, config, family, sizes, 1, pieces, {}, reasons, recipe)
-
-
-def find_family(checkpoint: Checkpoint) -> ModuleType:
-    """models/<model_type>.py. Raises UnknownArchitecture with the unknown names and the nearest known family."""
-    family = find("modelmill.models", checkpoint.model_type or "")
-    if family is not None:
-        return family
-    known = names("modelmill.models")
-    named = checkpoint.config.get("architectures")
-    architectures = listed([str(n) for n in named]) if isinstance(named, list) and named else "no architecture named"
-    near = nearest(checkpoint.model_type or "", known)
-    guess = f"; the nearest known family is {near}" if near else ""
-    raise UnknownArchitecture(
-        f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not known{guess}; "
-        f"known are {', '.join(known)}"
-    )
-
-
-def _check_generation(checkpoint: Checkpoint) -> None:
-    """Defaults that no request could be answered with are the checkpoint's fault, and are named here."""
-    for name in DEFAULTED:
-        given: dict[str, Any] = {name: checkpoint.generation_config.get(name)}
-        try:
-            SamplingParams(**given)
-        except RequestError as error:
-            raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
 
 
 def device_memory(target: str) -> tuple[int, int]:
@@ -325,119 +265,3 @@ def device_memory(target: str) -> tuple[int, int]:
         return total, free
     memory = psutil.virtual_memory()
     return memory.total, memory.available
-
-
-def _resolve(
-    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, source: Source | None
-) -> tuple[BuildConfig, dict[str, str]]:
-    reasons = {}
-    target, dtype = config.target, config.dtype
-    if target == "auto":
-        target = "cuda" if torch.cuda.is_available() else "cpu"
-        reasons["target"] = f"{target}: what is here"
-    stored = str(checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype") or "")
-    if dtype == "auto":
-        if target == "cpu":
-            dtype, reasons["dtype"] = (
-                "float32",
-                "float32: exact, and no slower than 16 bit without special instructions",
-            )
-        elif stored in ("float16", "bfloat16"):
-            dtype, reasons["dtype"] = stored, f"{stored}: as stored"
-        else:
-            dtype, reasons["dtype"] = "bfloat16", "bfloat16: half the traffic of float32, no overflow"
-    method = getattr(recipe, "method", "nearest")
-    if config.method == "auto" and method != "nearest":
-        reasons["method"] = f"{method}: the best measured"
-    if config.quantization == "rptq":
-        copies = copies_of(config)
-        if config.copies is None:
-            reasons["copies"] = f"{copies}: what keeps {config.bits}'s accuracy" if copies > 1 else "1: enough here"
-        config = replace(config, copies=copies)
-    if source is not None:
-        calibration = f"sha256:{source.digest}" + (f"+{source.shown}" if source.shown else "")
-        reasons["calibration"] = f"{source.facts()['name']}, up to {source.samples} × {source.length} tokens"
-    else:
-        # its path must not make two engines of one checkpoint differ
-        if config.calibration is not None and not Path(config.calibration).is_file():
-            raise UsageError(f"--calibration {config.calibration}: there is no such file")
-        calibration = None
-        if config.calibration is not None:
-            reasons["calibration"] = f"not used: the recipe {config.quantization} needs no statistics"
-    return replace(config, target=target, dtype=dtype, method=method, calibration=calibration), reasons
-
-
-def _quantized(model: nn.Module, config: BuildConfig) -> set[str]:
-    """Names of the linears that the recipe changes."""
-    if config.quantization == "none":
-        return set()
-    kept = getattr(model, "unquantized", ())
-    linears = {n for n, module in model.named_modules() if isinstance(module, Linear) and not n.startswith(kept)}
-    return linears if config.quantize_head else linears - set(KEPT)
-
-
-def _pieces(
-    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, model: nn.Module, renames: Sequence[Resolved],
-    family: ModuleType | None = None,
-) -> list[Piece]:  # fmt: skip
-    quantized = _quantized(model, config)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    expected = {name: tuple(buffer.shape) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    expected = {n: s for n, s in expected.items() if n.rpartition(".")[2] != "inv_freq"}
-    expected |= {f"{name}.weight": module.shape for name, module in linears.items()}
-    out = []
-    for resolved in renames:
-        module, _, suffix = resolved.target.rpartition(".")
-        held: Recipe | str | None = None
-        if module in linears and suffix == "weight":
-            held = _how(recipe, config, module) if module in quantized else "dense"
-            if config.tower != "none" and module.startswith(TOWER):
-                held = Rounded(config)
-        dtype = getattr(torch, config.dtype)
-        if family is not None:
-            dtype = dtype_of(family, resolved.target, dtype)
-        piece = _piece(checkpoint, config, resolved, module, held, dtype)
-        if piece.shape != expected[resolved.target]:
-            raise TensorMismatch(
-                f"{', '.join(resolved.sources)}: shape {list(piece.shape)} where the config asks for "
-                f"{list(expected[resolved.target])}; config.json and weights do not belong together"
-            )
-        out.append(piece)
-    return out
-
-
-def _how(recipe: Recipe | None, config: BuildConfig, module: str) -> Recipe | str:
-    """What to do with a weight that is quantized: the recipe, or "keep"."""
-    if recipe is not None and hasattr(recipe, "of"):
-        found: Recipe = recipe.of(module)
-        return found
-    return KEEP if recipe is None and config.quantization == KEEP else recipe or "dense"
-
-
-def _piece(
-    checkpoint: Checkpoint, config: BuildConfig, resolved: Resolved, module: str, held: Recipe | str | None,
-    dtype: torch.dtype | None = None,
-) -> Piece:  # fmt: skip
-    """held: "dense", "keep" or a recipe for a linear's weight, None for everything else.
-
-    dtype: None means the activations'. What cannot be kept becomes dense.
-    """
-    info = result_info(resolved, checkpoint.info)
-    dtype = dtype or getattr(torch, config.dtype)
-    if not info.torch_dtype.is_floating_point:
-        raise TensorMismatch(
-            f"{', '.join(resolved.sources)} holds {info.dtype} where numbers with a fraction are needed"
-        )
-    if held is None:
-        return Piece(module, resolved, None, info.shape, {resolved.target: (info.shape, dtype)})
-    shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
-    if held == KEEP:
-        kept = find_kept(resolved, checkpoint)
-        if kept is not None:
-            parts = tuple(source_shape(checkpoint.info(s), f) for s, f in zip(kept.sources, kept.forms, strict=True))
-            stored = {f"{module}.{suffix}": entry for suffix, entry in kept.stored(parts, dtype).items()}
-            return Piece(module, resolved, kept.kind, info.shape, stored, kept)
-        held = "dense"
-    kind, layout = (held, {}) if isinstance(held, str) else (held.kind, held.layout)
-    stored = {f"{module}.{suffix}": entry for suffix, entry in packed_info(kind, shape, dtype, **layout).items()}
-    return Piece(module, resolved, kind, info.shape, stored)

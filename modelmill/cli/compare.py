@@ -89,7 +89,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
 
 def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
     """Layers and widths must agree: nothing can be compared otherwise. Raises UsageError with both."""
-    from modelmill.build.plan import find_family
+    from modelmill.build.resolve import find_family
     from modelmill.core.find import find
 
     ours, theirs = find("modelmill.models", manifest.model_type), find_family(checkpoint)

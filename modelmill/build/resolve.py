@@ -1,0 +1,90 @@
+"""What a checkpoint is, and what the options that say "auto" come to with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from modelmill.build.calibration import Source
+from modelmill.checkpoint.container import listed
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture, UsageError
+from modelmill.core.find import find, names, nearest
+from modelmill.core.types import DEFAULTED, SamplingParams
+from modelmill.quant.recipe import Recipe
+from modelmill.quant.rptq import copies_of
+
+
+def find_family(checkpoint: Checkpoint) -> ModuleType:
+    """models/<model_type>.py. Raises UnknownArchitecture with the unknown names and the nearest known family."""
+    family = find("modelmill.models", checkpoint.model_type or "")
+    if family is not None:
+        return family
+    known = names("modelmill.models")
+    named = checkpoint.config.get("architectures")
+    architectures = listed([str(n) for n in named]) if isinstance(named, list) and named else "no architecture named"
+    near = nearest(checkpoint.model_type or "", known)
+    guess = f"; the nearest known family is {near}" if near else ""
+    raise UnknownArchitecture(
+        f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not known{guess}; "
+        f"known are {', '.join(known)}"
+    )
+
+
+def check_generation(checkpoint: Checkpoint) -> None:
+    """Defaults that no request could be answered with are the checkpoint's fault: raises CheckpointError."""
+    for name in DEFAULTED:
+        given: dict[str, Any] = {name: checkpoint.generation_config.get(name)}
+        try:
+            SamplingParams(**given)
+        except RequestError as error:
+            raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
+
+
+def resolved(
+    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, source: Source | None
+) -> tuple[BuildConfig, dict[str, str]]:
+    """The options with no "auto" left, and why each became what it is. Raises UsageError for a file that is missing.
+
+    ``-q auto`` and ``keep`` are resolved before (``auto``, ``keep``); source: what the recipe is calibrated on.
+    """
+    reasons = {}
+    target, dtype = config.target, config.dtype
+    if target == "auto":
+        target = "cuda" if torch.cuda.is_available() else "cpu"
+        reasons["target"] = f"{target}: what is here"
+    stored = str(checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype") or "")
+    if dtype == "auto":
+        if target == "cpu":
+            dtype, reasons["dtype"] = (
+                "float32",
+                "float32: exact, and no slower than 16 bit without special instructions",
+            )
+        elif stored in ("float16", "bfloat16"):
+            dtype, reasons["dtype"] = stored, f"{stored}: as stored"
+        else:
+            dtype, reasons["dtype"] = "bfloat16", "bfloat16: half the traffic of float32, no overflow"
+    method = getattr(recipe, "method", "nearest")
+    if config.method == "auto" and method != "nearest":
+        reasons["method"] = f"{method}: the best measured"
+    if config.quantization == "rptq":
+        copies = copies_of(config)
+        if config.copies is None:
+            reasons["copies"] = f"{copies}: what keeps {config.bits}'s accuracy" if copies > 1 else "1: enough here"
+        config = replace(config, copies=copies)
+    if source is not None:
+        calibration = f"sha256:{source.digest}" + (f"+{source.shown}" if source.shown else "")
+        reasons["calibration"] = f"{source.facts()['name']}, up to {source.samples} × {source.length} tokens"
+    else:
+        # its path must not make two engines of one checkpoint differ
+        if config.calibration is not None and not Path(config.calibration).is_file():
+            raise UsageError(f"--calibration {config.calibration}: there is no such file")
+        calibration = None
+        if config.calibration is not None:
+            reasons["calibration"] = f"not used: the recipe {config.quantization} needs no statistics"
+    return replace(config, target=target, dtype=dtype, method=method, calibration=calibration), reasons
