@@ -9,10 +9,10 @@ from modelmill.cli.output import progress, shown, table
 from modelmill.core.errors import ModelmillError, UsageError
 
 ROWS = {
-    "first_token_ms": "first token, ms",
-    "per_token_ms": "per output token, ms",
-    "between_pieces_ms": "between pieces, ms",
-    "whole_ms": "whole request, ms",
+    "first_token_ms": "first token (TTFT), ms",
+    "per_token_ms": "per output token (TPOT), ms",
+    "between_pieces_ms": "between pieces (ITL), ms",
+    "whole_ms": "whole request (E2E), ms",
 }
 
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill.core import log
 from modelmill.serve.errors import ApiError
+from modelmill.serve.http import HEADER_BYTES
 from modelmill.serve.routes.page import PATHS
 from modelmill.serve.service import Service
 from modelmill.serve.ticket import Ticket
@@ -81,6 +82,8 @@ class Gate:
             raise ApiError(
                 503, "the server is shutting down", "service_unavailable_error", None, "draining", {"Retry-After": "5"}
             )
+        if _size(scope, path) > HEADER_BYTES:
+            raise ApiError(431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > service.limits.body:
             raise too_large(service.limits.body)
@@ -104,6 +107,12 @@ class Gate:
             raise ApiError(
                 403, "this server has no key and answers to localhost only; start it with --api-key", "permission_error"
             ) from None
+
+
+def _size(scope: Scope, path: bytes) -> int:
+    """Bytes of a header. h11 bounds only those that are not complete yet; this one may have come at once."""
+    fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return fields + len(path) + len(scope.get("query_string", b""))
 
 
 def too_large(most: int) -> ApiError:
@@ -166,7 +175,7 @@ class _Visit:
         body = json.dumps(error.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-        if error.status in (408, 413):
+        if error.status in (408, 413, 431):
             headers.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})

@@ -110,6 +110,8 @@ def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
         (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20000, 431),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 10**6, 431),
         (b"GET /" + b"z" * 10**6, 431),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 33000 + b"\r\n\r\n", 431),
+        (b"GET /health?" + b"z" * 33000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 431),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400),
         (b"nonsense\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\n\r\n", 400),
@@ -118,7 +120,7 @@ def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
         (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nhost: lo", 408),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_headers_without_end_or_sense(port: Port, data: bytes, status: int) -> None:
     answer = port.answer(data)
