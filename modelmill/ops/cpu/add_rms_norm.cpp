@@ -1,4 +1,5 @@
 #include "norm.h"
+#include "ops.h"
 #include "threads.h"
 
 // residual receives x + residual; out its norm.

@@ -1,23 +1,7 @@
 // All layers of a decoder for a few tokens, in one call: the ops of this library one after another.
+#include "ops.h"
 #include "simd.h"
 #include "threads.h"
-
-extern "C" {
-void linear(void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int);
-void int8_linear(void*, const void*, const int8_t*, const float*, const void*, int64_t, int64_t, int64_t, int);
-void int4_linear(void*, const void*, const uint8_t*, const void*, const void*, const void*, int64_t, int64_t, int64_t,
-                 int64_t, int, int);
-void int8_group_linear(void*, const void*, const uint8_t*, const void*, const void*, const void*, int64_t, int64_t,
-                       int64_t, int64_t, int, int);
-void rms_norm(void*, const void*, const void*, int64_t, int64_t, double, int);
-void add_rms_norm(void*, void*, const void*, const void*, int64_t, int64_t, double, int);
-void silu_mul(void*, const void*, int64_t, int64_t, int);
-void rope_cache(void*, const void*, void*, void*, const int64_t*, const float*, const float*, const float*, const void*,
-                const void*, int64_t, int64_t, int64_t, int64_t, int64_t, double, int, int);
-void paged_attention(void*, const void*, const void*, const void*, const int32_t*, const int32_t*, const int32_t*,
-                     const float*, const float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, double,
-                     int, int);
-}
 
 namespace {
 

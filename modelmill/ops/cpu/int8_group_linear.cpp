@@ -1,5 +1,6 @@
 // Products with 8-bit weights in groups (ops/int8_group_linear.py).
 #include "groups.h"
+#include "ops.h"
 
 extern "C" void int8_group_linear(void* out, const void* x, const uint8_t* codes, const void* scale, const void* offset,
                             const void* bias, int64_t rows, int64_t k, int64_t n, int64_t group, int dtype, int half) {

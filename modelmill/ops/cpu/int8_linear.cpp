@@ -1,4 +1,5 @@
 #include "dot.h"
+#include "ops.h"
 
 // out[rows, n] = (x[rows, k] · weight[n, k]ᵀ) · scale[n] + bias: the integers become floats, or bfloat16 where
 // the activations are, in registers.

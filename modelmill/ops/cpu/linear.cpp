@@ -1,4 +1,5 @@
 #include "dot.h"
+#include "ops.h"
 
 // out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias; bias may be null; all of one dtype.
 extern "C" void linear(void* out, const void* x, const void* weight, const void* bias, int64_t rows, int64_t k,

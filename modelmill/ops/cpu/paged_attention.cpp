@@ -1,4 +1,5 @@
 #include "attend.h"
+#include "ops.h"
 
 namespace {
 

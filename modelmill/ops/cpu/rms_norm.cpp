@@ -1,4 +1,5 @@
 #include "norm.h"
+#include "ops.h"
 #include "threads.h"
 
 extern "C" void rms_norm(void* out, const void* x, const void* weight, int64_t rows, int64_t width, double eps,

@@ -1,3 +1,4 @@
+#include "ops.h"
 #include "rope.h"
 #include "threads.h"
 

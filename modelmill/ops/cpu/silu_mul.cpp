@@ -1,4 +1,5 @@
 #include "activation.h"
+#include "ops.h"
 #include "threads.h"
 
 // gate_up: [rows, 2 · inner]; out: [rows, inner].
