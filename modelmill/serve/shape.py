@@ -17,6 +17,7 @@ from modelmill.text.tokenizer import Tokenizer
 LEAST = -9999.0
 """JSON has no minus infinity."""
 DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def event(value: Mapping[str, Any], name: str = "") -> bytes:
@@ -25,10 +26,22 @@ def event(value: Mapping[str, Any], name: str = "") -> bytes:
     return head + b"data: " + dumped(value) + b"\n\n"
 
 
+class Envelope:
+    """Events that differ in their only choice: what they share is written once, not with every token."""
+
+    def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
+        """head, tail: the keys before and after ``choices``; neither is a key of the other."""
+        self._before = event({**head, "choices": []}).removesuffix(b"]}\n\n")
+        self._after = b"]" + (b"," + dumped(tail)[1:] if tail else b"}") + b"\n\n"
+
+    def around(self, choice: Mapping[str, Any]) -> bytes:
+        """``event({**head, "choices": [choice], **tail})``."""
+        return self._before + dumped(choice) + self._after
+
+
 def dumped(value: Any) -> bytes:
     """JSON in UTF-8. Halves of a surrogate pair, which a request may bring and UTF-8 cannot write, become ``?``."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8", "replace")
+    return _JSON.encode(value).encode("utf-8", "replace")
 
 
 class Json(JSONResponse):

@@ -94,6 +94,7 @@ class Reply(Feed):
         self._arguments = [""] * self._n
         self._given = [0] * self._n
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
+        self._envelope = shape.Envelope(self._head, self._tail)
 
     def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[Part]]:
         """(content, pieces of calls) of a piece of text of one choice."""
@@ -189,7 +190,9 @@ class Reply(Feed):
     ) -> bytes:
         """more: of the choice; whole: of the event."""
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **(more or {})}
-        return event({**self._head, "choices": [choice], **(whole or {}), **self._tail})
+        if not whole:
+            return self._envelope.around(choice)
+        return event({**self._head, "choices": [choice], **whole, **self._tail})
 
     def last(self) -> bytes:
         """The counts where they were asked for, and the end."""

@@ -63,6 +63,7 @@ class Reply(Feed):
             "created": int(time.time()),
             "model": body.model,
         }
+        self._envelope = shape.Envelope(self._head, {"usage": None} if body.wants_usage else {})
         count = len(ticket.dialogues) * self._n
         self._logprobs = [TextLogprobs(language.tokenizer, body.logprobs or 0) for _ in range(count)]
         self._begun: set[int] = set()
@@ -140,8 +141,7 @@ class Reply(Feed):
             choice["token_ids"], self._given[at] = output.token_ids[self._given[at] : end], end
             if begins:
                 choice["prompt_token_ids"] = dialogue.answer.prompt_token_ids
-        chunk = {**self._head, "choices": [choice]}
-        return event({**chunk, "usage": None} if body.wants_usage else chunk)
+        return self._envelope.around(choice)
 
     def last(self) -> bytes:
         """The counts where they were asked for, and the end."""
