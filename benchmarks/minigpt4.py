@@ -18,12 +18,10 @@ import argparse
 import functools
 import importlib.metadata
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.forms import form  # noqa: E402
 from benchmarks.make_checkpoint import LLAMA_7B  # noqa: E402
+from benchmarks.record import append, command_of  # noqa: E402
 from benchmarks.side import prompts_of  # noqa: E402
 from benchmarks.statistic import whole  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
@@ -280,16 +279,9 @@ def main() -> None:
     config = shape(options.layers)
     names = options.sides.split(",")
     sides = [theirs(config, device) if name == PEER else ours(name, config, device) for name in names]
-    # folders of this machine by their last name
-    names_only = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
-    command = shlex.join(["python", "benchmarks/minigpt4.py", *names_only])
     found = rows(sides, options.works.split(","), options.rounds)
     if options.out:
-        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        with options.out.open("a", encoding="utf-8") as sink:
-            for each in found:
-                line = each | each.pop("facts") | {"command": command, "date": date}
-                sink.write(json.dumps(line, ensure_ascii=False) + "\n")
+        append(options.out, found, command_of("minigpt4", sys.argv[1:]))
 
 
 if __name__ == "__main__":

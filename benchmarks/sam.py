@@ -19,12 +19,10 @@ import argparse
 import functools
 import importlib.metadata
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.forms import form  # noqa: E402
+from benchmarks.record import append, command_of  # noqa: E402
 from benchmarks.statistic import whole  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
 from modelmill.models import sam  # noqa: E402
@@ -234,15 +233,10 @@ def main() -> None:
     sides = [
         theirs(name, spec, device) if name.startswith(PEER) else ours(name, spec, device, kernels) for name in names
     ]
-    command = shlex.join(["python", "benchmarks/sam.py", *sys.argv[1:]])
     batches = [int(each) for each in options.batches.split(",")]
     found = rows(sides, options.works.split(","), batches, options.rounds, device)
     if options.out:
-        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        with options.out.open("a", encoding="utf-8") as sink:
-            for each in found:
-                told = each | each.pop("facts") | {"command": command, "date": date}
-                sink.write(json.dumps(told, ensure_ascii=False) + "\n")
+        append(options.out, found, command_of("sam", sys.argv[1:]))
 
 
 if __name__ == "__main__":
