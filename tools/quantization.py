@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools import quantization_speed as speed  # noqa: E402
+from tools import page
+from tools import quantization_speed as speed
 
 STORY, PAGE = Path("docs/quantization.story.md"), Path("docs/quantization.md")
 PLOT = Path("docs/img/quantization.svg")
@@ -100,10 +97,10 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     plt.close(figure)
 
 
-def stale(root: Path) -> bool:
-    """Whether the page is not what story and rows give."""
-    page = root / PAGE
-    return not page.exists() or page.read_text("utf-8") != text_of(root)
+def stale(root: Path) -> list[Path]:
+    """The page where it is not what story and rows give."""
+    fresh = (root / PAGE).exists() and (root / PAGE).read_text("utf-8") == text_of(root)
+    return [] if fresh else [PAGE]
 
 
 def text_of(root: Path) -> str:
@@ -112,23 +109,18 @@ def text_of(root: Path) -> str:
     return render((root / STORY).read_text("utf-8"), rows_of(results), steps, rows_of(results, second=True))
 
 
+def write(root: Path) -> list[Path]:
+    """The page and its plots from story and rows; the page's path."""
+    rows, steps = rows_of(root / RESULTS), speed.rows_of(root / speed.RESULTS)
+    (root / PAGE).write_text(text_of(root), "utf-8")
+    draw(rows, root / PLOT)
+    speed.draw(steps, rows, root / speed.PLOT)
+    return [PAGE]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or with --check 1 where the page is stale."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.check:
-        if stale(options.root):
-            print(f"{PAGE} is stale; run `make quantization`", file=sys.stderr)
-            return 1
-        return 0
-    rows, steps = rows_of(options.root / RESULTS), speed.rows_of(options.root / speed.RESULTS)
-    (options.root / PAGE).write_text(text_of(options.root), "utf-8")
-    draw(rows, options.root / PLOT)
-    speed.draw(steps, rows, options.root / speed.PLOT)
-    print(PAGE)
-    return 0
+    return page.run(argv, __doc__, "quantization", stale, write)
 
 
 if __name__ == "__main__":
