@@ -115,7 +115,18 @@ __device__ inline void exchange(u32 (&w)[4], int q) {
     else w[2] = a, w[3] = b;
 }
 
-__device__ inline float2 unpacked(u32 both) { return {low(both), high(both)}; }
+// As ``low`` and ``high`` of numbers.cuh, but that float16 is taken apart once: the compiler gives other registers else.
+__device__ inline float2 unpacked(u32 both) {
+#ifdef HALF
+    float2 got;
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+        : "=f"(got.x), "=f"(got.y)
+        : "r"(both));
+    return got;
+#else
+    return {low(both), high(both)};
+#endif
+}
 
 __device__ inline float2 bias_pair(const Work &work, int column) {
 #ifdef WIDE
