@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from modelmill.artifact.store import is_engine, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import BuildConfig, from_dict
-from modelmill.core.errors import UsageError
+from modelmill.core.errors import RequestError, UsageError
 from modelmill.runtime.device import pick_device, use_threads
+from modelmill.vision.draw import as_prompt
 from modelmill.vision.everything import Everything
+from modelmill.vision.image import BLACK, as_image, open_image
 from modelmill.vision.open import KIND, open_eye
-from modelmill.vision.prompts import Prompt, make
+from modelmill.vision.prompts import Prompt, check_inside, make
 from modelmill.vision.segment import Mask, Seen
 
 
@@ -67,31 +70,58 @@ class Segmenter:
 
     def see(self, images: Sequence[Any]) -> list[Seen]:
         """Several images in one batch, for ``predict_all``; each is in the cache then."""
+        if isinstance(images, (str, bytes, Path)):
+            raise UsageError("several images are a list of them; set_image takes one")
         return self.eye.see_all(images)
 
     def predict(
         self,
-        points: Sequence[Sequence[float]] = (),
+        points: Sequence[Sequence[float]] | None = (),
         labels: Sequence[int] | None = None,
         box: Sequence[float] | None = None,
-        mask: torch.Tensor | None = None,
+        mask: Any = None,
         multimask: bool = True,
     ) -> list[Mask]:
         """Masks of the image that was set, best first: three, or one with multimask off.
 
         points: (x, y) in the image's pixels; labels: 1 the object, 0 the background, default all 1; box: x0, y0, x1,
-        y1; mask: logits of a former answer (``Mask.logits``).
+        y1; mask: logits of a former answer (``Mask.logits``), or a picture of a rough mask, white inside: a path,
+        bytes, a PIL image, an array [H, W] of bools (``Mask.pixels``) or uint8.
         """
-        return self.predict_all([make(points, labels, box, mask)], multimask=multimask)[0]
+        rough = None if mask is None else self._logits(mask, self._at(None))
+        return self.predict_all([make(points, labels, box, rough)], multimask=multimask)[0]
 
     def predict_all(
         self, prompts: Sequence[Prompt], *, seen: Seen | None = None, multimask: bool = True
     ) -> list[list[Mask]]:
         """The masks of each prompt, all in one call of the decoder; on the image that was set, or on another."""
+        where = self._at(seen)
+        for prompt in prompts:
+            check_inside(prompt, where.size)
+        return self.eye.predict_all(where, prompts, multimask)
+
+    def _at(self, seen: Seen | None) -> Seen:
         where = seen or self._seen
         if where is None:
             raise UsageError("there is no image yet: call set_image(image) before predict")
-        return self.eye.predict_all(where, prompts, multimask)
+        return where
+
+    def _logits(self, mask: Any, where: Seen) -> torch.Tensor:
+        """A mask in any of its forms as a prompt's logits [S, S] float32. Raises RequestError."""
+        if isinstance(mask, np.ndarray):
+            mask = torch.from_numpy(np.ascontiguousarray(mask))
+        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+            mask = mask[0] if mask.dim() == 3 and len(mask) == 1 else mask
+            if not bool(mask.isfinite().all()):
+                raise RequestError("a mask's logits must be finite numbers")
+            return mask.float()
+        if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
+            mask = mask.to(torch.uint8) * 255
+        if isinstance(mask, (str, Path, bytes)):
+            drawn = open_image(mask, "the mask", behind=BLACK)
+        else:
+            drawn = as_image(mask, "the mask")
+        return as_prompt(drawn, where.size, where.fitted, self.eye.side, self.eye.image)
 
     def everything(
         self,
@@ -107,3 +137,7 @@ class Segmenter:
                 raise UsageError("give options or single fields of them, not both")
             options = from_dict(Everything, changes, "everything")
         return self.eye.everything(image, options, progress)
+
+    def generate_masks(self, image: Any, options: Everything | None = None, **changes: Any) -> list[Mask]:
+        """``everything``, by the name that SAM's automatic generator has made known."""
+        return self.everything(image, options, **changes)

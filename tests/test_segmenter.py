@@ -46,6 +46,59 @@ def test_set_once_and_predict_many(engine: Path, monkeypatch: pytest.MonkeyPatch
     assert len(found.predict([(50, 60)], mask=masks[0].logits)) == 3
 
 
+def test_a_rough_mask_in_any_of_its_forms(engine: Path, tmp_path: Path) -> None:
+    found = Segmenter(engine, device="cpu")
+    found.set_image(photo())
+    first = found.predict([(50, 60)])[0]
+    assert first.logits is not None
+    again = found.predict(mask=first.logits)
+    for logits in (first.logits.numpy(), first.logits[None], first.logits.double()):
+        assert [m.box for m in found.predict(mask=logits)] == [m.box for m in again]
+    white = np.zeros((120, 200), bool)
+    white[30:80, 40:150] = True
+    PIL.Image.fromarray(white).save(tmp_path / "rough.png")
+    drawn = found.predict(mask=white)
+    for form in (torch.from_numpy(white), white.astype(np.uint8) * 255, PIL.Image.fromarray(white),
+                 tmp_path / "rough.png", (tmp_path / "rough.png").read_bytes()):  # fmt: skip
+        assert [m.score for m in found.predict(mask=form)] == [m.score for m in drawn]
+    side = found.eye.side
+    for wrong in (torch.zeros(7, 7), torch.full((side, side), float("nan")), 5, b"no picture", tmp_path / "no.png"):
+        with pytest.raises(RequestError):
+            found.predict(mask=wrong)
+    with pytest.raises(UsageError, match="set_image"):
+        Segmenter(engine, device="cpu").predict(mask=first.logits)
+
+
+def test_loose_values_are_one_line(engine: Path) -> None:
+    """What people write by mistake: a pair for a list of pairs, one label for a list, a place beside the picture."""
+    found = Segmenter(engine, device="cpu")
+    found.set_image(photo())
+    for wrong, says in (
+        ({"points": (50, 60)}, "points are a list"), ({"points": 5}, "points are a list"),
+        ({"points": [(50, 60)], "labels": 1}, "labels a list"), ({"box": 7}, "a box four numbers"),
+        ({"points": [("a", 1)]}, "numbers"), ({"points": [(201, 5)]}, "the point 201,5 is outside the picture"),
+        ({"box": (5, 5, 90, 121)}, "the box corner 90,121 is outside"), ({"points": None}, "needs a point"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=says) as caught:
+            found.predict(**wrong)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+    assert found.predict_all([]) == []
+    with pytest.raises(UsageError, match="list of them"):
+        found.see("photo.jpg")
+    for name, value in (("points_per_side", "x"), ("points_per_side", 2.5), ("points_per_side", True),
+                        ("crop_n_layers", 1.0), ("pred_iou_thresh", None), ("stability_score_offset", float("nan")),
+                        ("points_per_side", 10**5000)):  # fmt: skip
+        with pytest.raises(RequestError, match=name):
+            found.everything(photo(), **{name: value})
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 90), (90, 1), (2, 70)])
+def test_pictures_too_thin_for_crops(engine: Path, size: tuple[int, int]) -> None:
+    loose = {"points_per_side": 2, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "crop_n_layers": 2}
+    masks = Segmenter(engine, device="cpu").generate_masks(photo(0, size), **loose)
+    assert all(mask.pixels.shape == size[::-1] for mask in masks)
+
+
 def test_several_prompts_and_everything(engine: Path) -> None:
     found = Segmenter(engine)
     seen = found.see([photo(0), photo(1, (90, 160))])

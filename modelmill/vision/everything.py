@@ -6,13 +6,15 @@ The rules are those of SAM's automatic mask generator (Kirillov et al. 2023, arX
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 
 import torch
 
 from modelmill.core.errors import RequestError
+from modelmill.core.quote import quoted
 
+FAR = 1000.0  # no logit is so far from 0
 EDGE = 20.0  # a box nearer to its crop's edge than this was probably cut there
 
 
@@ -33,12 +35,16 @@ class Everything:
     min_mask_region_area: int = 0
 
     def __post_init__(self) -> None:
-        whole = {"points_per_side": 256, "points_per_batch": 1024, "crop_n_points_downscale_factor": 64}
-        for name, most in whole.items():
+        for each in fields(self):
+            value, whole = getattr(self, each.name), isinstance(each.default, int)
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                raise RequestError(f"{each.name} is a {'whole ' if whole else ''}number, not {quoted(value, 40)}")
+        counts = {"points_per_side": 256, "points_per_batch": 1024, "crop_n_points_downscale_factor": 64}
+        for name, most in counts.items():
             if not 1 <= getattr(self, name) <= most:
-                raise RequestError(f"{name}={getattr(self, name)} is outside 1…{most}")
+                raise RequestError(f"{name}={quoted(getattr(self, name), 40)} is outside 1…{most}")
         if not 0 <= self.crop_n_layers <= 4:
-            raise RequestError(f"crop_n_layers={self.crop_n_layers} is outside 0…4")
+            raise RequestError(f"crop_n_layers={quoted(self.crop_n_layers, 40)} is outside 0…4")
         if self.min_mask_region_area < 0:
             raise RequestError("min_mask_region_area must not be negative")
         for name in ("pred_iou_thresh", "stability_score_thresh", "box_nms_thresh", "crop_nms_thresh"):
@@ -46,6 +52,8 @@ class Everything:
                 raise RequestError(f"{name}={getattr(self, name)} is outside 0…1")
         if not 0 <= self.crop_overlap_ratio < 1:
             raise RequestError(f"crop_overlap_ratio={self.crop_overlap_ratio} is outside 0…1")
+        if not 0 <= self.stability_score_offset <= FAR:
+            raise RequestError(f"stability_score_offset={self.stability_score_offset} is outside 0…{FAR:g}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,10 @@ class Crop:
 
 
 def crops_of(size: tuple[int, int], options: Everything) -> list[Crop]:
-    """The whole picture, then for each layer 4, 16, … overlapping parts. size: (width, height)."""
+    """The whole picture, then for each layer 4, 16, … overlapping parts; of a picture too thin to be divided, fewer.
+
+    size: (width, height).
+    """
     width, height = size
     found = [Crop((0, 0, width, height), 0)]
     for layer in range(1, options.crop_n_layers + 1):
@@ -72,7 +83,8 @@ def crops_of(size: tuple[int, int], options: Everything) -> list[Crop]:
         tall = math.ceil((common * (side - 1) + height) / side)
         for i, j in product(range(side), range(side)):
             x, y = (wide - common) * i, (tall - common) * j
-            found.append(Crop((x, y, min(x + wide, width), min(y + tall, height)), layer))
+            if x < width and y < height:
+                found.append(Crop((x, y, min(x + wide, width), min(y + tall, height)), layer))
     return found
 
 

@@ -25,13 +25,19 @@ def suppressed(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> t
     boxes: [N, 4]. A box goes where it overlaps a better one by more than the threshold.
     """
     order = torch.argsort(scores, descending=True, stable=True)
-    near = overlap(boxes.float(), boxes.float()) > threshold
+    near = overlap(boxes.float(), boxes.float()) > _floor(threshold)
     close = near[order][:, order].cpu().numpy()
     alive = np.ones(len(order), dtype=bool)
     for i in range(len(order)):
         if alive[i]:
             alive[i + 1 :] &= ~close[i, i + 1 :]
     return order[torch.from_numpy(alive).to(order.device)]
+
+
+def _floor(threshold: float) -> float:
+    """The largest float32 that is not more: torch rounds a threshold, and 0.3 as a float32 is more than 0.3."""
+    near = np.float32(threshold)
+    return float(near if float(near) <= threshold else np.nextafter(near, np.float32(-np.inf)))
 
 
 def mask_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

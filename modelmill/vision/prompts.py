@@ -45,22 +45,38 @@ class Prompt:
 
 
 def make(
-    points: Sequence[Sequence[float]] = (),
+    points: Sequence[Sequence[float]] | None = (),
     labels: Sequence[int] | None = None,
     box: Sequence[float] | None = None,
     mask: torch.Tensor | None = None,
 ) -> Prompt:
     """A prompt from loose values; points without labels are the object. Raises RequestError."""
-    if any(len(p) != 2 for p in points):
+    try:
+        pairs = [tuple(point) for point in (() if points is None else points)]
+        edges: Any = None if box is None else tuple(box)
+        marks = None if labels is None else tuple(labels)
+    except TypeError:
+        raise RequestError(
+            "points are a list of x and y, labels a list with one for each, a box four numbers"
+        ) from None
+    if any(len(pair) != 2 for pair in pairs):
         raise RequestError("a point is two numbers, x and y")
-    if box is not None and len(box) != 4:
+    if edges is not None and len(edges) != 4:
         raise RequestError("a box is four numbers, x0, y0, x1, y1")
     try:
-        placed = tuple((float(x), float(y)) for x, y in points)
-        edges: Any = None if box is None else tuple(float(v) for v in box)
+        placed = tuple((float(x), float(y)) for x, y in pairs)
+        edges = None if edges is None else tuple(float(v) for v in edges)
     except (TypeError, ValueError):
         raise RequestError("coordinates must be numbers") from None
-    return Prompt(placed, tuple(labels) if labels is not None else (1,) * len(placed), edges, mask)
+    return Prompt(placed, marks if marks is not None else (1,) * len(placed), edges, mask)
+
+
+def check_mask(prompt: Prompt, side: int) -> None:
+    """Raise RequestError for a mask that is no logits [side, side]."""
+    mask = prompt.mask
+    if mask is not None and not (isinstance(mask, torch.Tensor) and tuple(mask.shape) == (side, side)):
+        found = list(mask.shape) if hasattr(mask, "shape") else quoted(type(mask).__name__)
+        raise RequestError(f"a prompt's mask is logits [{side}, {side}], as a former answer's, not {found}")
 
 
 def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:

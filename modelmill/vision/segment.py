@@ -18,7 +18,7 @@ from modelmill.vision import masks as shapes
 from modelmill.vision.everything import Crop, Everything, crops_of, cut_off, grid_of
 from modelmill.vision.image import as_image, fitted, pixels
 from modelmill.vision.known import KEPT_BYTES, Known, Seen, digest_of
-from modelmill.vision.prompts import Prompt, alike, arranged
+from modelmill.vision.prompts import Prompt, alike, arranged, check_mask
 from modelmill.vision.recorded import Recorded
 from modelmill.vision.regions import without_small_regions
 
@@ -68,6 +68,7 @@ class Eye:
         assert isinstance(weight, torch.Tensor)
         self.device = weight.device
         self.image = int(model.config.image)  # type: ignore[union-attr, arg-type]
+        self.side = 4 * int(model.config.grid)  # type: ignore[union-attr, arg-type]  # of masks' logits
         self.dtype = next(b for b in model.image_encoder.buffers() if b.is_floating_point()).dtype  # type: ignore[union-attr]
         self._mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(3, 1, 1)
@@ -156,7 +157,11 @@ class Eye:
 
     @torch.inference_mode()
     def predict_all(self, seen: Seen, prompts: Sequence[Prompt], multimask: bool = True) -> list[list[Mask]]:
-        """The same for several prompts on one picture, in one call of the decoder."""
+        """The same for several prompts on one picture, in one call of the decoder. Raises RequestError."""
+        for prompt in prompts:
+            check_mask(prompt, self.side)
+        if not prompts:
+            return []
         logits, scores = self.decode(seen, prompts)
         chosen = slice(1, None) if multimask else slice(0, 1)
         logits, scores = logits[:, chosen], scores[:, chosen]

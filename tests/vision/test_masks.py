@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops.enlarge import boxes_of
@@ -74,6 +74,7 @@ def test_runs_that_do_not_fill_the_mask() -> None:
     st.lists(st.tuples(*[st.integers(0, 30)] * 4, st.integers(0, 5)), min_size=1, max_size=25),
     st.sampled_from([0.3, 0.5, 0.7]),
 )
+@example([(0, 23, 20, 14, 0), (0, 25, 27, 30, 0)], 0.3)  # 273 / 910
 def test_suppression_is_the_greedy_rule(raw: list[tuple[int, ...]], threshold: float) -> None:
     boxes = torch.tensor([[x, y, x + w + 1, y + h + 1] for x, y, w, h, _ in raw]).float()
     scores = torch.tensor([float(s) for *_, s in raw])
