@@ -92,7 +92,10 @@ def run(args: Args) -> int:
 
     async def serve() -> None:
         engines = _engines(args, names)
-        await Server(engines, place).run(lambda url: opened(args, url, names, f"loading {', '.join(names)}"))
+        await Server(engines, place).run(
+            lambda url: opened(args, url, names, f"loading {', '.join(names)}"),
+            lambda engine: note(f"{engine.name} is ready"),
+        )
 
     with to_stderr(args.log_level):
         asyncio.run(serve())

@@ -113,7 +113,8 @@ def _pairs(flag: Flag, value: Any, where: str) -> dict[Any, Any]:
 def _scalar(kind: type, value: Any, where: str, choices: tuple[Any, ...]) -> Any:
     result = _convert(kind, value)
     if result is None:
-        raise UsageError(f"{where} must be {KINDS[kind]}, not {value!r}")
+        quotes = "; put it into quotes" if kind is str and not isinstance(value, (dict, list)) else ""
+        raise UsageError(f"{where} must be {KINDS[kind]}, not {value!r}{quotes}")
     if choices and result not in choices:
         raise UsageError(f"{where} {value!r} is not one of {', '.join(map(str, choices))}")
     return result
@@ -123,8 +124,8 @@ def _convert(kind: type, value: Any) -> Any:
     """``value`` as ``kind``; None where it is not one. YAML's own types are taken, text is parsed."""
     if kind is bool:
         return value if isinstance(value, bool) else None
-    if isinstance(value, (bool, dict, list)):
-        # YAML reads an unquoted `on` or `no` as a bool: for a text that would be a silent change.
+    if isinstance(value, (bool, dict, list)) or (kind is str and not isinstance(value, str)):
+        # YAML reads an unquoted `on` as a bool and `0123` as 83: for a text that would be a silent change.
         return None
     try:
         if kind is int and isinstance(value, float):

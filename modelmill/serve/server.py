@@ -57,8 +57,10 @@ class Server:
         self._asked = asyncio.Event()
         self._failed: Engine | None = None
 
-    async def run(self, opened: Callable[[str], None] = lambda _: None) -> None:
-        """Serve until a signal. opened: told the address once the port is open.
+    async def run(
+        self, opened: Callable[[str], None] = lambda _: None, loaded: Callable[[Engine], None] = lambda _: None
+    ) -> None:
+        """Serve until a signal. opened: told the address once the port is open. loaded: told each engine that is ready.
 
         Raises UsageError where the port cannot be had, ModelmillError where an engine cannot be opened or kept.
         """
@@ -66,7 +68,7 @@ class Server:
         server = http_server(make_app(self.service))
         host, port = sock.getsockname()[:2]
         opened(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-        tasks = [asyncio.create_task(self._engines()), asyncio.create_task(server.serve([sock]))]
+        tasks = [asyncio.create_task(self._engines(loaded)), asyncio.create_task(server.serve([sock]))]
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, self._signalled)
@@ -83,7 +85,7 @@ class Server:
             kind = UsageError if self._failed.usage else ModelmillError
             raise kind(self._failed.error or "an engine ended")
 
-    async def _engines(self) -> None:
+    async def _engines(self, loaded: Callable[[Engine], None]) -> None:
         """Load one after another, then watch them."""
         lives = []
         for engine in self.service.distinct:
@@ -91,6 +93,8 @@ class Server:
                 break
             lives.append(asyncio.create_task(self._life(engine)))
             await engine.settled.wait()
+            if engine.state is State.READY:
+                loaded(engine)
         await asyncio.gather(*lives)
 
     async def _life(self, engine: Engine) -> None:

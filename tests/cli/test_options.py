@@ -146,6 +146,7 @@ def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> N
         ("cuda_graphs: 1", "must be true or false"),
         ("dtype: float8", "is not one of"),
         ("stop: {a: b}", "must be text"),
+        ("stop: [0123]", "must be text, not 83; put it into quotes"),
         ("- a\n- b", "must hold"),
         ("a: [", "cannot be read"),
         ("two: [a]", "takes two values"),

@@ -97,7 +97,8 @@ def test_sigterm_lets_running_answers_finish(stories: Path) -> None:
         sock.close()
         assert b'"finish_reason":"length"' in told
         assert told.count(b"data: [DONE]") == 1
-        assert serving.finish()[0] == 0
+        code, said = serving.finish()
+        assert (code, said) == (0, "modelmill: stories is ready\n")
 
 
 @pytest.mark.parametrize("how", ["timeout", "twice"])
