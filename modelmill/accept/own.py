@@ -4,7 +4,7 @@ Their arithmetic: the reference computes with the weights that the engine really
 engine does, so that every module is within the bounds of an unquantized engine (whole sequences too, where activations
 are not rounded). Their weights: what is held, with a recipe's folded
 scales undone, against the checkpoint's own, matrix by matrix: rounding moves single weights, but it neither turns a
-matrix, nor swaps two, nor scales one.
+matrix, nor swaps two, nor scales one; nor does it do so to a row or a tile (accept/parts.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.metrics import Row, compare_tensors
+from modelmill.accept.parts import worst_parts
 from modelmill.accept.reference import Affine, HeadTrace, LayerWeights, ModuleIO, Reference
 from modelmill.accept.reference.dense import project
-from modelmill.accept.tolerances import Bound, weight_bound
+from modelmill.accept.tolerances import PARTS, Bound, weight_bound
 
 NORMS = {"input_norm": "attn_norm", "mlp_norm": "mlp_norm"}
 # the engine's matrices: the reference's names for their rows, and the site that they read
@@ -82,7 +83,10 @@ def held_weights(model: Any, index: int, weights: LayerWeights) -> Iterator[tupl
 def weight_rows(
     reference: Reference, model: Any, kinds: Mapping[str, str], dtype: str, folded: Mapping[int, Scales], index: int
 ) -> Iterator[tuple[str, str, Row, Bound]]:
-    """(path, module, row, bound) of every tensor of a layer: what is held against what the checkpoint holds."""
+    """(path, module, row, bound) of every tensor of a layer: what is held against what the checkpoint holds.
+
+    Behind a quantized matrix stands its worst row and tile, as ``….weight.parts``.
+    """
     weights, scales = reference.layer_weights(index), folded.get(index, {})
     places = {name: (path, site) for path, (names, site) in LINEARS.items() for name in names}
     for name, held in held_weights(model, index, weights):
@@ -102,6 +106,8 @@ def weight_rows(
         if fits and kind != "dense":
             row = replace(row, gain=central_gain(ours.weight, right))
         yield where, module, row, bound
+        if fits and kind in PARTS:
+            yield f"{where}.parts", module, worst_parts(f"{where}.parts", ours.weight, right), PARTS[kind]
         expected = weights[name].bias
         if fits and expected is not None and ours.bias is not None and bool(expected.any()):
             row = compare_tensors(f"layers.{index}.{module}.bias", ours.bias, expected)

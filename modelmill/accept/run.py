@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from modelmill.accept.cost import cost_rows
 from modelmill.accept.engine import Bench, Finding
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
 from modelmill.accept.own import is_low_bit, own_reference, spoken, true_streams, weight_rows
@@ -98,6 +99,7 @@ def compare_engine(
     # what a checkpoint brings in few bits is expanded by the reference itself: nothing was rounded here
     kept = loop.artifact.manifest.build["quantization"] == "keep"
     own = is_low_bit(kinds) and not kept
+    rounded = not kept and bool(set(kinds.values()) - {"dense"})
     if own:
         reference = own_reference(true, model, kinds)
     sequences = [list(s) for s in ids]
@@ -112,8 +114,10 @@ def compare_engine(
     bench.norms()
     told("sequences")
     whole = _sequences(loop, reference, sequences, starts, [last, *bench.streams_of_others], true if own else None)
-    findings = [*(_weights(loop, true) if own else ()), *bench.findings]
+    findings = [*(_weights(loop, true) if rounded else ()), *bench.findings]
     report = _report(loop, findings, whole)
+    if rounded and not report["recipe"]:
+        report["recipe"] = cost_rows(true, model, kinds, sequences[0], starts[0])
     if progress is not None:
         progress("acceptance: done", len(stages), len(stages))
     return report
@@ -160,13 +164,13 @@ def _sequences(
         f"the next token differs at row {clear.first}, where it is clear": not clear.complete,
         f"perplexity {loss[0]:.5g} for {loss[1]:.5g}": not change <= bound.rel_l2,
     }
-    cost = {}
+    exact = right
     if true is not None:
         ends = true_streams(true, ids, starts)
         exact = torch.cat([true.head(x[wanted])["logits"].output for x, wanted in zip(ends, rows, strict=True)])
         loss[1], kl = perplexity(exact[known], targets[known]), float(kl_divergence(mine, exact).mean())
-        cost = {"agreement": float((mine.argmax(-1) == exact.argmax(-1)).float().mean())}
-    return cost | {
+    return {
+        "agreement": float((mine.argmax(-1) == exact.argmax(-1)).float().mean()),
         "rel_l2": row.rel_l2,
         "bound": bound.rel_l2,
         "max_abs": row.max_abs,

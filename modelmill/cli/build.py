@@ -273,8 +273,14 @@ def show_acceptance(report: dict[str, Any]) -> None:
         ],
         title="Acceptance",
     )
-    show_recipe(report.get("recipe") or [])
-    show_modules(report.get("layers", []))
+    recipe = report.get("recipe") or []
+    show_recipe(recipe, any(each["before"] != each["after"] for each in recipe))
+    show_modules([_of_parts(row) for row in report.get("layers", [])])
+
+
+def _of_parts(row: dict[str, Any]) -> dict[str, Any]:
+    """A line of its own for the worst row and tile of a quantized matrix: shares of its size, not of one weight."""
+    return {**row, "module": f"{row['module']}, worst tile"} if row["name"].endswith(".parts") else row
 
 
 def _eyes(pictures: dict[str, Any] | None) -> str | None:
@@ -320,8 +326,8 @@ def show_modules(layers: list[dict[str, Any]]) -> None:
     table(columns, [[row.get(key) for key in keys] for row in rows])
 
 
-def show_recipe(told: list[dict[str, Any]]) -> None:
-    """What a calibrated recipe did to each layer: errors of its outputs before (plain rounding) and after."""
+def show_recipe(told: list[dict[str, Any]], calibrated: bool = True) -> None:
+    """What a recipe did to each layer: errors of its outputs before (plain rounding) and after."""
     if not told:
         return
     layers: dict[int, list[dict[str, Any]]] = {}
@@ -333,7 +339,7 @@ def show_recipe(told: list[dict[str, Any]]) -> None:
         columns.append("clusters (of one channel)")
     rows = []
     for layer, matrices in layers.items():
-        errors = [f"{100 * each['before']:.2g} → {100 * each['after']:.2g} %" for each in matrices]
+        errors = [_change(each["before"], each["after"]) for each in matrices]
         worst = max(matrices, key=lambda each: each["outliers"][0][1])
         channels = ", ".join(f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2])
         bits = sum(each["bits"] for each in matrices) / len(matrices)
@@ -341,7 +347,13 @@ def show_recipe(told: list[dict[str, Any]]) -> None:
         if "clusters" in matrices[0]:
             row.append(", ".join(f"{each['clusters']} ({each['alone']})" for each in matrices))
         rows.append(row)
-    table(columns, rows, title="Errors of outputs on the calibration inputs, rounded to nearest → as held")
+    where = "calibration inputs" if calibrated else "acceptance text"
+    table(columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held")
+
+
+def _change(before: float, after: float) -> str:
+    """Errors in per cent; one number where rounding to nearest is what is held."""
+    return ("" if before == after else f"{100 * before:.2g} → ") + f"{100 * after:.2g} %"
 
 
 def _share(value: Any) -> str | None:

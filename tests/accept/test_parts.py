@@ -1,0 +1,142 @@
+"""Faults of one row, one scale or one tile: a whole matrix's errors hide them, the matrix's parts do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.parts import worst_parts
+from modelmill.accept.tolerances import PARTS, WEIGHTS
+from modelmill.quant import fp8, int4, int8, smoothquant
+from modelmill.weights import held
+from tests.accept.judged import judged, save_tiny
+
+RECIPES = {"fp8": fp8, "int8": int8, "smoothquant": smoothquant, "int4": int4}
+INNER = 80  # of the small llama: what down_proj reads
+SMALL = {"calibration_samples": 4, "calibration_length": 64, "group_size": 32, "alpha": "0.5", "max_layer_error": None}
+
+
+def scale_off(weight: Tensor) -> Tensor:
+    """One row a tenth larger."""
+    out = weight.clone()
+    out[5] *= 1.1
+    return out
+
+
+def rows_swapped(weight: Tensor) -> Tensor:
+    out = weight.clone()
+    out[[3, 9]] = out[[9, 3]]
+    return out
+
+
+def tile_negated(weight: Tensor) -> Tensor:
+    out = weight.clone()
+    out[8:24, 8:24] *= -1  # 16 × 16, all within one of the judged tiles
+    return out
+
+
+def tile_moved(weight: Tensor) -> Tensor:
+    """A tile of 32 × 32 from elsewhere, across four of the judged tiles."""
+    out = weight.clone()
+    out[16:48, 16:48] = weight[-32:, -32:]
+    return out
+
+
+FAULTS = [scale_off, rows_swapped, tile_negated, tile_moved]
+FAULT = Callable[[Tensor], Tensor]
+
+
+def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / columns**0.5
+
+
+# Ten per cent of a scale is what rounding to 16 levels does to rows, too.
+SHOWN = [
+    (kind, fault)
+    for kind in ("fp8", "int8", "w8a8", "int4")
+    for fault in FAULTS
+    if (kind, fault) != ("int4", scale_off)
+]
+HIDDEN = [("fp8", scale_off), ("int8", scale_off), ("w8a8", scale_off), ("fp8", rows_swapped), ("int4", rows_swapped),
+          ("fp8", tile_moved)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fault"), SHOWN)
+def test_the_parts_show_what_the_matrix_hides(kind: str, fault: FAULT) -> None:
+    """A matrix of the size of SmolLM2's gate and up."""
+    right = drawn(1536, 576)
+    ours = held.pack(kind, fault(right), torch.float32).dense()
+    if (kind, fault) in HIDDEN:
+        assert not WEIGHTS[kind].broken_by(compare_tensors("w", ours, right)), "the whole matrix looks rounded"
+    assert PARTS[kind].broken_by(worst_parts("w", ours, right))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "w8a8", "int4"])
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 70), columns=st.integers(1, 90), spread=st.floats(0, 2), zero=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rounding_is_within_the_bounds(
+    kind: str, rows: int, columns: int, spread: float, zero: bool, seed: int
+) -> None:
+    """Whatever the shape, rows of very different sizes and rows of zeros among them."""
+    right = drawn(rows, columns, seed) * torch.exp(spread * drawn(rows, 1, seed + 1))
+    if zero:
+        right[rows // 2] = 0
+    found = worst_parts("w", held.pack(kind, right, torch.float32).dense(), right)
+    assert not PARTS[kind].broken_by(found), found
+
+
+def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
+    right = torch.ones(64, 40)
+    ours = right.clone()
+    ours[3] *= 1.5
+    ours[40, 33] = 5.0  # in the tile of 32 rows and the last 8 columns
+    found = worst_parts("w", ours, right)
+    assert found.rel_l2 == pytest.approx((16 / 40) ** 0.5)
+    assert found.gain == pytest.approx(1.5)
+    assert found.max_rel == pytest.approx((16 / (32 * 8)) ** 0.5)
+
+
+def test_nothing_and_what_is_not_finite() -> None:
+    zeros = torch.zeros(4, 4)
+    assert worst_parts("w", zeros, zeros).rel_l2 == 0
+    assert PARTS["fp8"].broken_by(worst_parts("w", zeros + 1, zeros))
+    assert PARTS["fp8"].broken_by(worst_parts("w", zeros * torch.nan, zeros + 1))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fault", [None, scale_off, rows_swapped])
+def test_an_engine_with_such_a_fault_is_refused(recipe: str, fault: FAULT | None, llama: Path, tmp_path: Path) -> None:
+    if recipe == "int4" and fault is scale_off:
+        pytest.skip("ten per cent is what rounding to 16 levels does to rows, too")
+    honest = RECIPES[recipe].Recipe.hold
+    fallen: list[Any] = []
+
+    def hold(self: Any, weight: Tensor, statistics: Any) -> Any:
+        if fault is None or weight.shape[1] != INNER:
+            return honest(self, weight, statistics)
+        fallen.append(weight)
+        return honest(self, fault(weight), statistics)
+
+    with mock.patch.object(RECIPES[recipe].Recipe, "hold", hold):
+        report, written = judged(llama, tmp_path / "e", "float32", recipe, **SMALL)
+    assert written == (fault is None), report["reason"]
+    assert bool(fallen) == (fault is not None)
+    parts = [row for row in report["layers"] if row["name"].endswith(".parts")]
+    assert {row["ok"] for row in parts} == ({True} if fault is None else {True, False})
