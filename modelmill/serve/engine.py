@@ -173,6 +173,13 @@ class Engine:
         """Sequences that may run and wait."""
         return self._queue + (self.facts.seqs if self.facts is not None else 0)
 
+    def check_room(self, answers: int) -> None:
+        """Whether so many could be queued now, before anything is made of them. Raises RequestError, Busy."""
+        if answers > self.capacity:
+            raise RequestError(f"{answers} answers at once are more than the {self.capacity} this server queues")
+        if self._seqs + answers > self.capacity:
+            raise Busy(f"the engine {self.name} has {self._seqs} answers to give; try again soon")
+
     def submit(self, dialogues: Sequence[Dialogue]) -> Ticket:
         """Queue requests, all or none.
 
@@ -182,10 +189,7 @@ class Engine:
         for dialogue in dialogues:
             check(dialogue.request, bounds)
         ticket = Ticket(dialogues, self._abandon)
-        if ticket.weight > self.capacity:
-            raise RequestError(f"{ticket.weight} answers at once are more than the {self.capacity} this server queues")
-        if self._seqs + ticket.weight > self.capacity:
-            raise Busy(f"the engine {self.name} has {self._seqs} answers to give; try again soon")
+        self.check_room(ticket.weight)
         for dialogue in dialogues:
             self._running[dialogue.request.id] = dialogue, ticket
             self._seqs += dialogue.request.params.n

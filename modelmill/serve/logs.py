@@ -16,10 +16,12 @@ class Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """JSON without line breaks."""
+        # what asyncio says of a task that nobody waited for quotes its exception
+        event = "bug" if record.name == "asyncio" else record.getMessage()
         told = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "event": record.getMessage(),
+            "event": event,
             **getattr(record, "data", {}),
         }
         if record.exc_info and record.exc_info[1] is not None:
@@ -32,10 +34,14 @@ class Lines(logging.Formatter):
 
 @contextlib.contextmanager
 def to_stderr(level: str) -> Iterator[None]:
-    """While it is entered, what modelmill logs goes to stderr from ``level`` on, and what uvicorn calls an error."""
+    """While it is entered, what modelmill logs goes to stderr from ``level`` on, and errors of uvicorn and asyncio.
+
+    Without a handler of its own, Python would print asyncio's with the texts of exceptions, which may hold anything.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines())
     levels = {logging.getLogger("modelmill"): level.upper(), logging.getLogger("uvicorn.error"): "ERROR"}
+    levels[logging.getLogger("asyncio")] = "ERROR"
     before = {logger: (logger.handlers, logger.propagate, logger.level) for logger in levels}
     for logger, wanted in levels.items():
         logger.handlers, logger.propagate = [handler], False

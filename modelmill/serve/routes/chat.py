@@ -15,7 +15,7 @@ from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.serve import shape
-from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
+from modelmill.serve.routes.common import check_sizes, finish_of, fresh, service_of, submitted
 from modelmill.serve.schema import ChatRequest
 from modelmill.serve.shape import ChatLogprobs, event
 from modelmill.serve.stream import EventStream, Feed, finished
@@ -46,9 +46,7 @@ def dialogue_of(language: Language, body: ChatRequest, longest: int) -> Dialogue
     """The conversation as a request to an engine that takes ``longest`` tokens. Raises RequestError."""
     if language.chat_format is None:
         raise RequestError("messages need a chat template, which this engine has not; use /v1/completions")
-    for message in body.messages:
-        for text in _texts(message.get("content")):
-            language.check_size(text, longest)
+    check_sizes(language, body.messages, longest)
     grammar = body.checked_grammar()
     style, offered, params = language.chat_format.tool_style, body.offered, body.sampling()
     messages, template = tools.prepared(style, body.messages, offered)
@@ -67,13 +65,6 @@ def reader_of(body: ChatRequest, language: Language) -> Reader | None:
     style = tools.BARE if body.forces else language.chat_format.tool_style
     most = 1 if body.parallel_tool_calls is False else None
     return reader(style, names, most=most, thinking=body.messages[-1].get("role") == "tool")
-
-
-def _texts(content: object) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
 
 
 class Reply(Feed):

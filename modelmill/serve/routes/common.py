@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.requests import Request
 
+from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
+from modelmill.language import Language
 from modelmill.serve import errors
 from modelmill.serve.engine import Engine
 from modelmill.serve.service import Service
@@ -30,6 +33,26 @@ def submitted(request: Request, engine: Engine, dialogues: Sequence[Dialogue]) -
     ticket = engine.submit(dialogues)
     request.scope["modelmill.ticket"], request.scope["modelmill.engine"] = ticket, engine.name
     return ticket
+
+
+def check_sizes(language: Language, messages: Sequence[Mapping[str, Any]], longest: int) -> None:
+    """Raises RequestError for a conversation of more than ``longest`` tokens, whatever becomes of it: before work."""
+    sizes = []
+    for message in messages:
+        for text in _texts(message.get("content")):
+            language.check_size(text, longest)
+            sizes.append(len(text))
+    if sum(sizes) > longest * language.longest_token:
+        raise RequestError(
+            f"the messages have {sum(sizes)} characters, this engine takes {longest} tokens; shorten them"
+        )
+
+
+def _texts(content: object) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
 
 
 def finish_of(reason: str | None) -> str | None:

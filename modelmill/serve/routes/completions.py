@@ -29,6 +29,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     engine = service.engine(body.model)
     body.check()
     bounds, language = engine.bounds, engine.language
+    engine.check_room(len(body.prompts()) * (body.n or 1))
     dialogues = await service.aside(_dialogues, language, body, bounds.longest)
     ticket = submitted(request, engine, dialogues)
     reply = Reply(body, ticket, language)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from modelmill.core.errors import RequestError, TokenizerError
 from modelmill.language import Language
-from modelmill.serve.routes.common import service_of
+from modelmill.serve.routes.common import check_sizes, service_of
 from modelmill.serve.schema import DetokenizeRequest, TokenizeRequest
 from modelmill.serve.shape import legacy
 
@@ -32,10 +32,15 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
     """The text of ids."""
     service = service_of(request)
-    language = service.engine(body.model).language
-    if language.tokenizer is None:
+    engine = service.engine(body.model)
+    tokenizer = engine.language.tokenizer
+    if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
-    return {"prompt": await service.aside(lambda: language.tokenizer.decode(body.tokens, skip_special=False))}  # type: ignore[union-attr]
+    # the model may know more ids than the tokenizer: padding
+    vocab = max(tokenizer.vocab_size, engine.facts.vocab if engine.facts is not None else 0)
+    if max(body.tokens, default=0) >= vocab:
+        raise RequestError(f"tokens must be ids below {vocab}")
+    return {"prompt": await service.aside(lambda: tokenizer.decode(body.tokens, skip_special=False))}
 
 
 def _ids(language: Language, body: TokenizeRequest, longest: int) -> list[int]:
@@ -48,4 +53,5 @@ def _ids(language: Language, body: TokenizeRequest, longest: int) -> list[int]:
         return language.tokenizer.encode(body.prompt, bos=None if body.add_special_tokens is not False else False)
     if language.chat_format is None:
         raise RequestError("messages need a chat template, which this engine has not")
+    check_sizes(language, body.messages or [], longest)
     return language.chat_format.encode(body.messages or [], body.add_generation_prompt is not False)
