@@ -36,8 +36,9 @@ def written(folder: Path, tokenizer: Path, language: str = "llama") -> Path:
         cross_attention_frequency=2,
     )  # fmt: skip
     text = transformers.AutoConfig.for_model(
-        language.removesuffix("-tied"), hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=32000, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+        language.removesuffix("-tied"), hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=32000, max_position_embeddings=512, bos_token_id=1,
+        eos_token_id=2,
         tie_word_embeddings=language.endswith("-tied"),
     )  # fmt: skip
     parts = {"vision_config": vision.to_dict(), "qformer_config": asking.to_dict(), "text_config": text.to_dict()}
