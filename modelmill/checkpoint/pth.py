@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,7 +74,9 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     archive = stored is not None
     try:
         # mmap reads nothing but the description; the old format (before torch 1.6) cannot be mapped.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True if archive else None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on how it was written; what is wrong is said below
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True if archive else None)
     except Exception as error:
         # torch raises UnpicklingError, RuntimeError, EOFError, KeyError … for what foreign bytes may hold.
         said = str(error).lower()

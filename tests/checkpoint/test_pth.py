@@ -137,3 +137,13 @@ def test_shards_follow_their_index(tmp_path):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"none\.pth: is missing"):
         PthFiles([tmp_path / "none.pth"])
+
+
+def test_a_plain_pickle_is_refused_without_torchs_remarks(tmp_path: Path) -> None:
+    """Pickled by itself, with a protocol that torch does not write: torch would warn on two lines before."""
+    path = tmp_path / "plain.pth"
+    path.write_bytes(
+        b"\x80\x04\x95\x1b\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94."
+    )
+    with pytest.raises(CorruptCheckpoint, match="UnpicklingError"):
+        PthFiles([path])
