@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import page
+from tools import quantization_marks as marks
 from tools import quantization_speed as speed
 
 STORY, PAGE = Path("docs/quantization.story.md"), Path("docs/quantization.md")
@@ -64,6 +65,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 def render(story: str, rows: Sequence[Row], steps: Sequence[Row] = (), second: Sequence[Row] = ()) -> str:
     """The page's text; steps: rows of whole steps on a GPU; second: of the second checkpoint."""
     text = story.replace("{{ table }}", "\n".join(table(rows)))
+    text = text.replace("{{ marks }}", "\n".join(marks.table(rows)))
     text = text.replace("{{ second table }}", "\n".join(table(second)))
     text = text.replace("{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})")
     text = text.replace("{{ speed }}", "\n".join(speed.table(steps)))
