@@ -41,9 +41,9 @@ def table(rows: Sequence[Row]) -> list[str]:
         lines.append(_line(what, f"≤ +{must:g} %", None if best is None else better[best], must, "%"))
         for method in ("gptq", "awq"):
             if {method, "nearest"} <= set(found):
-                nearest = found["nearest"]
+                nearest = round(found["nearest"], 2)
                 told = f"better than nearest's {nearest:+.2f} %"
-                lines.append(_line(f"int4, groups of {group}, {method}", told, found[method], round(nearest, 2) - STEP, "%"))
+                lines.append(_line(f"int4, groups of {group}, {method}", told, found[method], nearest - STEP, "%"))
     return lines
 
 
