@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops.cuda import build, products
+from modelmill.ops.cuda import products
+from tests.ops.nvcc import compiles_without_spills, needed
 
-NVCC = build.nvcc()
 MULTIPROCESSORS = st.integers(1, 300)
 
 
@@ -50,33 +49,22 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
     assert not products.few_serves(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), "not on a GPU"
 
 
-def _compiles_without_spills(source: str, macros: tuple[str, ...], out: Path) -> None:
-    assert NVCC is not None
-    assert NVCC.path is not None
-    target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *(f"-D{m}" for m in macros)]
-    command = [NVCC.path, "-cubin", *target, "-o", str(out), str(build.FOLDER / source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
-    assert "serialized" not in done.stderr, "products that wait for one another"
-
-
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@needed
 @pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize("gated", [False, True])
 def test_few_rows_compile_without_spills(rows: int, gated: bool, tmp_path: Path) -> None:
     sizes = products.sizes_of(rows, 11008, 132, gated=gated)
-    _compiles_without_spills("few_rows.cu", sizes.macros(torch.bfloat16, gated=gated), tmp_path / "out")
+    compiles_without_spills("few_rows.cu", sizes.macros(torch.bfloat16, gated=gated), tmp_path / "out")
 
 
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@needed
 @pytest.mark.parametrize("gated", [0, 1])
 def test_many_rows_compile_without_spills(gated: int, tmp_path: Path) -> None:
     macros = (f"GATED={gated}", "BIAS=1", f"BAND={products.BAND}", *(("HALF",) if gated else ()))
-    _compiles_without_spills("many_rows.cu", macros, tmp_path / "out")
+    compiles_without_spills("many_rows.cu", macros, tmp_path / "out")
 
 
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@needed
 @pytest.mark.parametrize("form", ["TOKEN=1 EACH=0 SHIFT=0 ADD=0 BLOCKS=4", "TOKEN=0 EACH=1 SHIFT=1 ADD=1 BLOCKS=2"])
 def test_norms_in_another_order_compile_without_spills(form: str, tmp_path: Path) -> None:
-    _compiles_without_spills("norm_order.cu", ("WIDTH=4096", "COLUMNS=4096", *form.split()), tmp_path / "out")
+    compiles_without_spills("norm_order.cu", ("WIDTH=4096", "COLUMNS=4096", *form.split()), tmp_path / "out")

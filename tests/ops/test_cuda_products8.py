@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +10,11 @@ import pytest
 import torch
 
 from modelmill.ops import fp8_linear, w8a8_linear
-from modelmill.ops.cuda import build, products8
+from modelmill.ops.cuda import products8
+from tests.ops.nvcc import compiles_without_spills, needed
 from tests.ops.test_whole_products import fake_quantized, float64_noise
 
 FORMS = [pytest.param(form, id=f"{form[0] * 64}x{form[1]}{'-turns' if form[2] else ''}") for form in products8.FORMS]
-NVCC = shutil.which("nvcc")
 
 
 def _need() -> None:
@@ -138,15 +136,10 @@ def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
         assert products8._stages(form) >= 4
 
 
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@needed
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_compile_without_spills(form: products8.Form, tmp_path: Path) -> None:
     kind, dtype = (torch.float8_e4m3fn, torch.float16) if form[1] == 64 else (torch.int8, torch.bfloat16)
     gated = form[1] >= 64
-    macros = [f"-D{m}" for m in products8.macros(form, kind, dtype, ("BIAS=1", f"GATED={int(gated)}"))]
-    target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *macros]
-    command = [str(NVCC), "-cubin", *target, "-o", str(tmp_path / "out"), str(build.FOLDER / "products8.cu")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
-    assert "serialized" not in done.stderr
+    macros = products8.macros(form, kind, dtype, ("BIAS=1", f"GATED={int(gated)}"))
+    compiles_without_spills("products8.cu", macros, tmp_path / "out")
