@@ -163,7 +163,7 @@ class Viewer:
         """The picture, and whether its embedding was there already. Raises _Unknown, _Wrong."""
         if look.digest:
             found = self.eye.known.get(look.digest)
-            if found is None:
+            if found is None or found.salt != look.salt:  # who knows an id is not yet who may see
                 raise _Unknown
             return found, True
         try:

@@ -15,12 +15,14 @@ KEPT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Seen:
-    """A picture's embedding [1, 256, G, G], its (width, height) before and inside the encoder's square, its digest."""
+    """A picture's embedding [1, 256, G, G], its (width, height) before and inside the encoder's square, its digest, and
+    the salt in it."""
 
     embedding: torch.Tensor = field(repr=False)
     size: tuple[int, int]
     fitted: tuple[int, int]
     digest: str = ""
+    salt: str = field(default="", repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -84,7 +84,8 @@ class Eye:
     def see_all(self, images: Sequence[Any], salts: Sequence[str] = ()) -> list[Seen]:
         """Several pictures in one batch. salts: one for each; pictures of different salts share nothing."""
         pictures = [as_image(image) for image in images]
-        keys = [digest_of(p, salt) for p, salt in zip(pictures, salts or [""] * len(pictures), strict=True)]
+        salts = salts or [""] * len(pictures)
+        keys = [digest_of(p, salt) for p, salt in zip(pictures, salts, strict=True)]
         found = {key: seen for key in keys if (seen := self.known.get(key)) is not None}
         new = [i for i, key in enumerate(keys) if key not in found and key not in keys[:i]]
         if new:
@@ -98,7 +99,7 @@ class Eye:
             if self.dtype is torch.float16 and not all(bool(each.isfinite().all()) for each in embedded):
                 raise RequestError("the picture overflows the engine's float16; build it with --dtype bfloat16")
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
-                seen = Seen(embedded[row], pictures[i].size, size, keys[i])
+                seen = Seen(embedded[row], pictures[i].size, size, keys[i], salts[i])
                 found[keys[i]] = seen
                 self.known.keep(seen)
         return [found[key] for key in keys]

@@ -77,7 +77,7 @@ def test_masks_are_the_classes(seeing: Seeing, segmenter: Segmenter, prompt: dic
             assert np.array_equal(pixels(mask), one.pixels.numpy())
             assert mask["prompt"] == 0
             assert ("rle" in mask) != ("png" in mask)
-        assert told["image"]["width"], told["image"]["height"] == PICTURE.size
+        assert (told["image"]["width"], told["image"]["height"]) == PICTURE.size
 
 
 def test_a_second_click_finds_the_embedding(seeing: Seeing) -> None:
@@ -93,6 +93,11 @@ def test_a_second_click_finds_the_embedding(seeing: Seeing) -> None:
     salted = asked(seeing, image=fresh, cache_salt="mine")
     assert not salted["image"]["cached"]
     assert salted["image"]["id"] != first["image"]["id"]
+    # an id is no key to another salt's embedding
+    id = salted["image"]["id"]
+    assert asked(seeing, image_id=id, cache_salt="mine")["image"]["cached"]
+    for other in ({}, {"cache_salt": "yours"}):
+        assert seeing.post("/v1/segment", {"image_id": id, **other}).status == 404
     turned = asked(seeing, image=url(encoded(PIL.Image.frombytes("RGB", (80, 120), photo(7).tobytes()))))
     assert not turned["image"]["cached"]
 
