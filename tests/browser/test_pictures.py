@@ -34,9 +34,8 @@ PASTE = """(field, moved) => field.dispatchEvent(
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Iterator[Serving]:
-    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("pictures")
-    published(folder / "files", shared / "data" / "tokenizers" / "llama" / "tokenizer.model")
+    published(folder / "files", shared)
     build_engine(folder / "files", folder / "mini.engine", BuildConfig(dtype="float32"), check=False, tune=False)
     with Serving(folder / "mini.engine", "--served-model-name", "mini", template="", flags=FLAGS) as serving:
         yield serving

@@ -21,8 +21,7 @@ FILES = ("eva_vit_g.pth", "blip2_pretrained_flant5xxl.pth", "pretrained_minigpt4
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
-    pytest.importorskip("transformers")
-    return published(tmp_path_factory.mktemp("joined") / "files", shared / "data/tokenizers/llama/tokenizer.model")
+    return published(tmp_path_factory.mktemp("joined") / "files", shared)
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ Cli = Callable[..., tuple[int, Any, str]]
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
-    pytest.importorskip("transformers")
-    return published(tmp_path_factory.mktemp("eyes") / "files", shared / "data/tokenizers/llama/tokenizer.model")
+    return published(tmp_path_factory.mktemp("eyes") / "files", shared)
 
 
 @pytest.fixture

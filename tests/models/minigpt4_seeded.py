@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 TOWER = {"width": 48, "depth": 3, "heads": 3, "inner": 80, "image": 56, "patch": 14}
@@ -90,8 +91,13 @@ def llama_folder(folder: Path, tokenizer: Path, seed: int = 5) -> None:
     shutil.copy(tokenizer, folder / "tokenizer.model")
 
 
-def published(folder: Path, tokenizer: Path, seed: int = 3, **settings: Any) -> Path:
-    """The files side by side, as somebody who downloaded them has them."""
+def published(folder: Path, shared: Path, seed: int = 3, **settings: Any) -> Path:
+    """The files side by side, as somebody who downloaded them has them; skips where transformers is missing.
+
+    shared: the folder of real data, for LLaMA's tokenizer.
+    """
+    pytest.importorskip("transformers")
+    tokenizer = shared / "data" / "tokenizers" / "llama" / "tokenizer.model"
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     llama_folder(folder / "vicuna", tokenizer)

@@ -23,9 +23,8 @@ ASK = {"model": "stories", "temperature": 0, "max_tokens": 8, "ignore_eos": True
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
-    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("pictures")
-    published(folder / "files", shared / "data" / "tokenizers" / "llama" / "tokenizer.model")
+    published(folder / "files", shared)
     build_engine(folder / "files", folder / "mini.engine", BuildConfig(dtype="float32"), check=False)
     return folder / "mini.engine"
 
