@@ -1,9 +1,11 @@
-"""A small SAM with seeded weights in the original layout, and a file of it."""
+"""A small SAM with seeded weights in the original layout, a file of it, and transformers' of any size."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -78,3 +80,25 @@ def small_file(folder: Path, seed: int = 0) -> Path:
     path = folder / "sam_small.safetensors"
     save_file(small_state(seed), path)
     return path
+
+
+def their_model(vision: dict[str, Any]) -> Any:
+    """transformers' SamModel with weights that keep values near 1; skips where transformers is missing."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SamConfig(vision_config=vision)
+    config.prompt_encoder_config.image_size = vision["image_size"]
+    config.prompt_encoder_config.image_embedding_size = vision["image_size"] // vision["patch_size"]
+    config.mask_decoder_config.layer_norm_eps = 1e-5  # the original's are torch's default
+    model = transformers.SamModel(config).eval()
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in model.named_parameters():
+        fan = parameter[0].numel() if parameter.dim() > 1 else 1
+        spread = 0.1 if parameter.dim() < 2 else (0.5 if "pos" in name or "embed" in name else 1.2 * fan**-0.5)
+        spread *= 0.3 if "q_proj" in name or "k_proj" in name else 1.0
+        parameter.data.normal_(0, spread, generator=generator)
+        if "layer_norm" in name and name.endswith("weight"):
+            parameter.data.add_(1)
+    places = model.shared_image_embedding.positional_embedding
+    places.data.normal_(0, 1, generator=generator)
+    model.prompt_encoder.shared_embedding.positional_embedding.data.copy_(places)
+    return model

@@ -15,6 +15,7 @@ from modelmill.models._sam_vit import stretched
 from modelmill.nn.still import Still
 from modelmill.ops.shelf import resolve
 from modelmill.runtime.load import fill
+from tests.models.sam_seeded import their_model
 
 SMALL = {
     "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "global_attn_indexes": [1], "image_size": 160,
@@ -39,26 +40,8 @@ def still() -> Still:
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.SamConfig(vision_config=SMALL)
-    config.prompt_encoder_config.image_size = 160
-    config.prompt_encoder_config.image_embedding_size = 10
-    # the original's are torch's default
-    config.mask_decoder_config.layer_norm_eps = 1e-5
-    model = transformers.SamModel(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        spread = 0.3 if parameter.dim() < 2 else 1.5 * parameter[0].numel() ** -0.5
-        parameter.data.normal_(0, spread, generator=generator)
-    for name, parameter in model.named_parameters():
-        if "layer_norm" in name and name.endswith("weight"):
-            parameter.data.add_(1)
-    buffer = model.shared_image_embedding.positional_embedding
-    buffer.data.normal_(0, 1, generator=generator)
-    model.prompt_encoder.shared_embedding.positional_embedding.data.copy_(buffer)
-    return model
+def theirs() -> Any:
+    return their_model(SMALL)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-4) -> None:

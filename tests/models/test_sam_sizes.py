@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from modelmill.models import sam
 from modelmill.ops.enlarge import enlarged
+from tests.models.sam_seeded import their_model
 from tests.models.test_sam import SMALL, made, still
 
 # width, layers, heads, MLP, layers that see the whole image. ViT-B is whole; of the others as many layers as show all.
@@ -20,28 +21,6 @@ SIZES = {
     "vit-l, 4 of 24 layers": (1024, 4, 16, 4096, [1, 3]),
     "vit-h, 3 of 32 layers": (1280, 3, 16, 5120, [1]),
 }
-
-
-def seeded(vision: dict[str, Any]) -> Any:
-    """transformers' SamModel with weights that keep values near 1."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.SamConfig(vision_config=vision)
-    config.prompt_encoder_config.image_size = vision["image_size"]
-    config.prompt_encoder_config.image_embedding_size = vision["image_size"] // vision["patch_size"]
-    config.mask_decoder_config.layer_norm_eps = 1e-5  # the original's are torch's default
-    model = transformers.SamModel(config).eval()
-    generator = torch.Generator().manual_seed(11)
-    for name, parameter in model.named_parameters():
-        fan = parameter[0].numel() if parameter.dim() > 1 else 1
-        spread = 0.1 if parameter.dim() < 2 else (0.5 if "pos" in name or "embed" in name else 1.2 * fan**-0.5)
-        spread *= 0.3 if "q_proj" in name or "k_proj" in name else 1.0
-        parameter.data.normal_(0, spread, generator=generator)
-        if "layer_norm" in name and name.endswith("weight"):
-            parameter.data.add_(1)
-    places = model.shared_image_embedding.positional_embedding
-    places.data.normal_(0, 1, generator=generator)
-    model.prompt_encoder.shared_embedding.positional_embedding.data.copy_(places)
-    return model
 
 
 def original(model: Any, vision: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -107,14 +86,14 @@ def compare(
 @pytest.mark.parametrize("side", [160, 208])
 def test_a_small_model_answers_every_prompt_as_transformers_does(side: int) -> None:
     vision = SMALL | {"image_size": side, "global_attn_indexes": [1, 2]}
-    theirs = seeded(vision)
+    theirs = their_model(vision)
     judge(theirs, made(original(theirs, vision)), side)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [11, 31])
 def test_relative_positions_made_for_another_size_are_stretched(rows: int) -> None:
-    theirs = seeded(SMALL)
+    theirs = their_model(SMALL)
     attention = theirs.vision_encoder.layers[1].attn
     for name in ("rel_pos_h", "rel_pos_w"):
         table = getattr(attention, name).data
@@ -139,5 +118,5 @@ def test_the_published_sizes_are_transformers(size: str) -> None:
         "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "global_attn_indexes": whole,
         "image_size": 1024, "patch_size": 16, "mlp_dim": inner, "window_size": 14, "output_channels": 256,
     }  # fmt: skip
-    theirs = seeded(vision)
+    theirs = their_model(vision)
     judge(theirs, made(original(theirs, vision)), 1024)
