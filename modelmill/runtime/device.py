@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import psutil
 import torch
 
 from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.ops.cpu import build as kernels
 
 
 def pick_device(name: str) -> str:
@@ -23,6 +25,16 @@ def pick_device(name: str) -> str:
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise MissingDependency(f"--device {name}: this torch sees no such GPU; use --device cpu")
     return "cuda:0" if name == "cuda" else name
+
+
+def prepare(name: str, told: Callable[[str, int, int], None]) -> None:
+    """Have the CPU's kernels compiled where the device is one and this machine has none yet. Raises as pick_device.
+
+    told: (stage, done, total), so that who waits knows for what.
+    """
+    if pick_device(name) == "cpu" and kernels.missing():
+        told("compiling kernels", 0, 1)
+        kernels.load()
 
 
 def devices(first: str, count: int) -> list[str]:

@@ -70,7 +70,11 @@ def make_app(service: Service) -> ASGIApp:
     guarded: ASGIApp = Gate(_Unraised(app), service)
     if service.limits.origins:
         guarded = CORSMiddleware(
-            guarded, allow_origins=service.limits.origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+            guarded,
+            allow_origins=service.limits.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
         )
     return guarded
 

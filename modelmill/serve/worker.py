@@ -25,7 +25,7 @@ from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.types import Request
 from modelmill.language import Language
-from modelmill.runtime.device import pick_device
+from modelmill.runtime.device import pick_device, prepare
 from modelmill.runtime.loop import Loop
 from modelmill.runtime.memory import free_on_cpu
 from modelmill.serve import budget
@@ -303,6 +303,7 @@ def main(argv: list[str]) -> int:
     inbox = Inbox(wire, lost=lambda: os._exit(LOST))
     try:
         told = _progress(wire)
+        prepare(str(order.run.get("device", "auto")), told)
         artifact = artifact_of(order, told)
         if artifact.manifest.kind == KIND:
             view(order, artifact, wire, inbox)

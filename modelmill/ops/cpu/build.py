@@ -92,10 +92,22 @@ def load() -> Library | str:
 def compiled(flags: tuple[str, ...]) -> Path:
     """Path of the shared object for ``flags``, compiled now if it is not in the cache. Raises _Unavailable."""
     compiler, version = _compiler()
-    target = env.cache_dir() / "cpu" / f"{_key(flags, compiler, version)}.so"
+    target = _target(flags, compiler, version)
     if not target.exists():
         _compile(compiler, flags, target)
     return target
+
+
+def missing() -> bool:
+    """Whether ``load`` would have to compile, which takes half a minute."""
+    try:
+        return not _target(FLAGS, *_compiler()).exists()
+    except _Unavailable:
+        return False
+
+
+def _target(flags: tuple[str, ...], compiler: str, version: str) -> Path:
+    return env.cache_dir() / "cpu" / f"{_key(flags, compiler, version)}.so"
 
 
 def open_library(path: Path) -> Library:
