@@ -75,7 +75,8 @@ def resolved(
     if config.quantization == "rptq":
         copies = copies_of(config)
         if config.copies is None:
-            reasons["copies"] = f"{copies}: what keeps {config.bits}'s accuracy" if copies > 1 else "1: enough here"
+            why = f"what keeps {config.bits}'s accuracy" if config.mode == "exact" else f"{config.mode} knows no more"
+            reasons["copies"] = f"{copies}: {why}"
         config = replace(config, copies=copies)
     if source is not None:
         calibration = f"sha256:{source.digest}" + (f"+{source.shown}" if source.shown else "")
