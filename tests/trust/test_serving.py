@@ -315,6 +315,8 @@ def test_other_origins_get_no_permission_unless_named(running: Running) -> None:
     assert running.do(client.call("OPTIONS", "/v1/models", headers=asked)).status == 200
     other = running.do(client.call("OPTIONS", "/v1/models", headers={**asked, "origin": "https://other.example"}))
     assert "access-control-allow-origin" not in other.headers
+    told = running.do(client.get("/health", headers={"origin": "https://page.example"})).headers
+    assert told["access-control-expose-headers"] == "X-Request-Id, Retry-After"
 
 
 def test_a_salt_keeps_tenants_apart(running: Running) -> None:
