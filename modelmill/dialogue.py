@@ -21,14 +21,14 @@ class Dialogue:
         """kept: special tokens that the text shows, since they tell something (that a call begins)."""
         self.request = request
         params = request.params
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()  # answer.seconds are counted from here
         self._voices = [_Voice(tokenizer, params.stop, params.skip_special_tokens, kept) for _ in range(params.n)]
         outputs = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         self.answer = Answer(request.id, prompt, list(request.prompt), outputs)
 
     def push(self, token: Token) -> tuple[Delta, bool]:
         """Take one piece of news. Returns what it adds and whether a stop string ended that sequence just now."""
-        now = time.perf_counter() - self._started
+        now = time.perf_counter() - self.started
         answer, voice = self.answer, self._voices[token.index]
         output = answer.outputs[token.index]
         if token.prompt_logprobs is not None:

@@ -143,8 +143,9 @@ def _events(ticket: Ticket) -> list[tuple[str, float]]:
     found = [("queue", ticket.made)]
     if ticket.queued is not None:
         found.append(("prefill", ticket.made + ticket.queued))
-    first = [seconds for each in ticket.dialogues if (seconds := each.answer.first_token_seconds) is not None]
+    answers = [(each.started, each.answer.first_token_seconds) for each in ticket.dialogues]
+    first = [started + seconds for started, seconds in answers if seconds is not None]
     if first:
-        # counted from a moment before the ticket was made
-        found.append(("decode", max(found[-1][1], ticket.made + min(first))))
+        # what queued was counted by the engine's process: its clock may run a little otherwise
+        found.append(("decode", max(found[-1][1], min(first))))
     return found

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from modelmill.core.errors import MissingDependency, UsageError
-from modelmill.serve.traces import Traces
+from modelmill.serve.ticket import Ticket
+from modelmill.serve.traces import Traces, _events
 from tests.serve.running import Running
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel: pip install 'modelmill[otel]'")
@@ -70,6 +72,15 @@ def test_a_request_s_span(running: Running, spans: Any, stream: bool) -> None:
     written = span.to_json()
     assert "secret" not in written.lower()
     assert "key-of-mine" not in written
+
+
+def test_a_first_token_is_where_it_was() -> None:
+    """Seconds to the first token count from the dialogue's start, not from the ticket's, which is made later."""
+    answer = SimpleNamespace(first_token_seconds=0.5)
+    ticket = SimpleNamespace(made=10.4, queued=0.05, dialogues=[SimpleNamespace(started=10.0, answer=answer)])
+    events = _events(cast(Ticket, ticket))
+    assert [name for name, _ in events] == ["queue", "prefill", "decode"]
+    assert [moment for _, moment in events] == pytest.approx([10.4, 10.45, 10.5])
 
 
 def test_a_refusal_and_an_unknown_path(running: Running, spans: Any) -> None:
