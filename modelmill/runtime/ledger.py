@@ -10,7 +10,7 @@ import torch
 from modelmill.core.types import MEAN, Finish, Logprob, Token
 from modelmill.runtime import logprobs
 from modelmill.runtime.beams import BeamSearch
-from modelmill.runtime.runner import Flight
+from modelmill.runtime.flight import Flight
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Scheduler
 from modelmill.runtime.sequence import Sequence

@@ -35,17 +35,19 @@ from modelmill.runtime.check import Bounds, check
 from modelmill.runtime.device import devices, use_threads
 from modelmill.runtime.device import pick_device as pick_device
 from modelmill.runtime.eyes import Eyes
+from modelmill.runtime.flight import Flight
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.ledger import Ledger
 from modelmill.runtime.load import load, part_of
 from modelmill.runtime.pages import PagePool
 from modelmill.runtime.ranks import Crew
-from modelmill.runtime.runner import After, Before, Flight, Runner
+from modelmill.runtime.runner import Runner
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Limits, Schedule, Scheduler
 from modelmill.runtime.score import Score
 from modelmill.runtime.sequence import RopeRule, Sequence
 from modelmill.runtime.stats import Stats
+from modelmill.runtime.taps import After, Before
 from modelmill.runtime.tuned import tuning_for
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)

@@ -7,93 +7,34 @@ device as well (``last``), from where the next step may take them before the hos
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from modelmill.core import log
 from modelmill.core.errors import UsageError
-from modelmill.core.types import MEAN
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
 from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import logprobs, warm
 from modelmill.runtime.batch import Batch, Packer, Wanted
+from modelmill.runtime.flight import Flight, Prompted, Rows, pooled_of, rows_of
 from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS, Graphs, NotRecordable
 from modelmill.runtime.orders import COPY, FORWARD, Order
 from modelmill.runtime.sampler import Plan, Sampler
-from modelmill.runtime.scheduler import Schedule, Scheduler
+from modelmill.runtime.scheduler import Schedule
 from modelmill.runtime.sequence import Sequence
+from modelmill.runtime.taps import After, Before, watched
 
 _log = log.get(__name__)
 # widths of chunks and numbers of sequences between which kernels change their tiles
 WARM_QUERIES, WARM_BATCHES = (16, 64, 512), (1, 2, 17)
 # and such as prompts beside answers give: kernels may be compiled anew for counts that are no multiple of 16
 WARM_ODD = ((37, 9), (137, 9), (501, 17))
-Before = Callable[[str, tuple[Any, ...]], tuple[Any, ...] | None]
-After = Callable[[str, tuple[Any, ...], Any], None]
-
-
-@dataclass
-class Prompted:
-    """Log-probabilities of a stretch of a prompt: one table row per token that follows position ``first``."""
-
-    seq: Sequence
-    table: torch.Tensor
-
-
-@dataclass
-class Pooled:
-    """Hidden states of a stretch of a prompt, as their sum [H] in float64. first: nothing of it came before."""
-
-    seq: Sequence
-    total: torch.Tensor
-    first: bool
-
-
-@dataclass
-class Flight:
-    """A launched step. seqs: one per sampled id. told: their log-probabilities. beams: logits by search.
-
-    reached: how far each sequence of the schedule's work is computed after it.
-    """
-
-    schedule: Schedule
-    seqs: list[Sequence] = field(default_factory=list)
-    ids: torch.Tensor | None = None
-    plan: Plan | None = None
-    told: torch.Tensor | None = None
-    prompted: list[Prompted] = field(default_factory=list)
-    beams: list[tuple[object, torch.Tensor]] = field(default_factory=list)
-    pooled: list[Pooled] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
-    event: torch.cuda.Event | None = None
-
-    def read(self) -> list[int]:
-        """Wait for the sampled ids."""
-        if self.event is not None:
-            self.event.synchronize()
-        return [] if self.ids is None else self.ids.tolist()
-
-
-@dataclass
-class _Rows:
-    """Which rows of a step serve what, in the order of ``Wanted.rows``: samples, beams, prompts; then hidden states."""
-
-    seqs: list[Sequence] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    beams: dict[int, list[tuple[Sequence, int]]] = field(default_factory=dict)
-    prompts: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
-    pooled: list[tuple[Sequence, int, int]] = field(default_factory=list)
-
-    @property
-    def states(self) -> int:
-        """Rows whose hidden state is wanted."""
-        return sum(count for _, _, count in self.pooled)
 
 
 class Crew(Protocol):
@@ -221,7 +162,7 @@ class Runner:
             return flight
         work = schedule.work
         flight.reached = [seq.computed + count for seq, count in work]
-        found = self._rows(schedule)
+        found = rows_of(schedule)
         flight.seqs = found.seqs
         plan = flight.plan = self.sampler.plan(found.seqs)
         if not (self._by_graph(schedule, found) and self._replay(flight, plan)):
@@ -300,48 +241,14 @@ class Runner:
         """
         if self.mesh.size > 1:
             raise UsageError("single modules can be watched on one rank only; use --tp 1")
-        handles = []
         was, self.tapped = self.tapped, True
-        for name, module in self.model.named_modules():
-            if not name:
-                continue
-            if before is not None:
-                handles.append(module.register_forward_pre_hook(_before(name, before)))
-            if after is not None:
-                handles.append(module.register_forward_hook(_after(name, after)))
         try:
-            yield
+            with watched(self.model, before, after):
+                yield
         finally:
             self.tapped = was
-            for handle in handles:
-                handle.remove()
 
-    def _rows(self, schedule: Schedule) -> _Rows:
-        found = _Rows()
-        start = 0
-        for seq, count in schedule.work:
-            done = seq.computed + count
-            if done == seq.length:
-                if seq.beam is not None:
-                    found.beams.setdefault(id(seq.beam), []).append((seq, start + count - 1))
-                elif Scheduler.samples(seq):
-                    for sampled in (seq, *schedule.forks.get(seq, ())):
-                        found.seqs.append(sampled)
-                        found.rows.append(start + count - 1)
-            if seq.prompt_logprobs is not None and seq.computed < seq.prompt_len - 1:
-                # the row of a token tells about the token after it
-                known = max(len(seq.prompt_logprobs) - 1, seq.computed)
-                upto = min(done, seq.prompt_len - 1)
-                if known < upto:
-                    found.prompts.append((seq, start + known - seq.computed, upto - known, known))
-            if seq.request.pooling == MEAN:
-                found.pooled.append((seq, start, count))
-            elif seq.request.pooling is not None and done == seq.length:
-                found.pooled.append((seq, start + count - 1, 1))
-            start += count
-        return found
-
-    def _by_graph(self, schedule: Schedule, found: _Rows) -> bool:
+    def _by_graph(self, schedule: Schedule, found: Rows) -> bool:
         work = schedule.work
         if self.graphs is None or self.tapped or len(found.seqs) != len(work) or schedule.forks or found.prompts:
             return False
@@ -373,12 +280,12 @@ class Runner:
         self._keep(batch, flight.ids)
         return True
 
-    def _finish(self, flight: Flight, found: _Rows, plan: Plan, batch: Batch) -> None:
+    def _finish(self, flight: Flight, found: Rows, plan: Plan, batch: Batch) -> None:
         n = len(found.seqs)
         self._order(batch, FORWARD, n if self.keep else 0, found.states)
         if found.states:
             logits, states = self.states(batch, found.states)
-            flight.pooled = _pooled(found, states)
+            flight.pooled = pooled_of(found, states)
         else:
             logits = self.forward(batch)
         if n:
@@ -402,27 +309,3 @@ class Runner:
 def _foreign(seq: Sequence) -> bool:
     """Whether the next token brings an embedding of its own, which no graph takes."""
     return any(insert.position + insert.length > seq.computed for insert in seq.request.inserts)
-
-
-def _pooled(found: _Rows, states: torch.Tensor) -> list[Pooled]:
-    """The sums of each prompt's rows."""
-    out, start = [], 0
-    for seq, _, count in found.pooled:
-        total = torch.sum(states[start : start + count], 0, dtype=torch.float64)
-        out.append(Pooled(seq, total, first=seq.computed == 0 or seq.request.pooling != MEAN))
-        start += count
-    return out
-
-
-def _before(name: str, call: Before) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:  # noqa: ARG001
-        return call(name, args)
-
-    return hook
-
-
-def _after(name: str, call: After) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
-        call(name, args, output)
-
-    return hook
