@@ -79,6 +79,9 @@ class SegmentRequest(PromptBody):
         everything = self._everything()
         if everything is not None and told:
             raise FieldError("everything takes no prompts: leave them out", "everything")
+        for name in ("multimask", "logits") if everything is not None else ():
+            if getattr(self, name):
+                raise FieldError(f"{name} is for prompts, everything has none: leave it out", name)
         return Look(
             id,
             digest=self.image_id or "",

@@ -158,7 +158,8 @@ HOSTILE: list[dict[str, Any]] = [
     {"mask": ""}, {"mask": "AAAA"}, {"mask": 5}, {"mask": "http://x/"}, {"mask": url(b"text")}, {"multimask": 1},
     {"everything": 1}, {"everything": "yes"}, {"everything": {"points_per_side": 0}}, {"everything": {"colour": 1}},
     {"everything": {"points_per_side": 10**9}}, {"everything": {"pred_iou_thresh": 2}}, {"everything": []},
-    {"everything": True, "points": [[1, 1]]}, {"everything": {"points_per_batch": 10**9}}, {"format": "tiff"},
+    {"everything": True, "points": [[1, 1]]}, {"everything": True, "multimask": True},
+    {"everything": True, "logits": True}, {"everything": {"points_per_batch": 10**9}}, {"format": "tiff"},
     {"format": 1}, {"cache_salt": "x" * 5000}, {"cache_salt": 1}, {"model": 1}, {"user": 1}, {"no_such_field": 1},
 ]  # fmt: skip
 
