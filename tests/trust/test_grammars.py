@@ -86,6 +86,15 @@ def test_grammars_without_end(kind: str, text: str) -> None:
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("address", ["file:///etc/passwd", "http://127.0.0.1/", "//127.0.0.1/x", "other.json", "#/no"])
+def test_a_schema_that_points_elsewhere_is_refused(address: str) -> None:
+    """At its top or inside: nothing is fetched, and nothing stands in its place."""
+    for text in ({"$ref": address}, {"type": "object", "properties": {"a": {"items": {"$ref": address}}}}):
+        with pytest.raises(RequestError) as told:
+            check(Grammar("json", json.dumps(text)))
+        one_line(told.value)
+
+
 def test_a_schema_that_is_too_deep_for_its_body(running: Running) -> None:
     body = json.dumps({**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": 0}}})
     refused(running, "/v1/chat/completions", body.replace('"schema": 0', '"schema": ' + nested(10**4)).encode())

@@ -21,7 +21,7 @@ from modelmill.serve.service import Limits, Service
 from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
 from tests.serve.process import rest
 from tests.serve.running import Running
-from tests.trust.test_serving import COMPLETION, idle
+from tests.trust.test_serving import COMPLETION, given_up, idle
 
 LONG = {**COMPLETION, "max_tokens": 450, "ignore_eos": True, "stream": True}
 
@@ -125,7 +125,7 @@ def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
 def test_headers_without_end_or_sense(port: Port, data: bytes, status: int) -> None:
     answer = port.answer(data)
     # a server that closes while more is coming may look like a reset
-    if answer != b"reset":
+    if answer != b"reset" or len(data) < 1 << 14:
         assert error_of(answer)[0] == status
 
 
@@ -173,15 +173,15 @@ def test_a_client_that_reads_nothing_is_dropped_and_others_go_on(port: Port) -> 
 
 def test_clients_that_go_away_in_the_middle(port: Port) -> None:
     """Two hundred on real sockets: half are closed, half reset."""
-    for begin in range(0, 200, 40):
-        socks = [port.send(post({**LONG, "n": 1 + place % 2})) for place in range(begin, begin + 40)]
-        for place, sock in enumerate(socks):
-            if place % 3:
-                sock.recv(1 << (place % 10))
-            if place % 2:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            sock.close()
-    idle(port.running)
+    with given_up(port.running, asked=450 * 300):
+        for begin in range(0, 200, 40):
+            socks = [port.send(post({**LONG, "n": 1 + place % 2})) for place in range(begin, begin + 40)]
+            for place, sock in enumerate(socks):
+                if place % 3:
+                    sock.recv(1 << (place % 10))
+                if place % 2:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                sock.close()
 
 
 def test_requests_in_one_packet_are_answered_in_order(port: Port) -> None:
