@@ -63,6 +63,10 @@ class NotReady(ModelmillError):
     """The engine is loading or restarting."""
 
 
+class Ending(NotReady):
+    """The server is being shut down."""
+
+
 class Busy(CapacityError):
     """As many requests wait as may."""
 
@@ -215,8 +219,8 @@ class Engine:
     def abort_all(self, why: str) -> None:
         """End every request with an error."""
         for _, ticket in list(self._running.values()):
-            ticket.fail(NotReady(why))
-        self.sight.fail_all(NotReady(why))
+            ticket.fail(Ending(why))
+        self.sight.fail_all(Ending(why))
 
     # -- the worker's life
 

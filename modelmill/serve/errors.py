@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError, TokenizerError, UsageError
-from modelmill.serve.engine import Busy, NotReady
+from modelmill.serve.engine import Busy, Ending, NotReady
 from modelmill.serve.ticket import WorkerLost
 
 INVALID = "invalid_request_error"
@@ -52,7 +52,8 @@ def of(error: BaseException, known: frozenset[str] = frozenset()) -> ApiError:
     if isinstance(error, Busy):
         return ApiError(429, text, "rate_limit_error", None, "rate_limit_exceeded", {"Retry-After": "1"})
     if isinstance(error, NotReady):
-        return ApiError(503, text, "service_unavailable_error", None, "not_ready", {"Retry-After": "2"})
+        code = "draining" if isinstance(error, Ending) else "not_ready"
+        return ApiError(503, text, "service_unavailable_error", None, code, {"Retry-After": "2"})
     if isinstance(error, WorkerLost):
         return ApiError(503, text, SERVER, None, "engine_restarted", {"Retry-After": "2"})
     if isinstance(error, CapacityError):
