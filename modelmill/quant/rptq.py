@@ -23,7 +23,8 @@ from modelmill.quant.cluster import order_of
 from modelmill.quant.gptq import damped, gptq, refine
 from modelmill.quant.grid import Grid, find_grid
 from modelmill.quant.recipe import Prepared, Statistics
-from modelmill.weights.clustered import Held, groups_of, settled, spread
+from modelmill.weights._clusters import groups_of, settled, spread
+from modelmill.weights.clustered import Held
 from modelmill.weights.held import HeldWeight
 
 BITS = {"w8a8": (8, 8), "w4a8": (4, 8), "w4a4": (4, 4)}

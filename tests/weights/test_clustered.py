@@ -12,7 +12,8 @@ from modelmill.ops.eight_bit import Quantized
 from modelmill.ops.rms_norm_quant import rms_norm_quant
 from modelmill.quant.recipe import Statistics
 from modelmill.quant.rptq import Recipe
-from modelmill.weights.clustered import Held, groups_of
+from modelmill.weights._clusters import groups_of
+from modelmill.weights.clustered import Held
 from modelmill.weights.held import from_tensors, packed_info
 
 FORMS = [(bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")]
