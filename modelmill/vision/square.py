@@ -16,7 +16,7 @@ import PIL.Image
 from modelmill.core.errors import RequestError
 from modelmill.vision.image import MOST_BYTES, as_image, open_image, read_bytes
 
-_DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+_DATA = re.compile(r"\s*data:image/[a-z0-9.+-]{1,32}(;[a-z0-9=._+-]{1,64}){0,4}?;base64,", re.IGNORECASE)
 
 
 def square(given: Any, size: int, where: str = "the image", most: int | None = None) -> tuple[np.ndarray, str]:
@@ -56,6 +56,7 @@ def from_url(url: str, where: str) -> bytes:
     if len(body) * 3 // 4 > MOST_BYTES:
         raise RequestError(f"{where}: {len(body) * 3 // 4} bytes are more than the {MOST_BYTES} allowed")
     try:
-        return base64.b64decode(body, validate=True)
+        # tools break lines; everything else has to be right
+        return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(f"{where}: what follows base64, is no base64") from None
