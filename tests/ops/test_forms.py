@@ -124,6 +124,10 @@ def service(patch: pytest.MonkeyPatch, met: set[Any]) -> Loop:
     return loop
 
 
+interpreted = pytest.mark.skipif(not device.INTERPRETED, reason="Triton's interpreter is off")
+
+
+@interpreted
 @pytest.mark.parametrize("seed", range(3))
 def test_no_step_of_a_service_meets_a_kernel_that_warming_up_did_not(
     monkeypatch: pytest.MonkeyPatch, seed: int
@@ -145,6 +149,7 @@ def test_no_step_of_a_service_meets_a_kernel_that_warming_up_did_not(
     assert met - known == set()
 
 
+@interpreted
 def test_without_the_forms_some_are_met_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same test can fail."""
     met: set[Any] = set()
