@@ -102,6 +102,15 @@ def test_a_second_click_finds_the_embedding(seeing: Seeing) -> None:
     assert not turned["image"]["cached"]
 
 
+def test_what_is_clear_in_a_drawn_mask_is_no_object(seeing: Seeing) -> None:
+    drawn = PIL.Image.new("L", PICTURE.size)
+    drawn.paste(255, (20, 10, 60, 50))
+    clear = PIL.Image.new("RGB", PICTURE.size, (255, 255, 255))
+    clear.putalpha(drawn)
+    black, white = (asked(seeing, image=IMAGE, mask=url(encoded(mask)))["masks"] for mask in (drawn, clear))
+    assert black == white
+
+
 def test_no_prompt_makes_the_embedding_ready(seeing: Seeing) -> None:
     told = asked(seeing, image=url(encoded(photo(8))))
     assert told["masks"] == []
