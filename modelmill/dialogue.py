@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 
 from modelmill.answer import Answer, Completion, Delta
-from modelmill.core.types import Finish, Request, Token
+from modelmill.core.types import Finish, Request, SamplingParams, Token
 from modelmill.text.stop import StopMatcher
 from modelmill.text.stream import Detokenizer
 from modelmill.text.tokenizer import Tokenizer
@@ -16,13 +16,21 @@ class Dialogue:
     """Turns the Tokens of one request into text. An ids-only engine has no tokenizer: its text stays empty."""
 
     def __init__(
-        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, kept: Collection[int] = ()
+        self,
+        request: Request,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        kept: Collection[int] = (),
+        follows: bool = False,
     ) -> None:
-        """kept: special tokens that the text shows, since they tell something (that a call begins)."""
-        self.request = request
+        """kept: special tokens that the text shows, since they tell something (that a call begins).
+
+        follows: the answer goes on with the prompt's text (a completion); else it is a text of its own (a chat's).
+        """
+        self.request, self.follows = request, follows
         params = request.params
         self.started = time.perf_counter()  # answer.seconds are counted from here
-        self._voices = [_Voice(tokenizer, params.stop, params.skip_special_tokens, kept) for _ in range(params.n)]
+        self._voices = [_Voice(tokenizer, params, kept, follows) for _ in range(params.n)]
         outputs = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         self.answer = Answer(request.id, prompt, list(request.prompt), outputs)
 
@@ -77,10 +85,13 @@ class _Voice:
     """One sequence's way from ids to text."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stops: tuple[str, ...], skip_special: bool, kept: Collection[int]
+        self, tokenizer: Tokenizer | None, params: SamplingParams, kept: Collection[int], follows: bool
     ) -> None:
-        self._tokens = None if tokenizer is None else Detokenizer(tokenizer, skip_special=skip_special, kept=kept)
-        self._stops = StopMatcher(stops) if stops else None
+        self._tokens: Detokenizer | None = None
+        if tokenizer is not None:
+            skip = params.skip_special_tokens
+            self._tokens = Detokenizer(tokenizer, skip_special=skip, kept=kept, follows=follows)
+        self._stops = StopMatcher(params.stop) if params.stop else None
         self.matched: str | None = None
 
     def push(self, id: int, watched: bool) -> tuple[str, bool]:

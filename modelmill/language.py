@@ -93,7 +93,12 @@ class Language:
             raise UsageError(f"{', '.join(template)} belong(s) to a chat template, but this is no conversation")
         request = self._request(self.ids(prompt), params, self.eos_ids, self._base_stops, _salt(prompt))
         request = replace(request, grammar=grammar)
-        return Dialogue(request, text_of(prompt), self.tokenizer)
+        return Dialogue(request, text_of(prompt), self.tokenizer, follows=self._is_text(request.prompt))
+
+    def _is_text(self, ids: Sequence[int]) -> bool:
+        """Whether ids are more than control tokens (the one that every text begins with)."""
+        tokenizer = self.tokenizer
+        return tokenizer is not None and any(not tokenizer.is_skipped(i) and tokenizer.token_bytes(i) for i in ids)
 
     def chat_request(
         self,

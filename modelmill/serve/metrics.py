@@ -90,7 +90,10 @@ def _families(told: Iterable[tuple[str, Stats]]) -> list[Metric]:
     told = list(told)
     gauges = {
         "num_requests_running": ("Answers that are being computed.", lambda s: s.running),
-        "num_requests_waiting": ("Answers that wait to be computed.", lambda s: s.waiting),
+        "num_requests_waiting": (
+            "Prompts that wait to be computed, and answers that gave their pages back.",
+            lambda s: s.waiting,
+        ),
         "kv_cache_usage_perc": ("Share of the KV pages that are held, 1 is all.", _held),
     }
     counters = {

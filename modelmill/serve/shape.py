@@ -97,9 +97,10 @@ class ChatLogprobs:
 class TextLogprobs:
     """logprobs of one choice of a completion in the older shape, a piece at a time; offsets are in characters."""
 
-    def __init__(self, tokenizer: Tokenizer | None, top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, top: int, follows: bool = False) -> None:
+        """follows: the text goes on with one that the table does not begin with."""
         self._tokenizer, self._top, self._told, self._offset = tokenizer, top, 0, 0
-        self._text = None if tokenizer is None else Detokenizer(tokenizer)
+        self._text = None if tokenizer is None else Detokenizer(tokenizer, follows=follows)
 
     def prompt(self, dialogue: Dialogue) -> dict[str, Any]:
         """Those of the prompt; the first token has none."""

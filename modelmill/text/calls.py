@@ -56,11 +56,16 @@ class Reader(Protocol):
         """What was held back until the end."""
 
 
-def reader(style: str, names: Sequence[str], *, most: int | None = None, thinking: bool = False) -> Reader:
-    """A reader for one answer. most: calls beyond so many are left out. thinking: the prompt ended in "Thought:"."""
+def reader(
+    style: str, names: Sequence[str], *, most: int | None = None, thinking: bool = False, forced: bool = False
+) -> Reader:
+    """A reader for one answer. most: calls beyond so many are left out. thinking: the prompt ended in "Thought:".
+
+    forced: the answer can be calls only; what is none was cut before it became one, and is no content either.
+    """
     from modelmill.text.react import ReactReader
 
-    outlet = Outlet(most, short=style == LISTED)
+    outlet = Outlet(most, short=style == LISTED, silent=forced)
     if style == REACT:
         return ReactReader(names, outlet, thinking)
     return JsonReader(style, names, outlet)
@@ -83,9 +88,9 @@ def gathered(pieces: Iterable[str | Part]) -> tuple[str, list[Call]]:
 class Outlet:
     """Where a reader puts what it is sure of. Blanks beside calls are no content."""
 
-    def __init__(self, most: int | None, short: bool) -> None:
-        """short: ids of nine letters and digits, as Mistral's templates want them."""
-        self._most, self._short = most, short
+    def __init__(self, most: int | None, short: bool, silent: bool = False) -> None:
+        """short: ids of nine letters and digits, as Mistral's templates want them. silent: content is left out."""
+        self._most, self._short, self._silent = most, short, silent
         self._blank = ""
         self._pieces: list[str | Part] = []
         self._said = False
@@ -93,6 +98,8 @@ class Outlet:
 
     def say(self, text: str) -> None:
         """Content."""
+        if self._silent:
+            return
         kept = text.rstrip()
         if kept:
             first = bool(self.calls) and not self._said

@@ -11,16 +11,22 @@ from modelmill.text.utf8 import Utf8Stream
 class Detokenizer:
     """Turns the ids of one sequence into text as they come.
 
-    All pushes and the final flush together give exactly ``tokenizer.decode(ids)``. Text is given out only
-    once it cannot change any more, so a character is never cut and never taken back.
+    All pushes and the final flush together give exactly ``tokenizer.decode(ids)``; where the sequence ``follows`` a
+    text, exactly what it adds to that text. Text is given out only once it cannot change any more, so a character is
+    never cut and never taken back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, kept: Collection[int] = ()) -> None:
-        """kept: ids that are written out though they are special."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, kept: Collection[int] = (), follows: bool = False
+    ) -> None:
+        """kept: ids that are written out though they are special.
+
+        follows: text stands before these ids, so that the first keeps the space which SentencePiece would drop.
+        """
         self._tokenizer, self._kept = tokenizer, kept
         self._skip_special = skip_special
         self._utf8 = Utf8Stream(each_byte=tokenizer.each_byte)
-        self._opened = False
+        self._opened = follows
 
     def push(self, id: int) -> str:
         """The text that this id completes; "" while a character is unfinished."""

@@ -100,6 +100,13 @@ class Serving:
         sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         return sock
 
+    def until_waiting(self, count: int, seconds: float = 30) -> None:
+        """Until so many prompts wait for their turn."""
+        deadline, waiting = time.monotonic() + seconds, re.compile(r"num_requests_waiting{[^}]*} ([0-9.]+)")
+        while float(waiting.findall(self.ask("/metrics")[1])[0]) < count:
+            assert time.monotonic() < deadline, f"no {count} prompts ever wait"
+            time.sleep(0.01)
+
     def idle(self, seconds: float = 30) -> None:
         """Until nothing runs, nothing waits and every page is free."""
         deadline = time.monotonic() + seconds

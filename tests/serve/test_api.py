@@ -132,6 +132,24 @@ def test_logprobs_of_a_completion_with_echo(running: Running, llm: LLM) -> None:
     assert texts_of(events, 1) == [choice["text"]]
 
 
+def test_a_completion_goes_on_with_the_text(running: Running, llm: LLM) -> None:
+    """SentencePiece drops the first space of a text, but an answer to a prompt of words begins no text."""
+    ids = llm.tokenizer.encode(START)
+    for prompt in (START, ids):
+        (whole,) = complete(running, prompt=prompt, max_tokens=8, logprobs=1)["choices"]
+        (echoed,) = complete(running, prompt=prompt, max_tokens=8, echo=True)["choices"]
+        assert whole["text"].startswith(" ")
+        assert echoed["text"] == START + whole["text"]
+        table = whole["logprobs"]
+        for token, offset in zip(table["tokens"], table["text_offset"]):
+            assert whole["text"][offset : offset + len(token)] == token
+    (answer,) = llm.generate([START], SamplingParams(temperature=0, max_tokens=8), progress=False)
+    assert START + answer.outputs[0].text == llm.tokenizer.decode([*ids, *answer.outputs[0].token_ids])
+    # nothing but the token that every text begins with: the answer is a text of its own
+    (alone,) = complete(running, prompt=ids[:1], max_tokens=8)["choices"]
+    assert alone["text"] == alone["text"].lstrip()
+
+
 def test_scoring_alone_writes_nothing(running: Running) -> None:
     told = complete(running, prompt=[[1, 403, 407, 261]], echo=True, logprobs=1, max_tokens=0)
     (choice,) = told["choices"]

@@ -109,6 +109,7 @@ def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
         assert len(workers) == 1
         socks = [serving.begin("/v1/completions", {**LONG, "n": 4, "stream": True}) for _ in range(40)]
         socks[0].recv(10)
+        serving.until_waiting(39)
         serving.process.send_signal(signal.SIGTERM)
         if how == "twice":
             serving.process.send_signal(signal.SIGINT)
@@ -116,7 +117,8 @@ def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
         told = [rest(sock) for sock in socks]
         assert serving.finish()[0] == 0
         assert time.monotonic() - began < 15
-        assert b'"code":"draining"' in told[-1]
+        # the last may have come in before the signal or after it: an event that ends it, or a refusal
+        assert json.loads(told[-1][told[-1].index(b"{") : told[-1].rindex(b"}") + 1])["error"]["code"] == "draining"
         assert b"[DONE]" not in told[-1]
         for sock in socks:
             sock.close()

@@ -153,3 +153,22 @@ def test_a_stop_string_in_the_middle_of_a_call_leaves_none_that_could_be_made(ru
         (choice,) = running.post("/v1/chat/completions", {**body, "stop": [stop]}).json["choices"]
         events = running.post("/v1/chat/completions", {**body, "stop": stop, "stream": True}).events
         assert choice["finish_reason"] == events[-2]["choices"][0]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(running: Running, count: int) -> None:
+    body = {**ASK, "tools": [WEATHER], "tool_choice": "required", "max_tokens": count}
+    (choice,) = running.post("/v1/chat/completions", body).json["choices"]
+    assert choice["finish_reason"] == "length"
+    assert not choice["message"]["content"]
+    assert not choice["message"].get("tool_calls")
+    events = running.post("/v1/chat/completions", {**body, "stream": True}).events
+    deltas = [event["choices"][0] for event in events[:-1]]
+    assert not any(delta["delta"].get("content") or delta["delta"].get("tool_calls") for delta in deltas)
+    assert deltas[-1]["finish_reason"] == "length"
+    asked = {"input": "x", "tools": [{"type": "function", **WEATHER["function"]}], "tool_choice": "required"}
+    told = running.post(
+        "/v1/responses", {**asked, "model": "stories", "max_output_tokens": count, "temperature": 0}
+    ).json
+    assert told["status"] == "incomplete"
+    assert not any(part["text"] for item in told["output"] for part in item["content"])

@@ -37,6 +37,18 @@ def test_real_vocabularies_stream_what_they_decode(real, name, data, skip_specia
 
 @pytest.mark.parametrize("name", REAL)
 @settings(deadline=None, max_examples=25)
+@given(data=st.data(), skip_special=st.booleans())
+def test_what_follows_a_text_is_what_it_adds_to_it(real, name, data, skip_special):
+    tokenizer = real(name)
+    before = tokenizer.encode("word", bos=False)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+    detokenizer = Detokenizer(tokenizer, skip_special=skip_special, follows=True)
+    added = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+    assert "word" + added == tokenizer.decode([*before, *ids], skip_special=skip_special)
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(deadline=None, max_examples=25)
 @given(text=st.text(max_size=40))
 def test_text_comes_back_and_only_ever_grows(real, name, text):
     tokenizer = real(name)

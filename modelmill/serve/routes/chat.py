@@ -64,7 +64,8 @@ def reader_of(body: ChatRequest, language: Language) -> Reader | None:
         return None
     style = tools.BARE if body.forces else language.chat_format.tool_style
     most = 1 if body.parallel_tool_calls is False else None
-    return reader(style, names, most=most, thinking=body.messages[-1].get("role") == "tool")
+    thinking = body.messages[-1].get("role") == "tool"
+    return reader(style, names, most=most, thinking=thinking, forced=body.forces)
 
 
 class Reply(Feed):

@@ -66,7 +66,11 @@ class Reply(Feed):
         }
         self._envelope = shape.Envelope(self._head, {"usage": None} if body.wants_usage else {})
         count = len(ticket.dialogues) * self._n
-        self._logprobs = [TextLogprobs(language.tokenizer, body.logprobs or 0) for _ in range(count)]
+        self._logprobs = [
+            TextLogprobs(language.tokenizer, body.logprobs or 0, each.follows and not body.echo)
+            for each in ticket.dialogues
+            for _ in range(self._n)
+        ]
         self._begun: set[int] = set()
         self._given = [0] * count
 
@@ -84,7 +88,7 @@ class Reply(Feed):
         at = place * self._n + output.index
         text, tables = output.text, []
         if body.echo:
-            text = self._echoed(dialogue, output.token_ids) + text
+            text = self._echoed(dialogue) + text
             if body.logprobs is not None:
                 tables.append(self._logprobs[at].prompt(dialogue))
         # the token that ended it is no part of the text; who scores a text (echo) counts on one for each that was drawn
@@ -121,7 +125,7 @@ class Reply(Feed):
         if begins:
             self._begun.add(at)
             if body.echo:
-                text = self._echoed(dialogue, delta.token_ids) + text
+                text = self._echoed(dialogue) + text
                 if body.logprobs is not None:
                     tables.append(self._logprobs[at].prompt(dialogue))
         told = self._logprobs[at].take(output, len(delta.token_ids))
@@ -151,13 +155,8 @@ class Reply(Feed):
             counts = event({**self._head, "choices": [], "usage": shape.usage(self._ticket.dialogues)})
         return counts + shape.DONE
 
-    def _echoed(self, dialogue: Dialogue, follow: Sequence[int]) -> str:
-        """The prompt's text, with the space that an answer of its own would not begin with."""
-        tokenizer, prompt = self._tokenizer, dialogue.answer.prompt
-        if tokenizer is None:
-            return ""
-        text = tokenizer.decode(dialogue.answer.prompt_token_ids) if prompt is None else prompt
-        said = next((id for id in follow if not tokenizer.is_skipped(id)), None)
-        if said is not None and len(tokenizer.opening_bytes(said)) < len(tokenizer.token_bytes(said)):
-            text += " "
-        return text
+    def _echoed(self, dialogue: Dialogue) -> str:
+        """The prompt's text."""
+        if dialogue.answer.prompt is not None or self._tokenizer is None:
+            return dialogue.answer.prompt or ""
+        return self._tokenizer.decode(dialogue.answer.prompt_token_ids)
