@@ -168,6 +168,8 @@ def _reworded(error: Any, argv: list[str]) -> str:
         hint = nearest(option.replace("_", "-"), known)
         text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
     text = text[:1].lower() + text[1:]
+    if "unexpected extra argument" in text and argv[:1] == ["run"]:
+        text += "; the prompt goes behind --prompt"
     verb = next((word for word in argv if not word.startswith("-")), "")
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from modelmill.core.find import nearest
+
 Error = Mapping[str, Any]
 KINDS = {
     "string_type": "a text",
@@ -38,6 +40,20 @@ BOUNDS = {
 }
 
 
+ELSEWHERE = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "repeat_penalty": "repetition_penalty",
+}
+"""Fields of older clients and other servers, and what says it here."""
+
+
 def complaint(errors: Sequence[Error], shape: type[BaseModel] | None = None) -> tuple[str | None, str]:
     """(field, line) of what pydantic found wrong. shape: the body's, whose descriptions say what a field takes."""
     places = [tuple(part for part in error["loc"] if part != "body") for error in errors]
@@ -56,11 +72,22 @@ def complaint(errors: Sequence[Error], shape: type[BaseModel] | None = None) -> 
     meant = [found for found in meant if not any(map(_of_another_type, found))] or meant
     if len(branches) == 1 or len(meant) == 1:
         place, error = next(filter(_of_another_type, meant[0]), meant[0][0])
-        return param, f"{_path(place, error)}: {_said(error)}"[:400]
+        hint = _meant(place, error, shape)
+        return param, f"{_path(place, error)}: {_said(error)}{hint}"[:400]
     taken = None if shape is None or name not in shape.model_fields else shape.model_fields[name].description
     kinds = dict.fromkeys(_kind(error) or "of another kind" for _, error in group)
     shared = _shared([place for place, _ in group])
     return param, f"{_path(shared, {})}: must be {taken if taken and len(shared) == 1 else ' or '.join(kinds)}"[:400]
+
+
+def _meant(place: Sequence[Any], error: Error, shape: type[BaseModel] | None) -> str:
+    """What an unknown field of the body may be meant to be."""
+    if error["type"] != "extra_forbidden" or len(place) != 1 or shape is None:
+        return ""
+    name = str(place[0])[:64]
+    known = ELSEWHERE.get(name, "")
+    found = known if known.partition(".")[0] in shape.model_fields else nearest(name, list(shape.model_fields))
+    return f"; did you mean {found}?" if found else ""
 
 
 def _tags(place: Sequence[Any]) -> tuple[Any, ...]:

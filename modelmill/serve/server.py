@@ -26,6 +26,9 @@ from modelmill.serve.traces import Traces
 
 _log = log.get("serve")
 
+OPEN_FILES = 65_536
+"""Connections and files of one server, where the system allows them."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -64,6 +67,7 @@ class Server:
 
         Raises UsageError where the port cannot be had, ModelmillError where an engine cannot be opened or kept.
         """
+        _raise_open_files()
         sock = listen(self.place.host, self.place.port)
         server = http_server(make_app(self.service))
         host, port = sock.getsockname()[:2]
@@ -141,6 +145,18 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
     return _Uvicorn(config)
+
+
+def _raise_open_files() -> None:
+    """As many open connections as the system allows this process, not the 1,024 that shells begin with."""
+    import resource
+
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    with contextlib.suppress(ValueError, OSError):  # a system may refuse more than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -158,3 +158,9 @@ def test_alone_it_shows_the_help_and_nothing_else(capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert "Commands" in out + err
     assert "(flags:" not in err
+
+
+def test_a_prompt_without_its_flag(cli: Any) -> None:
+    code, _, said = cli("run", "some.engine", "Hello there")
+    assert code == 2
+    assert "--prompt" in said

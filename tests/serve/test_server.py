@@ -18,6 +18,7 @@ import pytest
 from modelmill.cli.serve import Args, opened
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
+from modelmill.serve.server import OPEN_FILES
 from tests.serve.process import Serving, rest
 
 TALK: list[Any] = [{"role": "user", "content": "Tell me a story"}]
@@ -83,6 +84,16 @@ def test_loading_is_told_and_requests_are_refused_meanwhile(stories: Path) -> No
             assert (status, body["error"]["code"]) == (503, "not_ready")
             assert "retry-after" in headers
         serving.wait(200)
+
+
+def test_health_without_a_body_and_more_connections_than_a_shell_allows(server: Serving) -> None:
+    with server.connect() as sock:
+        sock.sendall(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        told = rest(sock)
+    assert told.startswith(b"HTTP/1.1 200")
+    assert told.endswith(b"\r\n\r\n")
+    soft, hard = psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == (hard if 0 <= hard < OPEN_FILES else max(soft, OPEN_FILES))
 
 
 def test_sigterm_lets_running_answers_finish(stories: Path) -> None:

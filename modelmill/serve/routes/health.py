@@ -15,6 +15,7 @@ from modelmill.serve.routes.common import service_of
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="200 when every engine takes requests, 503 with the reason otherwise")
 async def health(request: Request) -> JSONResponse:
     """Loading engines tell how far they are."""
