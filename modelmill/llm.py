@@ -59,7 +59,7 @@ class LLM:
         )
         self.tokenizer, self.chat_format = language.tokenizer, language.chat_format
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
-        self.loop.guides = lambda request: language.guide(request, self.loop.vocab)
+        self.loop.entry.guides = lambda request: language.guide(request, self.loop.vocab)
         self._running: dict[str, Dialogue] = {}
         self._news: dict[str, deque[Delta]] = {}
 

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,37 @@ from modelmill.artifact.manifest import check_kind
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
-from modelmill.core.errors import CapacityError, RequestError, UsageError
-from modelmill.core.types import Finish, Guide, Request, Token
+from modelmill.core.errors import UsageError
+from modelmill.core.types import Finish, Request, Token
 from modelmill.nn.kv import KVCache, held_dtype
 from modelmill.ops.shelf import resolve
 from modelmill.ops.tuning import Tuning
 from modelmill.parallel.mesh import ALONE, Mesh
-from modelmill.runtime import chance, memory
+from modelmill.runtime import memory
 from modelmill.runtime.batch import Layout, Packer
-from modelmill.runtime.beams import BeamSearch
-from modelmill.runtime.check import Bounds, check
+from modelmill.runtime.check import Bounds
 from modelmill.runtime.device import devices, use_threads
 from modelmill.runtime.device import pick_device as pick_device
+from modelmill.runtime.entry import Entry
 from modelmill.runtime.eyes import Eyes
 from modelmill.runtime.flight import Flight
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.ledger import Ledger
 from modelmill.runtime.load import load, part_of
+from modelmill.runtime.pace import mixed_tokens
 from modelmill.runtime.pages import PagePool
 from modelmill.runtime.ranks import Crew
 from modelmill.runtime.runner import Runner
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Limits, Schedule, Scheduler
 from modelmill.runtime.score import Score
-from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.sequence import RopeRule
 from modelmill.runtime.stats import Stats
 from modelmill.runtime.taps import After, Before
 from modelmill.runtime.tuned import tuning_for
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _CALM = 100
-MIXED = 768
 
 
 class Loop:
@@ -77,16 +76,15 @@ class Loop:
         self.config = config = config or RunConfig()
         self.artifact = artifact
         self.model = model
-        self.device = _device_of(model)
+        self.device = memory.device_of(model)
         self.dtype = memory.activation_dtype(model)
         self.kv_dtype = held_dtype(config.kv_cache_dtype, self.dtype)
         self.ops = resolve(self.device, config.kernels, tuning)
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
         self.max_model_len = _max_len(model, config, max_model_len)
         self.page_size = config.page_size
-        self._digest = digest
         self._rope = RopeRule.of(model)
-        self.num_pages = self._count_pages(mesh)
+        self.num_pages = memory.count_pages(model, self.ops, config, self.kv_dtype, self.max_model_len, mesh)
         self.bounds = Bounds(
             self.vocab,
             self.max_model_len,
@@ -119,11 +117,9 @@ class Loop:
                 )
         self.ledger = Ledger(self.scheduler, self.sampler)
         self._end: Callable[[], Any] | None = None
-        # who opens a loop may give what makes a guide of a request's grammar
-        self.guides: Callable[[Request], Guide] | None = None
+        self.entry = Entry(self.ledger, self.eyes, self._rope, self.bounds, seed=config.seed, digest=digest)
         self._events: list[Token] = []
         self._flight: Flight | None = None
-        self._arrivals = 0
         self._calm = 0
         self._steps = 0
         self._told = 0.0
@@ -183,8 +179,7 @@ class Loop:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it can never be served."""
-        self._add(self._seen([request])[0], self._arrivals, self._arrivals)
-        self._arrivals += 1
+        self.entry.add(request)
 
     def add_all(self, requests: Iterable[Request]) -> None:
         """Queue requests that were handed in together: those that may get the longest answers are served first.
@@ -193,60 +188,7 @@ class Loop:
         whole step for each token. What is drawn at random does not depend on this order. Raises RequestError where one
         can never be served; those before it in this order stay queued.
         """
-        listed = self._seen(list(requests))
-        first = self._arrivals
-        self._arrivals += len(listed)
-        # stable: answers of the same bound keep the order in which they were given
-        order = sorted(range(len(listed)), key=lambda i: -self._longest(listed[i]))
-        for place, i in enumerate(order):
-            self._add(listed[i], first + place, first + i)
-
-    def _seen(self, requests: list[Request]) -> list[Request]:
-        """Requests whose pictures have become embeddings."""
-        return self.eyes.see(requests) if any(request.inserts for request in requests) else requests
-
-    def _longest(self, request: Request) -> int:
-        """Tokens that the answer may have."""
-        left = self.max_model_len - len(request.prompt)
-        allowed = request.params.max_tokens
-        return left if allowed is None else min(allowed, left)
-
-    def _add(self, request: Request, arrival: int, number: int) -> None:
-        """arrival: its place in the order of service. number: what its random numbers follow from."""
-        params = request.params.resolved({})
-        if params is not request.params:
-            request = replace(request, params=params)
-        if request.id in self.ledger.live:
-            raise RequestError(f"request id {request.id!r} is already running; choose another")
-        check(request, self.bounds)
-        prompt, allowed = len(request.prompt), request.params.max_tokens
-        limit = self.max_model_len if allowed is None else min(prompt + allowed, self.max_model_len)
-        seed = request.params.seed
-        if seed is None:
-            seed = chance.derive(self.config.seed, number)
-        searches = request.params.num_beams > 1 and limit > prompt
-        count = 1 if searches else request.params.n
-        seqs = [
-            Sequence(request, i, arrival, self._rope, limit=limit, seed=_stream(seed, i), digest=self._digest)
-            for i in range(count)
-        ]
-        if request.grammar is not None:
-            self._guide(request, seqs)
-        leader = seqs[0]
-        leader.siblings = seqs[1:]
-        if searches:
-            leader.beam = BeamSearch(leader)
-            leader.siblings = leader.beam.seqs
-        self.ledger.add(seqs)
-
-    def _guide(self, request: Request, seqs: list[Sequence]) -> None:
-        """A guide for each sequence of a request with a grammar."""
-        if self.guides is None:
-            raise RequestError("this engine was opened without structured output")
-        if request.params.num_beams > 1:
-            raise RequestError("structured output is not offered for beams; use num_beams=1")
-        for seq in seqs:
-            seq.guide = self.guides(request)
+        self.entry.add_all(requests)
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step tells ABORT for each of its sequences. Unknown ids are ignored."""
@@ -327,17 +269,7 @@ class Loop:
 
         before and after are called for every module, as in ``Runner.tap``.
         """
-        kept: dict[str, list[Any]] = {}
-
-        def note(name: str, args: tuple[Any, ...], output: Any) -> None:
-            if fnmatch(name, pattern):
-                kept.setdefault(name, []).append(_copied(output))
-            if after is not None:
-                after(name, args, output)
-
-        with self.runner.tap(before, note):
-            self.scorer().run(ids, decode_from)
-        return kept
+        return self.scorer().trace(ids, pattern, decode_from, before=before, after=after)
 
     def _launch(self, plan: Schedule | None) -> Flight | None:
         if plan is None or not (plan.work or plan.ended):
@@ -399,45 +331,11 @@ class Loop:
             self.scheduler.budget = self.config.max_num_batched_tokens
         return Flight(Schedule(ended=plan.ended))
 
-    def _count_pages(self, mesh: Mesh) -> int:
-        config, model = self.config, self.model
-        held = memory.weight_bytes(model)
-        if config.kv_cache_bytes is not None:
-            free = config.kv_cache_bytes
-        elif self.device.startswith("cuda"):
-            try:
-                free = memory.free_on_cuda(model, self.ops, config, self.device, config.max_num_seqs, mesh)
-            except torch.OutOfMemoryError:
-                raise CapacityError(
-                    f"a step of {config.max_num_batched_tokens} tokens does not fit beside {held / 2**30:.2f} GiB of "
-                    "weights; lower --max-num-batched-tokens or --max-num-seqs"
-                ) from None
-        else:
-            free = memory.free_on_cpu(mesh.size)
-        return memory.page_count(model.kv, self.kv_dtype, config, self.max_model_len, free, held, mesh)  # type: ignore[arg-type]
-
 
 def _close(crew: Crew, runner: Runner) -> None:
     """Graphs go first: a communicator that one of them has recorded waits for it."""
     runner.graphs = None
     crew.close()
-
-
-def mixed_tokens(weight_bytes: int) -> int:
-    """Tokens of a step that continues running answers while prompts join, on a GPU.
-
-    As many as compute for 10 ms at 700 TFLOP/s (two operations a weight, two bytes a weight), so that launching such
-    a step, which is no graph, hides behind the one in front; not more, so that whoever is reading waits little; and
-    at least MIXED, where the products of a 7B model run at full speed.
-    """
-    each = max(weight_bytes, 1)
-    return max(MIXED, round(0.010 * 700e12 / each / 128) * 128)
-
-
-def _device_of(model: nn.Module) -> str:
-    weight = model.embed.weight  # type: ignore[union-attr]
-    assert isinstance(weight, torch.Tensor)
-    return str(weight.device)
 
 
 def _max_len(model: nn.Module, config: RunConfig, built: int | None) -> int:
@@ -449,16 +347,3 @@ def _max_len(model: nn.Module, config: RunConfig, built: int | None) -> int:
     if config.max_model_len < 1:
         raise UsageError(f"--max-model-len must be at least 1, not {config.max_model_len}")
     return config.max_model_len
-
-
-def _stream(seed: int, index: int) -> int:
-    """The seed of one of n sequences; the first has the request's own."""
-    return seed & ((1 << 64) - 1) if index == 0 else chance.derive(seed, index)
-
-
-def _copied(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.detach().to("cpu", copy=True)
-    if isinstance(output, tuple):
-        return tuple(_copied(o) for o in output)
-    return output

@@ -18,6 +18,29 @@ CPU_SHARE = 0.3
 _GIB = 1 << 30
 
 
+def count_pages(
+    model: nn.Module, ops: Ops, config: RunConfig, kv_dtype: torch.dtype, max_model_len: int, mesh: Mesh = ALONE
+) -> int:
+    """Pages of the KV cache of a loaded model: what was asked for, or what its device has free.
+
+    Raises CapacityError where not even one sequence, or one step, fits.
+    """
+    held, device = weight_bytes(model), device_of(model)
+    if config.kv_cache_bytes is not None:
+        free = config.kv_cache_bytes
+    elif device.startswith("cuda"):
+        try:
+            free = free_on_cuda(model, ops, config, device, config.max_num_seqs, mesh)
+        except torch.OutOfMemoryError:
+            raise CapacityError(
+                f"a step of {config.max_num_batched_tokens} tokens does not fit beside {held / _GIB:.2f} GiB of "
+                "weights; lower --max-num-batched-tokens or --max-num-seqs"
+            ) from None
+    else:
+        free = free_on_cpu(mesh.size)
+    return page_count(model.kv, kv_dtype, config, max_model_len, free, held, mesh)  # type: ignore[arg-type]
+
+
 def page_count(
     shape: KVShape,
     dtype: torch.dtype,
@@ -105,6 +128,13 @@ def _largest_step(model: nn.Module, ops: Ops, config: RunConfig, device: str, ro
     logits = model(step)
     # what a sampling step holds beside the logits
     torch.empty_like(logits)
+
+
+def device_of(model: nn.Module) -> str:
+    """Where a model is: its embedding's device."""
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    return str(weight.device)
 
 
 def activation_dtype(model: nn.Module) -> torch.dtype:

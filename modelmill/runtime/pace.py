@@ -25,6 +25,8 @@ AGAIN, SOON = 64, 8
 """After so many steps with a piece one goes without, to be timed; sooner where far more or fewer answers run."""
 SURE = 3
 """Times whose median one of them cannot spoil."""
+MIXED = 768
+"""Tokens of a step at which the products of a 7B model run at full speed."""
 
 
 class Pace:
@@ -82,3 +84,14 @@ class Pace:
     def _far(self, rows: int) -> bool:
         """Whether what was timed says little about so many answers."""
         return not (2 * self._rows <= 3 * rows and 2 * rows <= 3 * self._rows)
+
+
+def mixed_tokens(weight_bytes: int) -> int:
+    """Tokens of a step that continues running answers while prompts join, on a GPU.
+
+    As many as compute for 10 ms at 700 TFLOP/s (two operations a weight, two bytes a weight), so that launching such
+    a step, which is no graph, hides behind the one in front; not more, so that whoever is reading waits little; and
+    at least MIXED, where the products of a 7B model run at full speed.
+    """
+    each = max(weight_bytes, 1)
+    return max(MIXED, round(0.010 * 700e12 / each / 128) * 128)

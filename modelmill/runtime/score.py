@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from fnmatch import fnmatch
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from modelmill.runtime.batch import Wanted
 from modelmill.runtime.runner import Runner
 from modelmill.runtime.scheduler import Schedule, Scheduler
 from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.taps import After, Before
 
 # logits [rows, V] are made for so many elements at a time
 _LOGITS = 1 << 26
@@ -63,6 +66,28 @@ class Score:
                 for seq in seqs:
                     if seq.row >= 0:
                         self.scheduler.remove(seq)
+
+    def trace(
+        self,
+        ids: Seq[Seq[int]],
+        pattern: str = "*",
+        decode_from: int | None = None,
+        *,
+        before: Before | None = None,
+        after: After | None = None,
+    ) -> dict[str, list[Any]]:
+        """Run the lists and keep the outputs of the modules whose names match ``pattern``, as ``Loop.trace``."""
+        kept: dict[str, list[Any]] = {}
+
+        def note(name: str, args: tuple[Any, ...], output: Any) -> None:
+            if fnmatch(name, pattern):
+                kept.setdefault(name, []).append(_copied(output))
+            if after is not None:
+                after(name, args, output)
+
+        with self.runner.tap(before, note):
+            self.run(ids, decode_from)
+        return kept
 
     def _fitting(
         self, ids: Seq[Seq[int]], starts: Seq[int | None], todo: list[int]
@@ -162,3 +187,11 @@ def _runs(which: int, first: int, count: int, rows: Callable[[int, int], bool] |
         else:
             runs.append((position, 1))
     return runs
+
+
+def _copied(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach().to("cpu", copy=True)
+    if isinstance(output, tuple):
+        return tuple(_copied(o) for o in output)
+    return output

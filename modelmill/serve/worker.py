@@ -160,7 +160,7 @@ class Worker:
             return
 
     def _add(self, request: Request, guide: Guide | None, problem: str) -> None:
-        self.loop.guides = None if guide is None else lambda _: guide.copy()
+        self.loop.entry.guides = None if guide is None else lambda _: guide.copy()
         try:
             if problem:
                 raise RequestError(problem)

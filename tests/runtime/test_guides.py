@@ -46,7 +46,7 @@ def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], ove
     prompts = tiny.prompts(12)
     plain = tiny.run(tiny.loop(), tiny.requests(prompts[1::2], tiny.params(max_tokens=20)))
     engine = tiny.loop(overlap=overlap, pages=24)
-    engine.guides = lambda _: Alternating()
+    engine.entry.guides = lambda _: Alternating()
     mixed = [*guided(prompts[::2], max_tokens=20, **how), *tiny.requests(prompts[1::2], tiny.params(max_tokens=20))]
     found = tiny.run(engine, [replace(request, id=str(place)) for place, request in enumerate(mixed)])
     for (id, _), ids in found.items():
@@ -60,7 +60,7 @@ def test_without_a_maker_or_with_beams_it_is_refused() -> None:
     engine = tiny.loop()
     with pytest.raises(RequestError, match="structured output"):
         engine.add(guided([(2, 3)])[0])
-    engine.guides = lambda _: Alternating()
+    engine.entry.guides = lambda _: Alternating()
     with pytest.raises(RequestError, match="beams"):
         engine.add(guided([(2, 3)], num_beams=2)[0])
     tiny.idle(engine)

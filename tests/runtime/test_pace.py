@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.runtime.pace import AGAIN, MOST, SOON, Pace
+from modelmill.runtime.pace import AGAIN, MIXED, MOST, SOON, Pace, mixed_tokens
 
 Cost = Callable[[int, int], float]
 
@@ -169,3 +169,12 @@ def test_one_time_that_is_too_short_does_not_keep_the_pieces_small() -> None:
         pace.note(40, pieces[-1], 1.4 + 1e-3 * pieces[-1] if pieces[-1] else 1.0)
     assert 0 in pieces[: SOON + 1]
     assert pieces[-1] > 2 * min(filter(None, pieces))
+
+
+@pytest.mark.parametrize(("weights", "expected"), [(15 << 30, MIXED), (270_000_000, 25984), (0, None)])
+def test_mixed_tokens_follow_the_weights(weights: int, expected: int | None) -> None:
+    found = mixed_tokens(weights)
+    assert found % 128 == 0
+    assert found >= MIXED
+    if expected is not None:
+        assert abs(found - expected) <= 128

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.errors import RequestError
 from modelmill.core.types import Finish, Request
-from modelmill.runtime.loop import MIXED, Loop, mixed_tokens
+from modelmill.runtime.loop import Loop
 from modelmill.runtime.scheduler import CPU_CHUNK, LEAST_CHUNK, Schedule
 from tests.runtime import tiny
 
@@ -140,56 +139,6 @@ def test_the_limit_is_not_for_the_steps_of_searches() -> None:
     assert Finish.ABORT not in ended.values()
     assert any(len(counts) == 6 * 30 + 1 for counts in seen)
     tiny.idle(engine)
-
-
-def test_handed_in_together_the_longest_answers_are_served_first() -> None:
-    engine = tiny.loop(max_num_seqs=1)
-    lengths = [3, 9, 5, 9]
-    todo = [
-        Request(id=str(i), prompt=(5, 6, 7 + i), params=tiny.params(max_tokens=n, ignore_eos=True))
-        for i, n in enumerate(lengths)
-    ]
-    engine.add_all(todo)
-    ended = [t.request for t in tiny.drain(engine) if t.finish is not None]
-    assert ended == ["1", "3", "2", "0"]
-
-
-def test_what_is_drawn_does_not_depend_on_the_order_of_service() -> None:
-    todo = [
-        Request(id=str(i), prompt=(5, 6, 7), params=tiny.params(temperature=1.5, max_tokens=n, ignore_eos=True))
-        for i, n in enumerate((4, 12, 8))
-    ]
-    engine = tiny.loop(seed=3)
-    engine.add_all(todo)
-    together = tiny.answers(tiny.drain(engine))
-    assert together == tiny.run(tiny.loop(seed=3), todo)
-    # and what is added later goes on counting
-    later = Request(id="later", prompt=(5, 6, 7), params=todo[0].params)
-    engine.add(later)
-    other = tiny.loop(seed=3)
-    for request in (*todo, later):
-        other.add(request)
-    assert tiny.answers(tiny.drain(engine))["later", 0] == tiny.answers(tiny.drain(other))["later", 0]
-
-
-def test_a_request_that_cannot_be_served_is_refused_among_others() -> None:
-    engine = tiny.loop()
-    good = Request(id="good", prompt=(5, 6), params=tiny.params(max_tokens=3))
-    bad = Request(id="bad", prompt=(), params=tiny.params(max_tokens=2))
-    with pytest.raises(RequestError):
-        engine.add_all([good, bad])
-    engine.abort("good")
-    tiny.drain(engine)
-    tiny.idle(engine)
-
-
-@pytest.mark.parametrize(("weights", "expected"), [(15 << 30, MIXED), (270_000_000, 25984), (0, None)])
-def test_mixed_tokens_follow_the_weights(weights: int, expected: int | None) -> None:
-    found = mixed_tokens(weights)
-    assert found % 128 == 0
-    assert found >= MIXED
-    if expected is not None:
-        assert abs(found - expected) <= 128
 
 
 def test_a_blank_step_reads_and_stores_nothing() -> None:

@@ -1,0 +1,50 @@
+"""Requests that are handed in: the order of service, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Request
+from tests.runtime import tiny
+
+
+def test_handed_in_together_the_longest_answers_are_served_first() -> None:
+    engine = tiny.loop(max_num_seqs=1)
+    lengths = [3, 9, 5, 9]
+    todo = [
+        Request(id=str(i), prompt=(5, 6, 7 + i), params=tiny.params(max_tokens=n, ignore_eos=True))
+        for i, n in enumerate(lengths)
+    ]
+    engine.add_all(todo)
+    ended = [t.request for t in tiny.drain(engine) if t.finish is not None]
+    assert ended == ["1", "3", "2", "0"]
+
+
+def test_what_is_drawn_does_not_depend_on_the_order_of_service() -> None:
+    todo = [
+        Request(id=str(i), prompt=(5, 6, 7), params=tiny.params(temperature=1.5, max_tokens=n, ignore_eos=True))
+        for i, n in enumerate((4, 12, 8))
+    ]
+    engine = tiny.loop(seed=3)
+    engine.add_all(todo)
+    together = tiny.answers(tiny.drain(engine))
+    assert together == tiny.run(tiny.loop(seed=3), todo)
+    # and what is added later goes on counting
+    later = Request(id="later", prompt=(5, 6, 7), params=todo[0].params)
+    engine.add(later)
+    other = tiny.loop(seed=3)
+    for request in (*todo, later):
+        other.add(request)
+    assert tiny.answers(tiny.drain(engine))["later", 0] == tiny.answers(tiny.drain(other))["later", 0]
+
+
+def test_a_request_that_cannot_be_served_is_refused_among_others() -> None:
+    engine = tiny.loop()
+    good = Request(id="good", prompt=(5, 6), params=tiny.params(max_tokens=3))
+    bad = Request(id="bad", prompt=(), params=tiny.params(max_tokens=2))
+    with pytest.raises(RequestError):
+        engine.add_all([good, bad])
+    engine.abort("good")
+    tiny.drain(engine)
+    tiny.idle(engine)
