@@ -10,38 +10,17 @@ Three passes over the same tokens through the real runtime (its pages, kernels a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from modelmill.accept.metrics import Row, compare_tensors
+from modelmill.accept.finding import Finding
+from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.own import spoken
-from modelmill.accept.reference import HeadTrace, LayerTrace, Reference
+from modelmill.accept.reference import LayerTrace, Reference
 from modelmill.accept.tolerances import LAYER_ROUNDED, ROUNDED, Bound, module_bound
+from modelmill.accept.walk import OUTPUTS, Other, Walk, inputs, like, pieces, split, stream_args
 from modelmill.runtime.loop import Loop
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One comparison against its bound. layer None: embedding, final norm, head. name: the engine's module path."""
-
-    name: str
-    layer: int | None
-    module: str
-    row: Row
-    bound: Bound
-
-    @property
-    def ok(self) -> bool:
-        """Whether the row is within its published bound."""
-        return not self.bound.broken_by(self.row)
-
-    @property
-    def tolerance(self) -> float:
-        """The bound on max_abs: the published share of the reference tensor's scale."""
-        return self.bound.max_rel * self.row.scale
-
 
 # Rows of the probe for which the final norm and the head are judged: a vocabulary is wide.
 HEAD_ROWS = 12
@@ -82,8 +61,8 @@ class Bench:
     def modules(self) -> torch.Tensor:
         """Every module on the reference's inputs. Returns the reference's residual stream at the end, [T, H]."""
         x = self.reference.embed(torch.tensor(self.ids))
-        others = [_Other(self.reference.embed(torch.tensor(list(ids))), length) for ids, length in self.others]
-        state = _Walk(self.reference, x, self.rows, others)
+        others = [Other(self.reference.embed(torch.tensor(list(ids))), length) for ids, length in self.others]
+        state = Walk(self.reference, x, self.rows, others)
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             return self._feed(state, name, args)
@@ -100,7 +79,7 @@ class Bench:
         """Every layer on the reference's residual stream, its inside left alone; call after ``modules``."""
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            layer, part = _split(name)
+            layer, part = split(name)
             if part != "attn_norm" and name != "norm":
                 return None
             index = self.reference.num_layers if layer is None else layer
@@ -109,7 +88,7 @@ class Bench:
             expected = self._streams[index] if layer is not None else self._streams[index][self.rows]
             if index > 0:
                 self._note(f"layers.{index - 1}", index - 1, "layer", "layer", stream, expected)
-            return _stream_args(expected, args)
+            return stream_args(expected, args)
 
         self._run(before, None)
 
@@ -123,13 +102,13 @@ class Bench:
             return (torch.randn(len(self.ids), width, generator=generator) * eps**0.5).to(dtype).float()
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            part = _split(name)[1]
+            part = split(name)[1]
             if part == "attn.rotate":
-                return _like(tiny(args[0].shape[1]), args[0]), *args[1:]
-            return _stream_args(tiny(args[0].shape[1])[: len(args[0])], args) if part in canonical else None
+                return like(tiny(args[0].shape[1]), args[0]), *args[1:]
+            return stream_args(tiny(args[0].shape[1])[: len(args[0])], args) if part in canonical else None
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
-            layer, part = _split(name)
+            layer, part = split(name)
             if part in canonical:
                 x = tiny(args[0].shape[1])[: len(output[0])]
                 expected = self.reference.run_norm(layer, canonical[part], x)
@@ -149,37 +128,37 @@ class Bench:
         with self.loop.runner.tap(before, after):
             self.loop.scorer().run([self.ids], None, lambda *_: None, lambda _, place: place in wanted)
 
-    def _feed(self, state: _Walk, name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _feed(self, state: Walk, name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The reference's inputs for a module; None leaves it alone."""
-        layer, part = _split(name)
+        layer, part = split(name)
         if part == "attn_norm" and layer is not None:
             previous = state.trace
             state.enter(layer)
             if previous is None:
-                return _stream_args(state.stream, args)
+                return stream_args(state.stream, args)
             return (
-                _like(previous["down"].output, args[0]),
-                _like(previous["post_attn_residual"].output, args[0]),
+                like(previous["down"].output, args[0]),
+                like(previous["post_attn_residual"].output, args[0]),
                 *args[2:],
             )
         if name == "norm" and state.trace is not None:
             last = state.trace
             state.leave()
             branch, residual = (last[n].output[self.rows] for n in ("down", "post_attn_residual"))
-            return _like(branch, args[0]), _like(residual, args[0]), *args[2:]
+            return like(branch, args[0]), like(residual, args[0]), *args[2:]
         if name == "head":
-            return _like(state.final()["final_norm"].output, args[0]), *args[1:]
+            return like(state.final()["final_norm"].output, args[0]), *args[1:]
         trace = state.trace
         if layer is None or trace is None:
             return None
         if part == "mlp_norm":
-            return _like(trace["o_proj"].output, args[0]), _like(state.stream, args[0]), *args[2:]
-        given = _inputs(part, trace)
-        return None if given is None else (_like(given, args[0]), *args[1:])
+            return like(trace["o_proj"].output, args[0]), like(state.stream, args[0]), *args[2:]
+        given = inputs(part, trace)
+        return None if given is None else (like(given, args[0]), *args[1:])
 
-    def _judge(self, state: _Walk, name: str, args: tuple[Any, ...], output: Any) -> None:
+    def _judge(self, state: Walk, name: str, args: tuple[Any, ...], output: Any) -> None:
         """Compare what a module put out."""
-        layer, part = _split(name)
+        layer, part = split(name)
         if name == "embed":
             self._note(name, None, "embed", "embed", output, state.stream)
         elif name == "norm":
@@ -199,10 +178,10 @@ class Bench:
             expected = trace["post_attn_residual"].output
             self._note(f"{where}.attn.residual", layer, "attn.residual", "post_attn_residual", output[1], expected)
             self._note(name, layer, part, "mlp_norm", output[0], trace["mlp_norm"].output)
-        elif part in _OUTPUTS:
+        elif part in OUTPUTS:
             parent = name.rpartition(".")[0]
-            names = [n for n in _OUTPUTS[part] if n in trace]
-            for piece, canonical in zip(_pieces(output, [trace[n].output for n in names]), names, strict=True):
+            names = [n for n in OUTPUTS[part] if n in trace]
+            for piece, canonical in zip(pieces(output, [trace[n].output for n in names]), names, strict=True):
                 label = f"{canonical}_proj" if len(names) > 1 else part.rpartition(".")[2]
                 path = f"{parent}.{label}"
                 self._note(path, layer, path.removeprefix(where + "."), canonical, piece, trace[canonical].output, name)
@@ -256,105 +235,3 @@ def layer_bound(dtype: str, recipe: str, length: int) -> Bound:
     return Bound(
         root * max(b.rel_l2 for b in parts), root * max(b.max_rel for b in parts), 2 * max(b.gain for b in parts)
     )
-
-
-@dataclass
-class _Other:
-    """A sequence that only travels along: its residual stream [T, H] and the length of its prompt."""
-
-    stream: torch.Tensor
-    prompt: int
-
-
-class _Walk:
-    """The reference, layer by layer, as the engine's forward reaches it; one layer's weights and trace in memory."""
-
-    def __init__(
-        self, reference: Reference, x: torch.Tensor, rows: Sequence[int], others: Sequence[_Other] = ()
-    ) -> None:
-        self.reference = reference
-        self.stream = x
-        self.streams = [x]
-        self.trace: LayerTrace | None = None
-        self._rows = list(rows)
-        self._others = others
-        self._head: HeadTrace | None = None
-
-    def enter(self, layer: int) -> None:
-        """Go on to a layer: the stream becomes the previous one's output."""
-        self.leave()
-        weights = self.reference.layer_weights(layer)
-        self.trace = self.reference.run_layer(layer, weights, self.stream, len(self.stream))
-        for other in self._others:
-            other.stream = self.reference.run_layer(layer, weights, other.stream, other.prompt)["output"].output
-
-    def leave(self) -> None:
-        if self.trace is not None and self.stream is not self.trace["output"].output:
-            self.stream = self.trace["output"].output
-            self.streams.append(self.stream)
-
-    def final(self) -> HeadTrace:
-        """Final norm and logits of the rows that are judged."""
-        if self._head is None:
-            self._head = self.reference.head(self.stream[self._rows])
-        return self._head
-
-
-# engine module → the reference's names for its output, in the order they lie side by side
-_OUTPUTS = {
-    "attn.qkv_proj": ("q", "k", "v"),
-    "attn.mix": ("attn",),
-    "attn.o_proj": ("o_proj",),
-    "mlp.gate_up_proj": ("gate", "up"),
-    "mlp.fc_proj": ("fc",),
-    "mlp.act": ("act",),
-    "mlp.down_proj": ("down",),
-}
-
-
-def _inputs(part: str, trace: LayerTrace) -> torch.Tensor | None:
-    """What the reference's module read."""
-    if part == "attn.qkv_proj":
-        return trace["input_norm"].output
-    if part == "attn.rotate":
-        return torch.cat([trace[n].output for n in ("q", "k", "v")], -1)
-    if part == "attn.mix":
-        return trace["q_rot"].output if "q_rot" in trace else trace["q"].output
-    if part == "attn.o_proj":
-        return trace["attn"].output
-    if part in ("mlp.gate_up_proj", "mlp.fc_proj"):
-        return trace["mlp_norm"].output
-    if part == "mlp.act":
-        return torch.cat([trace[n].output for n in ("gate", "up", "fc") if n in trace], -1)
-    return trace["act"].output if part == "mlp.down_proj" else None
-
-
-def _pieces(output: torch.Tensor, expected: list[torch.Tensor]) -> list[torch.Tensor]:
-    flat = output.reshape(output.shape[0], -1)
-    widths = [e.shape[-1] for e in expected]
-    # a fused output of another width than the reference's cannot be cut: compare as it is and fail by shape
-    return list(flat.split(widths, -1)) if sum(widths) == flat.shape[-1] else [flat] * len(expected)
-
-
-def _stream_args(stream: torch.Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(x, residual, …) of a norm so that their sum is exactly ``stream`` in the engine's dtype."""
-    x, residual = args[0], args[1]
-    given = _like(stream, x)
-    if residual is None:
-        return given, None, *args[2:]
-    return torch.zeros_like(given), given, *args[2:]
-
-
-def _like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """``value`` as the engine would hold it: dtype, device and layout of ``model``."""
-    return (
-        value.to(device=model.device, dtype=model.dtype).reshape(value.shape[0], *model.shape[1:]).contiguous().clone()
-    )
-
-
-def _split(name: str) -> tuple[int | None, str]:
-    """("layers.3.attn.o_proj") → (3, "attn.o_proj")."""
-    parts = name.split(".", 2)
-    if parts[0] == "layers" and len(parts) == 3:
-        return int(parts[1]), parts[2]
-    return None, name

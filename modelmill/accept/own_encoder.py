@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from modelmill.accept.engine import Finding
+from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.own import central_gain
 from modelmill.accept.reference import Affine

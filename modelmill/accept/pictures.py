@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelmill.accept.engine import Finding
+from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.own import central_gain
 from modelmill.accept.own_encoder import OwnMatrices

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from modelmill.accept.cost import cost_rows
-from modelmill.accept.engine import Bench, Finding
+from modelmill.accept.engine import Bench
+from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
 from modelmill.accept.own import is_low_bit, own_reference, spoken, true_streams, weight_rows
 from modelmill.accept.reference import Reference, open_reference

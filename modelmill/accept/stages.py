@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelmill.accept.engine import Finding
+from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.reference.stage import Norm, Stage
 from modelmill.accept.tolerances_segment import ROUNDED, stage_bound

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from modelmill.runtime.batch import Batch, Layout, Packer
+from modelmill.runtime.batch import Batch, Packer
+from modelmill.runtime.layout import Layout
 
 # What a graph ends with: ids by argmax, ids drawn as the batch says, or logits for what needs tables of its own.
 GREEDY, DRAWN, LOGITS = "greedy", "drawn", "logits"

@@ -28,7 +28,7 @@ from modelmill.ops.shelf import resolve
 from modelmill.ops.tuning import Tuning
 from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import memory
-from modelmill.runtime.batch import Layout, Packer
+from modelmill.runtime.batch import Packer
 from modelmill.runtime.check import Bounds
 from modelmill.runtime.device import devices, use_threads
 from modelmill.runtime.device import pick_device as pick_device
@@ -36,6 +36,7 @@ from modelmill.runtime.entry import Entry
 from modelmill.runtime.eyes import Eyes
 from modelmill.runtime.flight import Flight
 from modelmill.runtime.graph import Graphs
+from modelmill.runtime.layout import Layout
 from modelmill.runtime.ledger import Ledger
 from modelmill.runtime.load import load, part_of
 from modelmill.runtime.pace import mixed_tokens

@@ -9,8 +9,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from modelmill.runtime.batch import Batch, Layout, Views
+from modelmill.runtime.batch import Batch
 from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS
+from modelmill.runtime.layout import Layout, Views
 
 FORWARD, COPY, END = "forward", "copy", "end"
 KINDS = (FORWARD, GREEDY, DRAWN, LOGITS, COPY, END)

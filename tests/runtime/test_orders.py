@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.runtime.batch import Layout
+from modelmill.runtime.layout import Layout
 from modelmill.runtime.orders import HEADER, KINDS, Order
 
 count = st.integers(0, 1 << 40)

@@ -1,0 +1,29 @@
+"""One comparison of the engine with the reference, and whether it is within its bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from modelmill.accept.metrics import Row
+from modelmill.accept.tolerances import Bound
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison against its bound. layer None: embedding, final norm, head. name: the engine's module path."""
+
+    name: str
+    layer: int | None
+    module: str
+    row: Row
+    bound: Bound
+
+    @property
+    def ok(self) -> bool:
+        """Whether the row is within its published bound."""
+        return not self.bound.broken_by(self.row)
+
+    @property
+    def tolerance(self) -> float:
+        """The bound on max_abs: the published share of the reference tensor's scale."""
+        return self.bound.max_rel * self.row.scale
