@@ -128,7 +128,14 @@ class _Words:
 
 
 def _compiled(grammar: Grammar, lib: Any) -> str:
-    """llguidance's own form."""
+    """llguidance's own form. Raises RequestError, for what the library cannot even read, too."""
+    try:
+        return _form(grammar, lib)
+    except ValueError as error:  # a number beyond its 64 bits, text that is no Unicode
+        raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(str(error))}") from None
+
+
+def _form(grammar: Grammar, lib: Any) -> str:
     if len(grammar.text) > LONGEST:
         raise RequestError(f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters, up to {LONGEST} are taken")
     if grammar.kind == "regex":

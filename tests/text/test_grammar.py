@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
@@ -76,6 +78,8 @@ def test_an_answer_without_an_end_is_refused(guides: grammars.Guides) -> None:
     [
         ("regex", "("), ("regex", "x" * 300000), ("json", "{"), ("json", "[]"), ("json", '{"type": "odd"}'),
         ("choice", "[]"), ("choice", "{}"), ("choice", "[1]"), ("lark", "nothing"), ("json", "[" * 10**5),
+        ("json", '{"x": -1180591620717411303424}'), ("json", '{"maximum": 1e999}'),
+        ("json", r'{"title": "\ud800"}'), ("regex", "\ud800"), ("lark", "\ud800"), ("choice", r'["\ud800"]'),
     ],
 )  # fmt: skip
 def test_what_is_no_grammar(kind: str, text: str) -> None:
@@ -83,3 +87,21 @@ def test_what_is_no_grammar(kind: str, text: str) -> None:
         grammars.check(Grammar(kind, text))
     assert "\n" not in str(told.value)
     assert len(str(told.value)) < 400
+
+
+WORDS = ["type", "properties", "items", "enum", "const", "anyOf", "$ref", "pattern", "minimum", "required"]
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["object", "#", "\ud800", "é"])
+KEYS = st.sampled_from(WORDS) | st.text(max_size=4)
+ANY = st.recursive(LEAVES, lambda of: st.lists(of, max_size=3) | st.dictionaries(KEYS, of, max_size=3))
+
+
+@settings(deadline=None, max_examples=200)
+@given(schema=st.dictionaries(KEYS, ANY, max_size=3))
+def test_any_object_is_a_schema_or_refused_in_a_line(schema: dict[str, Any]) -> None:
+    said = ""
+    try:
+        grammars.check(Grammar("json", json.dumps(schema)))
+    except RequestError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 400
