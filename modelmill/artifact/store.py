@@ -25,6 +25,7 @@ from modelmill.core.errors import ArtifactError, CorruptArtifact, UsageError
 
 ACCEPTANCE = "acceptance.json"
 TOKENIZER = "tokenizer"
+STAGING = ".staging"
 _JOURNAL = "journal.json"
 
 
@@ -93,7 +94,7 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
         hint = "it does not exist" if not path.exists() else f"it has no {NAME}"
         target = "ENGINE" if path.exists() else path
         raise ArtifactError(f"{path} is not an engine ({hint}); make one with: modelmill build CHECKPOINT -o {target}")
-    if path.name.endswith(".staging") and not staged:
+    if path.name.startswith(".") and path.name.endswith(STAGING) and not staged:
         raise ArtifactError(f"{path} is an unfinished build; run the build again to finish it")
     manifest = Manifest.from_json((path / NAME).read_text(errors="replace"), str(path))
     for name, entry in manifest.files.items():
@@ -108,11 +109,14 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
 
 
 class Staging:
-    """An engine in the making. ``key`` names what is being built: files of another key are thrown away."""
+    """An engine in the making. ``key`` names what is being built: files of another key are thrown away.
+
+    target: where the engine will stand; a link stays, what it points to is replaced.
+    """
 
     def __init__(self, target: Path, key: str) -> None:
-        self.target = target
-        self.path = target.parent / f".{target.name}.staging"
+        self.target = target = Path(os.path.realpath(target))
+        self.path = target.parent / f".{target.name}{STAGING}"
         self._key = key
         self._lock: Any = None
         self.done: dict[str, dict[str, Any]] = {}
@@ -123,9 +127,10 @@ class Staging:
         Raises UsageError where the target is something else than an engine, ArtifactError where another build runs
         or the disk does not let us.
         """
+        if self.target == Path.cwd():
+            raise UsageError(f"{self.target} is the folder you are in, which cannot be replaced; choose another -o")
         try:
-            foreign = not is_engine(self.target) and (self.target.is_file() or any(_entries(self.target)))
-            if foreign:
+            if not _replaceable(self.target):
                 raise UsageError(f"{self.target} exists and is not an engine; choose another -o or remove it")
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = (self.target.parent / f".{self.target.name}.lock").open("w")
@@ -142,7 +147,11 @@ class Staging:
             raise ArtifactError(
                 f"another build of {self.target} is running; wait for it or choose another -o"
             ) from None
-        self._resume()
+        try:
+            self._resume()
+        except OSError as error:
+            self.close()
+            raise ArtifactError(f"cannot write beside {self.target}: {error.strerror}; choose another -o") from None
 
     def _resume(self) -> None:
         journal = self.path / _JOURNAL
@@ -184,9 +193,19 @@ class Staging:
     def publish(self) -> None:
         """Move the finished engine to its place in one step; an older engine there is replaced.
 
-        Only where the file system cannot exchange two names is there a moment with no engine at its place.
+        Only where the file system cannot exchange two names is there a moment with no engine at its place. Raises
+        ArtifactError where the place cannot be taken; the next build then only has to move.
         """
         (self.path / _JOURNAL).unlink(missing_ok=True)
+        try:
+            self._move()
+        except OSError as error:
+            self._note()
+            raise ArtifactError(
+                f"the engine cannot be moved to {self.target}: {error.strerror}; build it again with another -o"
+            ) from None
+
+    def _move(self) -> None:
         old = self.target.parent / f".{self.target.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if not self.target.exists():
@@ -195,7 +214,11 @@ class Staging:
             self.discard()  # the older engine now; without its journal no build would go on with it
         else:
             os.rename(self.target, old)
-            os.rename(self.path, self.target)
+            try:
+                os.rename(self.path, self.target)
+            except OSError:
+                os.rename(old, self.target)
+                raise
             shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
@@ -214,9 +237,22 @@ class Staging:
         _write(self.path / _JOURNAL, json.dumps({"key": self._key, "files": self.done}).encode())
 
 
-def _entries(folder: Path) -> Iterator[Path]:
-    """What lies in a folder; nothing where there is none."""
-    return folder.iterdir() if folder.exists() else iter(())
+def _replaceable(target: Path) -> bool:
+    """Whether a build may take this place: nothing is there, or an engine of any version, damaged or not.
+
+    Other things have a manifest.json as well, so it has to be one of ours. Raises OSError.
+    """
+    if not target.exists():
+        return True
+    if not target.is_dir():
+        return False
+    if not is_engine(target):
+        return not any(target.iterdir())
+    try:
+        manifest = json.loads((target / NAME).read_bytes())
+    except (ValueError, RecursionError):
+        return (target / "weights").is_dir()
+    return isinstance(manifest, dict) and {"schema", "packing", "files"} <= manifest.keys()
 
 
 def _same(path: Path, entry: Mapping[str, Any]) -> bool:
