@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelmill.answer import Answer, Delta
 from modelmill.artifact.manifest import check_kind
@@ -20,6 +20,9 @@ from modelmill.core.types import SamplingParams
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language, Messages, Prompt
 from modelmill.runtime.loop import Loop
+
+if TYPE_CHECKING:
+    from modelmill.build.plan import Plan
 
 
 class LLM:
@@ -177,11 +180,12 @@ def build_engine(
     progress: Callable[[str, int, int], None] | None = None,
     check: bool = True,
     tune: bool = True,
+    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where it is refused.
 
     delta, vision: as open_checkpoint takes them. tune: time launch sizes on the GPU that it is built for, where there
-    is one, and keep the best in the engine.
+    is one, and keep the best in the engine. plan: what was decided already, of this checkpoint and config.
     """
     from modelmill.accept.run import accept
     from modelmill.build.builder import build
@@ -189,7 +193,8 @@ def build_engine(
     from modelmill.build.rehearsal import tune as rehearse
     from modelmill.checkpoint.open import open_checkpoint
 
-    plan = make_plan(open_checkpoint(Path(checkpoint), delta=delta, vision=vision), config or BuildConfig())
+    if plan is None:
+        plan = make_plan(open_checkpoint(Path(checkpoint), delta=delta, vision=vision), config or BuildConfig())
 
     def judge(staged: Path, judged: Any) -> dict[str, Any]:
         return accept(staged, judged.checkpoint, progress=progress)
@@ -217,7 +222,7 @@ def cached_engine(
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"
     if not is_engine(engine):
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
-        build_engine(checkpoint, engine, config, progress=progress, tune=False)
+        build_engine(checkpoint, engine, config, progress=progress, tune=False, plan=plan)
     return engine
 
 

@@ -26,6 +26,7 @@ from modelmill.ops import shelf
 from modelmill.quant.block import SITES, Block, Flow, Heads
 from modelmill.quant.search import FORMS, WHOLE, Option, choose, hold_all
 from modelmill.weights.dense import Held as Dense
+from modelmill.weights.held import HeldWeight, pack
 
 AUTO = "auto"
 LENGTH = 128
@@ -124,14 +125,18 @@ class Walk:
         if self.sizes.tied:
             self.model.head.held = Dense(self.model.embed.weight)
 
-    def logits(self, flow: Flow) -> Iterator[torch.Tensor]:
-        """[rows, V] of all tokens at the end, some rows at a time."""
+    def logits(self, flow: Flow, head: HeldWeight | None = None) -> Iterator[torch.Tensor]:
+        """[rows, V] of all tokens at the end, some rows at a time. head: in the place of the checkpoint's."""
+        whole = self.model.head.held
         for batch in flow.batches:
             x, _ = self.model.norm(
                 batch.x.clone(), None if batch.residual is None else batch.residual.clone(), batch.step
             )
             for part in x.split(ROWS):
-                yield self.model.head(part, batch.step)
+                self.model.head.held = whole if head is None else head
+                logits = self.model.head(part, batch.step)
+                self.model.head.held = whole
+                yield logits
 
     def put(self, prefix: str) -> None:
         """Fill what the prefix names, in float32."""
@@ -189,7 +194,7 @@ def search(
     for number in range(ROUNDS):
         chosen = choose(options, budget)
         told("auto: the choice as a whole", number, ROUNDS)
-        found = together(walk, start.fork(), [option.form for option in chosen], energy)
+        found = together(walk, start.fork(), [option.form for option in chosen], energy, config.quantize_head)
         strain = limits.strain(found)
         if strain <= 1 and (best is None or _size(chosen) < _size(best[0])):
             best = (chosen, found)
@@ -198,8 +203,13 @@ def search(
         budget *= min(max(0.97 / max(strain, 1e-9), 0.25), 2.0)
         if best is not None and strain > 1 and number >= 3:
             break
-    if best is None:  # nothing rounded holds: whole layers always do
-        best = ([next(o for o in each if o.form == WHOLE) for each in options], Measured(0.0, 0.0))
+    if best is None:  # nothing rounded holds: whole layers do, and cost nothing but for a rounded head
+        kept, found = [next(o for o in each if o.form == WHOLE) for each in options], Measured(0.0, 0.0)
+        if config.quantize_head:
+            found = together(walk, start.fork(), [WHOLE] * len(kept), energy, head=True)
+        if limits.strain(found) > 1:
+            raise UsageError("the head in int8 costs more than the limit by itself; leave --quantize-head out")
+        best = (kept, found)
     told("auto: the choice as a whole", ROUNDS, ROUNDS)
     return best[0], options, best[1]
 
@@ -240,8 +250,10 @@ def _alone(walk: Walk, whole: Flow, few: Flow, told: Progress) -> tuple[list[lis
     return options, energy
 
 
-def together(walk: Walk, whole: Flow, forms: Sequence[str], energy: Sequence[Mapping[str, Any]]) -> Measured:
-    """The whole model against the one with every layer in its form, on all tokens."""
+def together(
+    walk: Walk, whole: Flow, forms: Sequence[str], energy: Sequence[Mapping[str, Any]], head: bool = False
+) -> Measured:
+    """The whole model against the one with every layer in its form, on all tokens. head: in int8, too."""
     other = whole.fork()
     for index, block in enumerate(walk.layers()):
         whole.run(block)
@@ -249,10 +261,11 @@ def together(walk: Walk, whole: Flow, forms: Sequence[str], energy: Sequence[Map
         hold_all(block, forms[index], energy[index], dense)
         other.run(block)
     walk.head()
+    rounded = pack("int8", walk.model.head.held.dense(), torch.float32) if head else None
     kls, rises = [], []
     targets = torch.cat([_next_ids(batch.step) for batch in whole.batches])
     first = 0
-    for a, b in zip(walk.logits(whole), walk.logits(other), strict=True):
+    for a, b in zip(walk.logits(whole), walk.logits(other, rounded), strict=True):
         right, ours = a.double().log_softmax(-1), b.double().log_softmax(-1)
         kls.append((right.exp() * (right - ours)).sum(-1))
         came = targets[first : first + len(a)]

@@ -145,8 +145,8 @@ def _manifest(plan: Plan, staging: Staging, progress: Progress | None) -> Manife
         "container": plan.checkpoint.container,
         "fingerprint": plan.checkpoint.fingerprint(told),
     }
-    if plan.calibration is not None:
-        source["calibration"] = plan.calibration.facts()
+    if plan.read is not None:
+        source["calibration"] = plan.read.facts()
     return Manifest(
         schema=SCHEMA,
         kind=plan.kind,

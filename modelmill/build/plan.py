@@ -42,7 +42,7 @@ class Plan:
     """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it was.
 
     recipe: how linears are quantized, None where they are kept. calibration: what it takes statistics on, if any.
-    found: what ``-q auto`` measured.
+    found: what ``-q auto`` measured. chosen_on: the text that it measured on.
     """
 
     checkpoint: Checkpoint
@@ -56,6 +56,12 @@ class Plan:
     recipe: Recipe | None = None
     calibration: Source | None = None
     found: Found | None = None
+    chosen_on: Source | None = None
+
+    @property
+    def read(self) -> Source | None:
+        """The text that anything of the engine follows from: no evaluation may be done on it."""
+        return self.calibration or self.chosen_on
 
     def recipe_of(self, module: str) -> Recipe:
         """What quantizes a linear module, or a layer ("layers.3.")."""
@@ -222,7 +228,8 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
     length = config.max_model_len or sizes.max_len
     if length > limit:
         raise UsageError(f"--max-model-len {length} is more than this model computes ({limit})")
-    source = find_source(config, length) if recipe is not None and recipe.calibrated else None
+    calibrated = recipe is not None and recipe.calibrated
+    source = find_source(config, length) if calibrated or found is not None else None
     if source is not None and has_eyes(checkpoint.tokenizer_files()):
         source = with_pictures(source)
     config, reasons = resolved(checkpoint, config, recipe, source)
@@ -241,7 +248,10 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
         copy = Resolved("head.weight", embed.resolved.sources, embed.resolved.how)
         pieces = (*pieces, piece_of(checkpoint, config, copy, "head", how_held(recipe, config, "head")))
         aliases = {}
-    return Plan(checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, source, found)
+    calibration, chosen_on = source if calibrated else None, source if found is not None else None
+    return Plan(
+        checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, calibration, found, chosen_on
+    )
 
 
 def _still_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, sizes: Any) -> Plan:

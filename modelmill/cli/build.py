@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +81,6 @@ def run(args: Args) -> int:
     checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
     with progress("planning", quiet=args.json) as told:
         made = make_plan(checkpoint, args.build, told)
-    # what auto has chosen is not searched for again
-    build = replace(args.build, layer_recipes=made.config.layer_recipes)
     plan = made.describe()
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
@@ -100,8 +98,9 @@ def run(args: Args) -> int:
                 "progress": told,
                 "check": args.check,
                 "tune": args.tune,
+                "plan": made,
             }
-            report = build_engine(source, args.output, build, **how)
+            report = build_engine(source, args.output, args.build, **how)
     except KeyboardInterrupt:
         note("stopped; the same command goes on from here")
         raise

@@ -10,7 +10,7 @@ are; so do the attention probabilities and the KV cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,9 +75,13 @@ class Recipe:
             if self.mode != "exact":
                 raise UsageError(f"--copies {asked}: is for --mode exact, not {self.mode}; leave it out")
             self._heavy = Recipe(config, asked)
+        # nothing is known of what the head will read: its inputs are scaled as they come
+        self._head = self if self.mode == "dynamic" else Recipe(replace(config, mode="dynamic", copies=None))
 
     def of(self, module: str) -> Recipe:
         """The recipe of a linear module by its name: R5's inputs have heavy tails."""
+        if module == "head":
+            return self._head
         return self._heavy if module.endswith("mlp.down_proj") else self
 
     def prepare(self, block: Block, statistics: Mapping[str, Statistics], dtype: torch.dtype) -> Prepared:  # noqa: ARG002

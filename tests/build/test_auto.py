@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.artifact.store import open_artifact
+from modelmill.build.builder import build
 from modelmill.build.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.eval.texts import refuse_calibration
 from modelmill.quant.search import FORMS, WHOLE, Option, choose, rounded
 from tests.accept.judged import judged, save_tiny
 
@@ -123,6 +126,32 @@ def test_layers_without_int4_need_no_calibration(llama: Path, tmp_path: Path) ->
     report, written = judged(llama, tmp_path / "e", "float32", "auto", layer_recipes={"0": "int8"})
     assert written, report.get("reason")
     assert open_artifact(tmp_path / "e").manifest.weights["layers.1.attn.qkv_proj"] == "dense"
+
+
+def test_what_the_choice_was_made_on_is_no_text_to_be_judged_by(shared: Path, tmp_path: Path) -> None:
+    """Though int8 takes no statistics, the file decided which layers are int8."""
+    text = tmp_path / "calibration.jsonl"
+    text.write_text("".join(json.dumps({"text": f"Once upon a time {i} there was a cat."}) + "\n" for i in range(99)))
+    stories = shared / "data/models/stories260K"
+    made = plan(stories, max_kl=1e-4, calibration=str(text))
+    assert set(made.config.layer_recipes.values()) <= {"int8", WHOLE}
+    assert made.calibration is None
+    assert "not used" not in made.reasons["calibration"]
+    build(made, tmp_path / "e", None)
+    with pytest.raises(UsageError, match="calibrat"):
+        refuse_calibration(text, open_artifact(tmp_path / "e").manifest.source)
+    # forms that were given by hand follow from no text
+    by_hand = plan(stories, layer_recipes={"0": "int8"}, calibration=str(text))
+    assert by_hand.read is None
+
+
+def test_a_rounded_head_is_within_the_limit(llama: Path) -> None:
+    for limit in (1e-1, 1e-2):
+        made = plan(llama, max_kl=limit, quantize_head=True)
+        assert made.found is not None
+        assert 0 < made.found.whole.kl <= limit
+    with pytest.raises(UsageError, match="--quantize-head"):
+        plan(llama, max_kl=1e-9, quantize_head=True)
 
 
 @pytest.mark.parametrize(

