@@ -130,10 +130,11 @@ def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
 
 def _check_range(tensor: torch.Tensor, piece: Piece, plan: Plan) -> None:
     if tensor.is_floating_point() and tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
-        raise CorruptCheckpoint(
-            f"{', '.join(piece.resolved.sources)} overflows in {plan.config.dtype}; "
-            "build with --dtype bfloat16 or float32"
-        )
+        what = ", ".join(piece.resolved.sources)
+        if piece.held not in (None, "dense"):
+            kept = str(tensor.dtype).removeprefix("torch.")
+            raise CorruptCheckpoint(f"{what}: scales of {piece.held} overflow in {kept}; build with -q int8 or none")
+        raise CorruptCheckpoint(f"{what} overflows in {plan.config.dtype}; build with --dtype bfloat16 or float32")
 
 
 def _manifest(plan: Plan, staging: Staging, progress: Progress | None) -> Manifest:

@@ -51,7 +51,7 @@ def resolved(
 ) -> tuple[BuildConfig, dict[str, str]]:
     """The options with no "auto" left, and why each became what it is. Raises UsageError for a file that is missing.
 
-    ``-q auto`` and ``keep`` are resolved before (``auto``, ``keep``); source: what the recipe is calibrated or chosen on.
+    ``-q auto`` and ``keep`` are resolved before (``auto``, ``keep``). source: what it is calibrated or chosen on.
     """
     reasons = {}
     target, dtype = config.target, config.dtype

@@ -87,7 +87,7 @@ class BuildConfig:
     )
     target: str = option("auto", "device the engine is laid out for", choices=("auto", *TARGETS))
     kernels: Mapping[str, str] = option(factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",))
-    seed: int = option(0, "seed of everything random in a build")
+    seed: int = option(0, "seed of the random ids that a checkpoint without a tokenizer is calibrated on")
 
     def __post_init__(self) -> None:
         _choice(self, "dtype", ("auto", *DTYPES))

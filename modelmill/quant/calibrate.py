@@ -29,7 +29,10 @@ def check_ids(ids: Sequence[Sequence[int]], vocab: int, name: str = "the calibra
     if not ids or not total:
         raise UsageError(f"{name} is empty: no text in it gives a token; give one that has texts, or none for our own")
     if total < LEAST_TOKENS:
-        raise UsageError(f"{name} is too short: {total} tokens, at least {LEAST_TOKENS} are needed; give more text")
+        raise UsageError(
+            f"{name} is too short: {total} tokens are read, at least {LEAST_TOKENS} are needed; give more text, or a "
+            "larger --calibration-samples, --calibration-length or --max-model-len"
+        )
     if any(not 0 <= i < vocab for one in ids for i in one):
         raise UsageError(f"{name} holds token ids outside 0…{vocab - 1}: it is of another tokenizer")
 

@@ -13,7 +13,8 @@ import torch
 
 from modelmill.core.config import METHODS, BuildConfig
 from modelmill.quant.awq import scale_block
-from modelmill.quant.block import Block
+from modelmill.quant.block import SITES, Block
+from modelmill.quant.calibrate import output_error
 from modelmill.quant.gptq import damped, gptq, refine
 from modelmill.quant.grid import QUICK, find_grid
 from modelmill.quant.recipe import Prepared, Statistics
@@ -38,8 +39,13 @@ class Recipe:
         self.prepares = self.method.startswith("awq")
 
     def prepare(self, block: Block, statistics: Mapping[str, Statistics], dtype: torch.dtype) -> Prepared:
-        """AWQ's scales."""
-        return scale_block(block, statistics, self._clipped, dtype) if self.prepares else Prepared()
+        """AWQ's scales. What rounding costs without them is told as "before": seen later, it would count their gain."""
+        if not self.prepares:
+            return Prepared()
+        before = {site: self._nearest(block.linear(site).held.dense(), statistics[site]) for site in SITES}
+        done = scale_block(block, statistics, self._clipped, dtype)
+        done.facts = {site: {**done.facts.get(site, {}), "before": before[site]} for site in SITES}
+        return done
 
     def hold(self, weight: torch.Tensor, statistics: Statistics | None) -> HeldWeight:
         """[N, K] float32 → int4."""
@@ -54,6 +60,9 @@ class Recipe:
             codes = gptq(weight, hessian, grid)
             codes, grid = refine(weight, hessian, codes, grid, symmetric=self.symmetric, sweeps=SWEEPS)
         return Held.from_codes(codes, grid.scale, None if self.symmetric else grid.offset, group)
+
+    def _nearest(self, weight: torch.Tensor, statistics: Statistics) -> float:
+        return output_error(weight, Held.pack(weight, torch.float32, **self.layout), statistics)
 
     def _clipped(self, weight: torch.Tensor, statistics: Statistics) -> torch.Tensor:
         """A weight rounded with ranges searched in haste, for AWQ's search."""

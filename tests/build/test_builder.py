@@ -159,6 +159,15 @@ def test_float16_overflow_says_what_to_do(llama: Path, tmp_path: Path) -> None:
         make(llama, tmp_path / "e", dtype="float16")
 
 
+def test_scales_that_overflow_are_not_blamed_on_the_dtype(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 4e6
+    save_file(tensors, llama / "model.safetensors")
+    with pytest.raises(CorruptCheckpoint, match=r"scales of int4 overflow in float16.*-q int8"):
+        make(llama, tmp_path / "e", dtype="float32", quantization="int4", method="nearest")
+    make(llama, tmp_path / "e", dtype="float32", quantization="int8")
+
+
 def test_left_over_and_missing_tensors_are_named(llama: Path, tmp_path: Path) -> None:
     tensors = load_file(llama / "model.safetensors")
     tensors["model.layers.0.self_attn.mystery"] = torch.zeros(2)

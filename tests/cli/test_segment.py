@@ -246,6 +246,10 @@ def test_compare_judges_it_again(engine: Path, tmp_path: Path, capsys) -> None:
     assert execute(["compare", str(engine), str(small_file(tmp_path)), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "numerical noise"
     assert execute(["compare", str(engine), str(small_file(tmp_path, seed=1))]) == 1
+    assert "bug at" in capsys.readouterr().out.partition("why")[2]
+    for flag in (["--plot", str(tmp_path / "x.png")], ["--all"]):
+        assert execute(["compare", str(engine), str(small_file(tmp_path)), *flag]) == 2
+        assert "--plot and --all" in capsys.readouterr().err
 
 
 def test_nothing_there(engine: Path, tmp_path: Path, capsys) -> None:

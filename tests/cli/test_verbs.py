@@ -279,6 +279,17 @@ def test_compare(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> No
     assert "numerical noise" in text
 
 
+@pytest.mark.parametrize("flag", ["--max-num-batched-tokens", "--max-model-len", "--kv-cache-dtype", "--tp"])
+def test_compare_fixes_what_would_make_a_good_engine_differ(
+    cli: Cli, engine: Path, checkpoint: Path, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step shorter than the probe ended in a crash, rounded keys in a verdict against the engine."""
+    value = "int8" if "dtype" in flag else "40"
+    assert cli("compare", engine, checkpoint, flag, value)[0] == 2
+    monkeypatch.setenv(f"MODELMILL_{flag[2:].replace('-', '_').upper()}", value)
+    assert cli("compare", engine, checkpoint)[0] == 0
+
+
 def test_compare_with_a_changed_checkpoint_fails(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
