@@ -14,6 +14,7 @@ from torch import Tensor
 
 from modelmill.accept.own import LINEARS
 from modelmill.accept.reference import Reference
+from modelmill.accept.stages import short
 
 OUTLIERS = 4
 
@@ -52,10 +53,6 @@ def _facts(held: Any, right: Tensor, given: Tensor) -> dict[str, Any]:
     peak = given.abs().amax(0)
     median = float(peak.median().clamp(min=1e-30))
     channels = peak.argsort(descending=True)[:OUTLIERS].tolist()
-    outliers = [[channel, _short(float(peak[channel]) / median)] for channel in channels]
-    told = {"before": _short(error), "after": _short(error), "bits": round(8 * stored / right.numel(), 3)}
+    outliers = [[channel, short(float(peak[channel]) / median, 3)] for channel in channels]
+    told = {"before": short(error, 3), "after": short(error, 3), "bits": round(8 * stored / right.numel(), 3)}
     return told | {"outliers": outliers}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.3g}")

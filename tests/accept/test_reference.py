@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from modelmill.accept.reference import Reference, open_reference
-from modelmill.core.errors import RequestError, TensorMismatch, UnknownArchitecture
+from modelmill.core.errors import TensorMismatch, UnknownArchitecture
 from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint
+from tests.accept.whole import logits
 
 SMALL = {
     "vocab_size": 97,
@@ -106,7 +107,7 @@ def test_logits_equal_transformers(case: str, length: int) -> None:
     expected = logits_of(model, ids)
     assert expected.std() > 0.1
     for config in (model.config.to_dict(), raw_config(model, changes)):
-        torch.testing.assert_close(reference_of(model, config).forward(ids), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits(reference_of(model, config), ids), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama-dynamic", "llama", "mistral-window", "gpt2"])
@@ -122,7 +123,7 @@ def test_decode_equals_transformers_with_its_cache(case: str) -> None:
         for place in range(prompt, len(ids)):
             out = model(ids[None, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
             rows.append(out.logits[0])
-    ours = reference_of(model).forward(ids, prompt_length=prompt)
+    ours = logits(reference_of(model), ids, prompt_length=prompt)
     torch.testing.assert_close(ours, torch.cat(rows), atol=1e-4, rtol=0)
 
 
@@ -131,7 +132,7 @@ def test_names_without_the_outer_prefix() -> None:
     for kind, prefix in (("gpt2", "transformer."), ("llama", "model.")):
         model = original(kind, {})
         bare = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
-        ours = open_reference(memory_checkpoint(bare, model.config.to_dict())).forward(ids)
+        ours = logits(open_reference(memory_checkpoint(bare, model.config.to_dict())), ids)
         torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
@@ -174,7 +175,7 @@ def test_gguf_names_and_layout(case: str) -> None:
     kind, changes = CASES[case]
     model = original(kind, changes)
     ids = torch.randint(3, 97, (15,), generator=torch.Generator().manual_seed(5))
-    ours = open_reference(gguf_checkpoint(model, kind)).forward(ids)
+    ours = logits(open_reference(gguf_checkpoint(model, kind)), ids)
     torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
@@ -193,7 +194,7 @@ def test_gguf_rope_scaling(scaling: dict[str, Any]) -> None:
             "llama.rope.scaling.original_context_length": 24,
         }
     ids = torch.randint(3, 97, (30,), generator=torch.Generator().manual_seed(6))
-    ours = open_reference(checkpoint).forward(ids)
+    ours = logits(open_reference(checkpoint), ids)
     torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
@@ -213,9 +214,9 @@ def test_trace_names_order_and_shapes(case: str, modules: list[str]) -> None:
     reference = reference_of(model)
     ids = torch.tensor([3, 4, 5, 6, 7])
     seen: list[int] = []
-    reference.forward(ids, on_layer=lambda index, trace: seen.append(index))
+    logits(reference, ids, on_layer=lambda index, trace: seen.append(index))
     assert seen == [0, 1, 2]
-    trace = reference.layer(0, reference.embed(ids), prompt_length=5)
+    trace = reference.run_layer(0, reference.layer_weights(0), reference.embed(ids), 5)
     assert list(trace) == modules
     for name, (inputs, output) in trace.items():
         assert inputs, name
@@ -231,20 +232,11 @@ def test_one_layer_of_weights_at_a_time() -> None:
     checkpoint = memory_checkpoint(model.state_dict(), model.config.to_dict())
     reference = open_reference(checkpoint)
     edges: list[int] = []
-    reference.forward([4, 5, 6], on_layer=lambda index, trace: edges.append(len(checkpoint.raw.reads)))
+    logits(reference, [4, 5, 6], on_layer=lambda index, trace: edges.append(len(checkpoint.raw.reads)))
     reads = checkpoint.raw.reads
     for index, (start, stop) in enumerate(zip([1, *edges], edges, strict=False)):
         assert all(f"layers.{index}." in name for name in reads[start:stop])
     assert len(reads) == len(set(reads))
-
-
-def test_several_sequences_at_once_equal_each_alone() -> None:
-    model = original("llama", CASES["llama-dynamic"][1])
-    reference = reference_of(model)
-    sequences = [list(range(3, 33)), [9, 8, 7], list(range(40, 90))]
-    together = reference.forward_many(sequences, prompt_lengths=[None, 2, 30])
-    for ids, length, ours in zip(sequences, [None, 2, 30], together, strict=True):
-        assert torch.equal(ours, reference.forward(ids, prompt_length=length))
 
 
 def test_norm_probe_sees_the_epsilon() -> None:
@@ -263,9 +255,9 @@ def test_float64_agrees_with_float32() -> None:
     model = original("llama", {})
     checkpoint = memory_checkpoint(model.state_dict(), model.config.to_dict())
     ids = torch.arange(3, 30)
-    exact = open_reference(checkpoint, torch.float64).forward(ids)
+    exact = logits(open_reference(checkpoint, torch.float64), ids)
     assert exact.dtype == torch.float64
-    torch.testing.assert_close(open_reference(checkpoint).forward(ids).double(), exact, atol=2e-5, rtol=0)
+    torch.testing.assert_close(logits(open_reference(checkpoint), ids).double(), exact, atol=2e-5, rtol=0)
 
 
 def test_what_cannot_be_computed_says_so() -> None:
@@ -280,11 +272,7 @@ def test_what_cannot_be_computed_says_so() -> None:
     tensors = dict(model.state_dict())
     del tensors["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(TensorMismatch, match=r"layers\.1\.mlp\.up_proj"):
-        open_reference(memory_checkpoint(tensors, model.config.to_dict())).forward([3])
-    with pytest.raises(RequestError, match=r"0\.\.96"):
-        reference_of(model).forward([97])
-    with pytest.raises(RequestError, match="64 positions"):
-        reference_of(original("gpt2", {})).forward([3] * 65)
+        logits(open_reference(memory_checkpoint(tensors, model.config.to_dict())), [3])
 
 
 def test_stories_begin_as_known(shared: Path) -> None:
@@ -296,6 +284,6 @@ def test_stories_begin_as_known(shared: Path) -> None:
     reference = open_reference(memory_checkpoint(load_file(folder / "model.safetensors"), config))
     ids = [1]
     for _ in range(28):
-        ids.append(int(reference.forward(ids, prompt_length=1)[-1].argmax()))
+        ids.append(int(logits(reference, ids, prompt_length=1)[-1].argmax()))
     text = "".join(pieces[token] for token in ids[1:]).replace("▁", " ").strip()
     assert text.startswith("Once upon a time, there was a little girl named Lily.")

@@ -63,7 +63,6 @@ class DecoderReference(Reference):
         self.activation = ACTIVATIONS.get(str(config.get("hidden_act", "silu")))
         if self.activation is None:
             raise UnknownArchitecture(f"hidden_act {config['hidden_act']!r} is not known here")
-        self.vocab_size = source.shape(self.EMBEDDING)[0]
         if rope is None:
             length = int(config.get("max_position_embeddings") or LENGTHS[self.model_type])
             rope = rope_from_config(config, self._rotary_dim(), length)
@@ -106,6 +105,9 @@ class DecoderReference(Reference):
     def head_weight_name(self) -> str:
         tied = self.config.get("tie_word_embeddings", False) or not self.source.has("lm_head.weight")
         return self.EMBEDDING if tied else "lm_head.weight"
+
+    def tables(self) -> dict[str, str]:
+        return {"weight": self.EMBEDDING}
 
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
         return rms_norm(x, weights, eps)

@@ -13,7 +13,7 @@ and logn (absent in gpt2); ``attn`` is what enters o_proj; ``output`` is the res
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modelmill.accept.reference.source import Source
-from modelmill.core.errors import RequestError
 
 # Query rows handled at once: bounds the score matrix to QUERY_ROWS × T per head.
 QUERY_ROWS = 512
@@ -64,9 +63,7 @@ class Reference(ABC):
     """One checkpoint, computed plainly. Families fill in the weights and the layer."""
 
     num_layers: int
-    vocab_size: int
     hidden_size: int
-    max_length: int | None = None
     eps: float
     config: dict[str, Any]
 
@@ -106,6 +103,10 @@ class Reference(ABC):
     def head_weight_name(self) -> str:
         """Source name of the matrix that makes logits: lm_head's, or the embedding where they are tied."""
 
+    @abstractmethod
+    def tables(self) -> dict[str, str]:
+        """What an embedding adds up, by the engine's suffix: the source's names."""
+
     # -- what all families share -----------------------------------------------------------------------
     def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
         """The reference norm on any input [..., width]; tiny inputs (rms ≈ √eps) bring the epsilon to light."""
@@ -114,11 +115,6 @@ class Reference(ABC):
     def normed_heads(self, index: int, flat: Tensor) -> Tensor | None:  # noqa: ARG002
         """Queries [T, heads·dim] after a norm per head and the rotation; None where the family norms no heads."""
         return None
-
-    @torch.no_grad()
-    def layer(self, index: int, x: Tensor, *, prompt_length: int) -> LayerTrace:
-        """Layer ``index`` on its input x [T, hidden]: every module's inputs and output, in order."""
-        return self.run_layer(index, self.layer_weights(index), x.to(self.dtype), prompt_length)
 
     @torch.no_grad()
     def head(self, x: Tensor) -> HeadTrace:
@@ -130,48 +126,6 @@ class Reference(ABC):
             "final_norm": ModuleIO((x,), normed),
             "logits": ModuleIO((normed,), torch.cat(blocks, dim=-1)),
         }
-
-    @torch.no_grad()
-    def forward(
-        self,
-        ids: Tensor | Sequence[int],
-        *,
-        prompt_length: int | None = None,
-        on_layer: Callable[[int, LayerTrace], None] | None = None,
-    ) -> Tensor:
-        """Logits [T, vocab] of a whole sequence whose first ``prompt_length`` tokens were one prefill."""
-        return self.forward_many([ids], prompt_lengths=[prompt_length], on_layer=on_layer)[0]
-
-    @torch.no_grad()
-    def forward_many(
-        self,
-        sequences: Sequence[Tensor | Sequence[int]],
-        *,
-        prompt_lengths: Sequence[int | None] | None = None,
-        on_layer: Callable[[int, LayerTrace], None] | None = None,
-    ) -> list[Tensor]:
-        """``forward`` for several sequences of their own lengths, reading each layer's weights once."""
-        tokens = [torch.as_tensor(ids, dtype=torch.long) for ids in sequences]
-        given = prompt_lengths or [None] * len(tokens)
-        lengths = [len(ids) if length is None else length for ids, length in zip(tokens, given, strict=True)]
-        streams = [self.embed(self._checked(ids)) for ids in tokens]
-        for index in range(self.num_layers):
-            weights = self.layer_weights(index)
-            for row, length in enumerate(lengths):
-                trace = self.run_layer(index, weights, streams[row], length)
-                if on_layer is not None:
-                    on_layer(index, trace)
-                streams[row] = trace["output"].output
-        return [self.head(x)["logits"].output for x in streams]
-
-    def _checked(self, ids: Tensor) -> Tensor:
-        if ids.ndim != 1 or not len(ids):
-            raise RequestError("the reference takes one flat, non-empty sequence of ids")
-        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
-            raise RequestError(f"ids must lie in 0..{self.vocab_size - 1}, the checkpoint's vocabulary")
-        if self.max_length is not None and len(ids) > self.max_length:
-            raise RequestError(f"{len(ids)} tokens exceed the {self.max_length} positions of this checkpoint")
-        return ids
 
 
 def rms_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:

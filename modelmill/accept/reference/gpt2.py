@@ -40,8 +40,6 @@ class Gpt2Reference(Reference):
         if activation not in ACTIVATIONS:
             raise UnknownArchitecture(f"activation_function {activation!r} is not known here")
         self.activation = ACTIVATIONS[activation]
-        self.vocab_size = source.shape("transformer.wte.weight")[0]
-        self.max_length = source.shape("transformer.wpe.weight")[0]
 
     def embed(self, ids: Tensor) -> Tensor:
         places = torch.arange(len(ids))
@@ -51,6 +49,9 @@ class Gpt2Reference(Reference):
     def head_weight_name(self) -> str:
         tied = self.config.get("tie_word_embeddings", True) or not self.source.has("lm_head.weight")
         return "transformer.wte.weight" if tied else "lm_head.weight"
+
+    def tables(self) -> dict[str, str]:
+        return {"weight": "transformer.wte.weight", "positions": "transformer.wpe.weight"}
 
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
         return layer_norm(x, weights, eps)
