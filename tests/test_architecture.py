@@ -154,6 +154,21 @@ def test_ranks_meet_in_one_room(path: Path) -> None:
     assert "init_process_group" not in path.read_text(), f"{where}: the default group is the caller's"
 
 
+LONG = {"ops": ("triton",), "accept": ("run.py",)}
+"""Where functions may have more lines: kernels are read from top to bottom."""
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_functions_fit_on_a_screen(path: Path) -> None:
+    """A function has fewer than 60 lines."""
+    if path.relative_to(ROOT).parts[1:2] in [(each,) for each in LONG.get(room(path), ())]:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines < 60, f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines; divide it"
+
+
 def test_importing_is_light() -> None:
     """``import modelmill`` and the command line's main must not import torch."""
     import subprocess

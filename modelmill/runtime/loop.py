@@ -21,13 +21,12 @@ from modelmill.artifact.manifest import check_kind
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
-from modelmill.core.errors import UsageError
 from modelmill.core.types import Finish, Request, Token
 from modelmill.nn.kv import KVCache, held_dtype
 from modelmill.ops.shelf import resolve
 from modelmill.ops.tuning import Tuning
 from modelmill.parallel.mesh import ALONE, Mesh
-from modelmill.runtime import memory
+from modelmill.runtime import fit, memory
 from modelmill.runtime.batch import Packer
 from modelmill.runtime.check import Bounds
 from modelmill.runtime.device import devices, use_threads
@@ -35,16 +34,13 @@ from modelmill.runtime.device import pick_device as pick_device
 from modelmill.runtime.entry import Entry
 from modelmill.runtime.eyes import Eyes
 from modelmill.runtime.flight import Flight
-from modelmill.runtime.graph import Graphs
-from modelmill.runtime.layout import Layout
 from modelmill.runtime.ledger import Ledger
 from modelmill.runtime.load import load, part_of
-from modelmill.runtime.pace import mixed_tokens
 from modelmill.runtime.pages import PagePool
 from modelmill.runtime.ranks import Crew
 from modelmill.runtime.runner import Runner
 from modelmill.runtime.sampler import Sampler
-from modelmill.runtime.scheduler import Limits, Schedule, Scheduler
+from modelmill.runtime.scheduler import Schedule, Scheduler
 from modelmill.runtime.score import Score
 from modelmill.runtime.sequence import RopeRule
 from modelmill.runtime.stats import Stats
@@ -82,7 +78,7 @@ class Loop:
         self.kv_dtype = held_dtype(config.kv_cache_dtype, self.dtype)
         self.ops = resolve(self.device, config.kernels, tuning)
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
-        self.max_model_len = _max_len(model, config, max_model_len)
+        self.max_model_len = fit.longest(model, config, max_model_len)
         self.page_size = config.page_size
         self._rope = RopeRule.of(model)
         self.num_pages = memory.count_pages(model, self.ops, config, self.kv_dtype, self.max_model_len, mesh)
@@ -94,10 +90,7 @@ class Loop:
         )
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
-        mixed = config.max_mixed_tokens or (mixed_tokens(memory.weight_bytes(model)) if cuda else None)
-        limits = Limits(
-            config.max_num_batched_tokens, config.max_num_seqs, self.page_size, config.enable_prefix_caching, mixed
-        )
+        limits = fit.limits(model, config, on_gpu=cuda)
         self.scheduler = Scheduler(limits, PagePool(self.num_pages), width)
         # the last page is scrap: some variants write padding there
         kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
@@ -108,14 +101,7 @@ class Loop:
         self._overlap = cuda if overlap is None else overlap
         self.runner.keep = self._overlap or cuda
         if cuda:
-            # graphs know the buffer's address: it must never have to grow
-            tokens = config.max_num_batched_tokens
-            packer.reserve(Layout(tokens, config.max_num_seqs, tokens + config.max_num_seqs, 2 * width))
-            if config.cuda_graphs:
-                largest = min(config.max_num_seqs, 512)
-                self.runner.graphs = Graphs(
-                    self.runner.forward, self.sampler.pick, self.runner.last, packer, largest, width * self.page_size
-                )
+            fit.fit_on_gpu(self.runner, config, width)
         self.ledger = Ledger(self.scheduler, self.sampler)
         self._end: Callable[[], Any] | None = None
         self.entry = Entry(self.ledger, self.eyes, self._rope, self.bounds, seed=config.seed, digest=digest)
@@ -337,14 +323,3 @@ def _close(crew: Crew, runner: Runner) -> None:
     """Graphs go first: a communicator that one of them has recorded waits for it."""
     runner.graphs = None
     crew.close()
-
-
-def _max_len(model: nn.Module, config: RunConfig, built: int | None) -> int:
-    longest = int(model.config.max_len) if built is None else built  # type: ignore[union-attr, arg-type]
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        raise UsageError(f"--max-model-len {config.max_model_len} exceeds the engine's {longest}; lower it or rebuild")
-    if config.max_model_len < 1:
-        raise UsageError(f"--max-model-len must be at least 1, not {config.max_model_len}")
-    return config.max_model_len

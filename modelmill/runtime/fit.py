@@ -1,0 +1,47 @@
+"""How a loop is fitted to its model and device: how long answers may be, what a step may hold, graphs and buffers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import UsageError
+from modelmill.runtime import memory
+from modelmill.runtime.graph import Graphs
+from modelmill.runtime.layout import Layout
+from modelmill.runtime.pace import mixed_tokens
+from modelmill.runtime.runner import Runner
+from modelmill.runtime.scheduler import Limits
+
+LARGEST = 512
+"""Sequences of the largest decode graph."""
+
+
+def longest(model: nn.Module, config: RunConfig, built: int | None) -> int:
+    """Tokens of a sequence. built: what the engine was built for. Raises UsageError where more is asked for."""
+    most = int(model.config.max_len) if built is None else built  # type: ignore[union-attr, arg-type]
+    if config.max_model_len is None:
+        return most
+    if config.max_model_len > most:
+        raise UsageError(f"--max-model-len {config.max_model_len} exceeds the engine's {most}; lower it or rebuild")
+    if config.max_model_len < 1:
+        raise UsageError(f"--max-model-len must be at least 1, not {config.max_model_len}")
+    return config.max_model_len
+
+
+def limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Limits:
+    """What a step may hold; on a GPU the weights decide how many tokens join running answers."""
+    mixed = config.max_mixed_tokens or (mixed_tokens(memory.weight_bytes(model)) if on_gpu else None)
+    return Limits(
+        config.max_num_batched_tokens, config.max_num_seqs, config.page_size, config.enable_prefix_caching, mixed
+    )
+
+
+def fit_on_gpu(runner: Runner, config: RunConfig, width: int) -> None:
+    """Room for the largest step, and graphs where they are wanted. width: pages of the longest sequence."""
+    packer, tokens = runner.packer, config.max_num_batched_tokens
+    # graphs know the buffer's address: it must never have to grow
+    packer.reserve(Layout(tokens, config.max_num_seqs, tokens + config.max_num_seqs, 2 * width))
+    if config.cuda_graphs:
+        rows, context = min(config.max_num_seqs, LARGEST), width * config.page_size
+        runner.graphs = Graphs(runner.forward, runner.sampler.pick, runner.last, packer, rows, context)

@@ -1,0 +1,55 @@
+"""What follows for a loop from its model, its device and what was asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import UsageError
+from modelmill.runtime import fit
+from modelmill.runtime.layout import Layout
+from modelmill.runtime.memory import weight_bytes
+from modelmill.runtime.pace import mixed_tokens
+from modelmill.runtime.runner import Runner
+from modelmill.runtime.scheduler import Limits
+from tests.runtime import tiny
+
+
+def test_how_long_a_sequence_may_be() -> None:
+    model = tiny.decoder(max_len=128)
+    assert fit.longest(model, RunConfig(), None) == 128
+    assert fit.longest(model, RunConfig(), 100) == 100
+    assert fit.longest(model, RunConfig(max_model_len=50), 100) == 50
+    with pytest.raises(UsageError, match="exceeds the engine's 100"):
+        fit.longest(model, RunConfig(max_model_len=101), 100)
+    with pytest.raises(UsageError, match="at least 1, not 0"):
+        fit.longest(model, RunConfig(max_model_len=0), None)
+
+
+def test_what_a_step_may_hold() -> None:
+    model = tiny.decoder()
+    config = RunConfig(max_num_batched_tokens=60, max_num_seqs=5, page_size=8, enable_prefix_caching=False)
+    assert fit.limits(model, config, on_gpu=False) == Limits(60, 5, 8, False, None)
+    assert fit.limits(model, config, on_gpu=True).mixed == mixed_tokens(weight_bytes(model))
+    asked = RunConfig(max_mixed_tokens=9)
+    assert [fit.limits(model, asked, on_gpu=gpu).mixed for gpu in (False, True)] == [9, 9]
+
+
+@pytest.mark.parametrize(("wanted", "rows", "largest"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)])
+def test_graphs_and_the_buffer_whose_address_they_know(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool, rows: int, largest: int | None
+) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(fit, "Graphs", lambda *given: made.append(given) or "graphs")
+    reserved: list[Layout] = []
+    packer = SimpleNamespace(reserve=reserved.append)
+    sampler = SimpleNamespace(pick="pick")
+    runner = SimpleNamespace(packer=packer, sampler=sampler, forward="forward", last="last", graphs=None)
+    config = RunConfig(cuda_graphs=wanted, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16)
+    fit.fit_on_gpu(cast(Runner, runner), config, 7)
+    assert reserved == [Layout(5000, rows, 5000 + rows, 14)]
+    assert made == ([("forward", "pick", "last", packer, largest, 7 * 16)] if wanted else [])
+    assert runner.graphs == ("graphs" if wanted else None)
