@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
@@ -35,7 +36,8 @@ class Feed:
         """step: seconds from one step to the next; one that is late is not made up for."""
         self._rng, self._vocab, self._step, self._due = random.Random(seed), vocab, step, 0.0
         self._left: dict[str, int] = {}
-        self.ledger, self.live = self, {}
+        self.entry = self.ledger = self
+        self.live: dict[str, list[Any]] = {}
         self.guides: Any = None
         self.steps = self.told = 0
 
@@ -47,14 +49,17 @@ class Feed:
     def add(self, request: Any) -> None:
         """Open a request."""
         self._left[request.id] = request.params.max_tokens
+        leader = SimpleNamespace(request=request, began=None, finish=None, row=-1, outputs=0, computed=0)
+        self.live[request.id] = [leader]
 
     def abort(self, id: str) -> None:
         """Close it."""
         self._left.pop(id, None)
+        self.live.pop(id, None)
 
     def finish(self, id: str, index: int) -> None:  # noqa: ARG002  as the loop's
         """Close it."""
-        self._left.pop(id, None)
+        self.abort(id)
 
     def step(self) -> list[Any]:
         """A token of each."""
@@ -67,10 +72,12 @@ class Feed:
         told = []
         for id in list(self._left):
             self._left[id] -= 1
+            leader = self.live[id][0]
+            leader.began, leader.row = leader.began or now, 0
             last = not self._left[id]
             told.append(Token(id, 0, self._rng.randrange(LEAST, self._vocab), finish=Finish.LENGTH if last else None))
             if last:
-                del self._left[id]
+                self.abort(id)
         self.steps, self.told = self.steps + 1, self.told + len(told)
         return told
 

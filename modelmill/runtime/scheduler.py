@@ -8,6 +8,7 @@ ends; if it exhausts the pool alone, it ends there.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -310,6 +311,8 @@ class Scheduler:
                     self.pool.drop(page)
                 return
             self.waiting.pop(0)
+            if seq.began is None:
+                seq.began = time.perf_counter()
             seq.pages = cached
             seq.computed = len(cached) * size
             seq.published = len(cached)

@@ -28,12 +28,14 @@ class Sequence:
     computed: tokens whose keys and values stand in pages (or will, when the launched steps are done). pending: tokens
     that are sampled on the device but not read yet; length counts them too. limit: the length at which the sequence
     ends. stops: token ids that end it. row: its row in the page tables while it runs, else −1. seed: of its random
-    numbers. key: the order of service, arrival and then index.
+    numbers. key: the order of service, arrival and then index. began: when it left the queue for its first step, by
+    time.perf_counter.
     """
 
     __slots__ = (
         "arrival",
         "beam",
+        "began",
         "cached",
         "chunk",
         "computed",
@@ -82,6 +84,7 @@ class Sequence:
         self.pages: list[int] = []
         self.row = -1
         self.finish: Finish | None = None
+        self.began: float | None = None
         self.cached = 0
         self.published = 0
         self.salt = root(digest, request.cache_salt)

@@ -104,7 +104,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Begun:
-    """A request's first step has been launched, so many seconds after it came."""
+    """A request's first step has begun, so many seconds after it came."""
 
     id: str
     seconds: float

@@ -13,9 +13,10 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from modelmill.language import Language
 from modelmill.runtime.device import pick_device, prepare
 from modelmill.runtime.loop import Loop
 from modelmill.runtime.memory import free_on_cpu
+from modelmill.runtime.sequence import Sequence
 from modelmill.serve import budget
 from modelmill.serve.message import (
     HEAD,
@@ -79,11 +81,12 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Guided:
-    """A request whose grammar has been made ready, or one line why it cannot be."""
+class Come:
+    """A request and when it came, by time.perf_counter; its grammar is ready, or one line says why it cannot be."""
 
     request: Request
-    guide: Guide | None
+    when: float
+    guide: Guide | None = None
     problem: str = ""
 
 
@@ -95,7 +98,7 @@ class Inbox:
 
     def __init__(self, wire: Wire, lost: Callable[[], None]) -> None:
         """lost: called once the server is gone; after it, ``messages`` ends with None."""
-        self.messages: queue.SimpleQueue[Message | Guided | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Message | Come | None] = queue.SimpleQueue()
         self.prepare: Callable[[Request], Guide] | None = None
         self._wire, self._lost = wire, lost
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
@@ -105,9 +108,13 @@ class Inbox:
 
     def _listen(self) -> None:
         while (message := self._wire.receive()) is not None:
-            if isinstance(message, Add) and message.request.grammar is not None:
-                self._pending.add(message.request.id)
-                self._pool.submit(self._make, message.request)
+            if isinstance(message, Add):
+                come = Come(message.request, time.perf_counter())
+                if message.request.grammar is None:
+                    self.messages.put(come)
+                else:
+                    self._pending.add(message.request.id)
+                    self._pool.submit(self._make, come)
                 continue
             with self._lock:
                 if isinstance(message, Abort):
@@ -117,7 +124,8 @@ class Inbox:
         self._lost()
         self.messages.put(None)
 
-    def _make(self, request: Request) -> None:
+    def _make(self, come: Come) -> None:
+        request = come.request
         if request.id not in self._pending:
             return
         guide, problem = None, ""
@@ -131,7 +139,7 @@ class Inbox:
             # an abort that came meanwhile has taken it away
             if request.id in self._pending:
                 self._pending.discard(request.id)
-                self.messages.put(Guided(request, guide, problem))
+                self.messages.put(replace(come, guide=guide, problem=problem))
 
 
 class Worker:
@@ -139,7 +147,7 @@ class Worker:
 
     def __init__(self, loop: Loop, wire: Wire, inbox: Inbox) -> None:
         self.loop, self._wire, self._inbox = loop, wire, inbox
-        self._queued: dict[str, float] = {}
+        self._queued: deque[tuple[float, Sequence]] = deque()
 
     def run(self) -> None:
         """Until the server is gone."""
@@ -159,33 +167,32 @@ class Worker:
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def _add(self, request: Request, guide: Guide | None, problem: str) -> None:
+    def _add(self, come: Come) -> None:
+        request, guide = come.request, come.guide
         self.loop.entry.guides = None if guide is None else lambda _: guide.copy()
         try:
-            if problem:
-                raise RequestError(problem)
+            if come.problem:
+                raise RequestError(come.problem)
             self.loop.add(request)
         except RequestError as error:
             self._wire.send(Refused(request.id, str(error)))
             return
-        self._queued[request.id] = time.monotonic()
+        # the object itself: a request that ends in its first step is live no more once that has been told
+        self._queued.append((come.when, self.loop.ledger.live[request.id][0]))
 
     def _begun(self) -> None:
         """Tell which requests have left the queue: in order, so the first that waits ends the search."""
-        now = time.monotonic()
-        for id, came in list(self._queued.items()):
-            seqs = self.loop.ledger.live.get(id)
-            if seqs and seqs[0].row < 0 and seqs[0].outputs == 0 and seqs[0].computed == 0:
+        while self._queued:
+            came, seq = self._queued[0]
+            if seq.began is None and seq.finish is None:
                 return
-            del self._queued[id]
-            if seqs:
-                self._wire.send(Begun(id, round(now - came, 6)))
+            self._queued.popleft()
+            if seq.began is not None:
+                self._wire.send(Begun(seq.request.id, round(seq.began - came, 6)))
 
-    def _obey(self, message: Message | Guided) -> None:
-        if isinstance(message, Guided):
-            self._add(message.request, message.guide, message.problem)
-        elif isinstance(message, Add):
-            self._add(message.request, None, "")
+    def _obey(self, message: Message | Come) -> None:
+        if isinstance(message, Come):
+            self._add(message)
         elif isinstance(message, Abort):
             self.loop.abort(message.id)
         elif isinstance(message, End):

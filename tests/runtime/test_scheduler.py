@@ -148,3 +148,26 @@ def test_a_blank_step_reads_and_stores_nothing() -> None:
         logits = engine.runner.forward(engine.runner.packer.blank(query, seqs))
         assert logits.shape == (1, engine.vocab)
     assert all(bool((a == b).all()) for a, b in zip(before, (*engine.runner.kv.k, *engine.runner.kv.v), strict=True))
+
+
+def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the moment it joins, before its step computes anything; whoever waits, or was thrown out, is as he was."""
+    moments = iter(range(1000))
+    monkeypatch.setattr("modelmill.runtime.scheduler.time.perf_counter", lambda: next(moments))
+    engine = tiny.loop(tiny.decoder(), max_num_seqs=2, pages=6)
+    for request in tiny.requests(tiny.prompts(3, 8, 8), tiny.params(max_tokens=30, ignore_eos=True)):
+        engine.add(request)
+    leaders = [engine.ledger.live[str(i)][0] for i in range(3)]
+    found: list[list[float | None]] = []
+    launch = engine.runner.launch
+
+    def noted(plan: Schedule):
+        found.append([seq.began for seq in leaders])
+        return launch(plan)
+
+    engine.runner.launch = noted  # type: ignore[method-assign]
+    engine.clock = lambda: 0.0
+    tiny.drain(engine)
+    assert found[0] == [0, 1, None]
+    assert found[-1] == [0, 1, 2]
+    assert engine.stats().preemptions > 0

@@ -1,26 +1,136 @@
-"""A worker in a process of its own."""
+"""A worker: what it tells of requests and refuses; and one in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 
-from modelmill.core.types import SamplingParams
+from modelmill.core.types import MEAN, Finish, Grammar, Request, SamplingParams, Token
 from modelmill.llm import LLM
+from modelmill.runtime.loop import Loop
 from modelmill.serve.engine import Engine, State
-from modelmill.serve.message import Open
+from modelmill.serve.message import Abort, Add, Begun, Message, Open, Told, encode
 from modelmill.serve.ticket import WorkerLost
+from modelmill.serve.worker import Come, Inbox, Wire, Worker
+from tests.runtime import tiny
 
 RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 8}
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+class Clock:
+    """time.perf_counter that goes on when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+
+class Kept:
+    """A wire that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.send = self.sent.append
+
+
+def worked(loop: Loop, *said: Message | Come) -> list[Message]:
+    """What a worker tells that is told all of this at once, until nothing is left to do."""
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for each in said:
+        messages.put(each)
+    step, wire = loop.step, Kept()
+
+    def last() -> list[Token]:
+        told = step()
+        if not loop.has_work:
+            messages.put(None)
+        return told
+
+    loop.step = last  # type: ignore[method-assign]
+    Worker(loop, cast(Wire, wire), cast(Inbox, SimpleNamespace(messages=messages))).run()
+    return wire.sent
+
+
+def slow(loop: Loop, clock: Clock, seconds: float) -> Loop:
+    """Every step computes for so long, by the clock."""
+    launch = loop.runner.launch
+
+    def late(plan: Any) -> Any:
+        clock.now += seconds
+        return launch(plan)
+
+    loop.runner.launch = late  # type: ignore[method-assign]
+    return loop
+
+
+def request(id: str, tokens: int, **more: Any) -> Request:
+    return Request(id=id, prompt=(5, 6, 7), params=tiny.params(max_tokens=tokens, ignore_eos=True), **more)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_a_request_waits_until_its_first_step_begins(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, overlap: bool
+) -> None:
+    """What the step computes is no waiting; and one that ends in its first step has waited, too."""
+    clock = Clock(monkeypatch)
+    loop = slow(tiny.loop(overlap=overlap), clock, 5.0)
+    pooling = MEAN if tokens == 0 else None
+    told = worked(loop, Come(request("a", tokens, pooling=pooling), clock.now - 2.0))
+    assert told[0] == Begun("a", 2.0), "before anything that was computed"
+    assert [each for each in told if isinstance(each, Begun)] == told[:1]
+    last = told[-1]
+    assert isinstance(last, Told)
+    assert last.tokens[-1].finish is Finish.LENGTH
+
+
+def test_who_has_to_wait_for_others_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who leaves meanwhile never began, and those behind him are told all the same."""
+    clock = Clock(monkeypatch)
+    loop = slow(tiny.loop(max_num_seqs=1, overlap=False), clock, 5.0)
+    came = [Come(request(id, 2), clock.now) for id in "abcd"]
+    told = worked(loop, *came, Abort("c"))
+    assert [each for each in told if isinstance(each, Begun)] == [Begun("a", 0.0), Begun("b", 10.0), Begun("d", 20.0)]
+
+
+def inbox(*said: Message) -> tuple[socket.socket, Inbox]:
+    """A server's end of the socket, on which this was said, and the worker's inbox."""
+    ours, theirs = socket.socketpair()
+    box = Inbox(Wire(theirs), lost=lambda: None)
+    for each in said:
+        ours.sendall(encode(each))
+    return ours, box
+
+
+def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for one whose grammar is made ready first, or that comes while a step runs."""
+    clock = Clock(monkeypatch)
+    guided = request("g", 3, grammar=Grammar("regex", "a"))
+    ours, box = inbox()
+
+    def make(_: Request) -> Any:
+        clock.now += 7.0
+        return "guide"
+
+    box.prepare = make
+    with ours:
+        ours.sendall(encode(Add(guided)))
+        assert box.messages.get(timeout=10) == Come(guided, 100.0, cast(Any, "guide"))
+        ours.sendall(encode(Add(request("a", 3))))
+        assert box.messages.get(timeout=10) == Come(request("a", 3), 107.0)
+    assert box.messages.get(timeout=10) is None
 
 
 async def opened(path: Path, **run: Any) -> tuple[Engine, asyncio.Task[None]]:
