@@ -341,7 +341,7 @@ class Engine:
         elif isinstance(message, Refused):
             entry = self._forget(message.id)
             if entry is not None:
-                entry[1].fail(RequestError(message.message))
+                entry[1].fail((CapacityError if message.memory else RequestError)(message.message))
         elif isinstance(message, (Found, Missed)):
             self.sight.hear(message)
         elif isinstance(message, Failed):

@@ -112,10 +112,11 @@ class Begun:
 
 @dataclass(frozen=True)
 class Refused:
-    """A request cannot be served; one line for its sender."""
+    """A request cannot be served; one line for its sender. memory: there was none left for it."""
 
     id: str
     message: str
+    memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.types import Request
 from modelmill.language import Language
 from modelmill.runtime.device import pick_device, prepare
-from modelmill.runtime.loop import Loop
+from modelmill.runtime.loop import OUT_OF_MEMORY, Loop
 from modelmill.runtime.memory import free_on_cpu
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve import budget
@@ -55,6 +55,7 @@ from modelmill.text.grammar import Guide
 BUFFER = 4 << 20
 LOST = 3
 """Exit code of a worker whose server is gone."""
+NO_ROOM = "the engine has no memory left for this request; send fewer or smaller inputs, or try again soon"
 
 
 class Wire:
@@ -176,6 +177,10 @@ class Worker:
             self.loop.add(request)
         except RequestError as error:
             self._wire.send(Refused(request.id, str(error)))
+            return
+        except OUT_OF_MEMORY:
+            # no step was under way: its pictures were read, or its prompt was taken in, and nothing of it is left
+            self._wire.send(Refused(request.id, NO_ROOM, memory=True))
             return
         # the object itself: a request that ends in its first step is live no more once that has been told
         self._queued.append((come.when, self.loop.ledger.live[request.id][0]))

@@ -48,6 +48,7 @@ MESSAGES: list[Message] = [
         Token("r1", 0, None, finish=Finish.LENGTH, replay=(1, 2), score=-2.25),
     ]),
     Refused("r1", "the prompt is empty"),
+    Refused("r1", "no memory", memory=True),
     Count(9, {"running": 1}),
     Failed("no such file", True),
 ]  # fmt: skip

@@ -9,13 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
 import pytest
+import torch
 
+from modelmill.core.errors import CapacityError
 from modelmill.core.types import MEAN, Finish, Grammar, Request, SamplingParams, Token
 from modelmill.llm import LLM
 from modelmill.runtime.loop import Loop
@@ -24,6 +27,7 @@ from modelmill.serve.message import Abort, Add, Begun, Message, Open, Told, enco
 from modelmill.serve.ticket import WorkerLost
 from modelmill.serve.worker import Come, Inbox, Wire, Worker
 from tests.runtime import tiny
+from tests.serve.local import Launcher, ask, served
 
 RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 8}
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -131,6 +135,41 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
         ours.sendall(encode(Add(request("a", 3))))
         assert box.messages.get(timeout=10) == Come(request("a", 3), 107.0)
     assert box.messages.get(timeout=10) is None
+
+
+def full(error: Exception) -> Callable[[], Loop]:
+    """Makes a loop that has no memory for requests of a certain length."""
+
+    def make() -> Loop:
+        loop = tiny.loop()
+        add = loop.entry.add
+
+        def added(request: Request) -> None:
+            if len(request.prompt) == 9:
+                raise error
+            add(request)
+
+        loop.entry.add = added  # type: ignore[method-assign]
+        return loop
+
+    return make
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_memory_that_runs_out_before_a_step_ends_one_request(error: Exception) -> None:
+    """A picture is read where its request comes in: what does not fit is refused, everyone else is answered."""
+
+    async def main() -> None:
+        async with served(Launcher(full(error))) as (engine, launcher), asyncio.timeout(20):
+            other = engine.submit([ask(engine, (5, 6), max_tokens=60, ignore_eos=True)])
+            with pytest.raises(CapacityError, match=r"^the engine has no memory left for this request; send"):
+                await engine.submit([ask(engine, (5,) * 9)]).finish()
+            await other.finish()
+            assert len(other.dialogues[0].answer.outputs[0].token_ids) == 60
+            assert len(launcher.children) == 1
+            assert engine.state is State.READY
+
+    asyncio.run(main())
 
 
 async def opened(path: Path, **run: Any) -> tuple[Engine, asyncio.Task[None]]:
