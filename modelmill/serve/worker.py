@@ -136,6 +136,9 @@ class Inbox:
             guide = self.prepare(request)
         except ModelmillError as error:
             problem = str(error)
+        except Exception as error:
+            # nobody looks at this thread: its request would wait for ever
+            problem = f"its grammar cannot be made ready: {type(error).__name__}"
         with self._lock:
             # an abort that came meanwhile has taken it away
             if request.id in self._pending:

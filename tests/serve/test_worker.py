@@ -18,12 +18,12 @@ import psutil
 import pytest
 import torch
 
-from modelmill.core.errors import CapacityError
+from modelmill.core.errors import CapacityError, RequestError
 from modelmill.core.types import MEAN, Finish, Grammar, Request, SamplingParams, Token
 from modelmill.llm import LLM
 from modelmill.runtime.loop import Loop
 from modelmill.serve.engine import Engine, State
-from modelmill.serve.message import Abort, Add, Begun, Message, Open, Told, encode
+from modelmill.serve.message import Abort, Add, Begun, Message, Open, Refused, Told, encode
 from modelmill.serve.ticket import WorkerLost
 from modelmill.serve.worker import Come, Inbox, Wire, Worker
 from tests.runtime import tiny
@@ -134,6 +134,29 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
         assert box.messages.get(timeout=10) == Come(guided, 100.0, cast(Any, "guide"))
         ours.sendall(encode(Add(request("a", 3))))
         assert box.messages.get(timeout=10) == Come(request("a", 3), 107.0)
+    assert box.messages.get(timeout=10) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RequestError("the regex cannot be used"), "the regex cannot be used"),
+        (ValueError("secret"), "its grammar cannot be made ready: ValueError"),
+        (MemoryError(), "its grammar cannot be made ready: MemoryError"),
+    ],
+)
+def test_a_grammar_that_cannot_be_made_is_refused(error: Exception, line: str) -> None:
+    ours, box = inbox()
+
+    def make(_: Request) -> Any:
+        raise error
+
+    box.prepare = make
+    with ours:
+        ours.sendall(encode(Add(request("g", 3, grammar=Grammar("regex", "a")))))
+        come = box.messages.get(timeout=10)
+        assert isinstance(come, Come)
+        assert worked(tiny.loop(), come, Come(request("a", 1), 0.0))[0] == Refused("g", line)
     assert box.messages.get(timeout=10) is None
 
 
