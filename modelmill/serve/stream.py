@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from modelmill.serve import errors, shape
 from modelmill.serve.ticket import News, Ticket
@@ -80,7 +80,7 @@ class EventStream(Response):
                     break
                 await _write(send, feed.more(news))
             await _write(send, feed.last())
-        except _Stalled:
+        except Stalled:
             return
         except Exception as error:
             answer = errors.of(error)
@@ -114,8 +114,17 @@ async def finished(request: Request, ticket: Awaited[T]) -> T:
         gone.cancel()
 
 
-class _Stalled(Exception):
+class Stalled(Exception):
     """The client takes nothing."""
+
+
+async def accepted(send: Send, message: Message) -> None:
+    """Send a message. Raises Stalled where the client takes nothing for so long."""
+    try:
+        async with asyncio.timeout(STALL):
+            await send(message)
+    except TimeoutError:
+        raise Stalled from None
 
 
 async def _gone(receive: Receive) -> None:
@@ -125,10 +134,5 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _write(send: Send, piece: bytes) -> None:
-    if not piece:
-        return
-    try:
-        async with asyncio.timeout(STALL):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-    except TimeoutError:
-        raise _Stalled from None
+    if piece:
+        await accepted(send, {"type": "http.response.body", "body": piece, "more_body": True})

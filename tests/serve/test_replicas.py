@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.types import Message, Receive, Scope, Send
 
 from modelmill.cli.main import execute
 from modelmill.cli.serve_ray import _anywhere
+from modelmill.serve import stream
 from modelmill.serve.message import Open
 from modelmill.serve.replicas.affinity import CUTS, Affinity, beginnings
 from modelmill.serve.replicas.call import parts
@@ -236,6 +238,44 @@ def test_who_leaves_takes_his_request_along() -> None:
             async for kind, _ in told:
                 if kind == "body":
                     break
+        assert fake.closed == 1
+        assert service.active == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [(200, EVENTS), *[b"data: {}\n\n"] * 9, "wait"],
+        [(200, EVENTS), b"data: {}\n\n", RuntimeError("actor died")],
+        [(200, JSON), b"{}"],
+    ],
+    ids=("stream", "broken", "whole"),
+)
+def test_who_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch, answer: list[Any], taken: int) -> None:
+    """However much he took before; and his request is given up."""
+    monkeypatch.setattr(stream, "STALL", 0.05)
+    fake = Fake(answer)
+    service = Service({}, Limits())
+    app = guarded(Front(fake, service), service)
+
+    async def stuck(scope: Scope, receive: Receive, send: Send) -> None:
+        left = taken
+
+        async def full(message: Message) -> None:
+            nonlocal left
+            if not left:
+                await asyncio.Event().wait()
+            left -= 1
+            await send(message)
+
+        await app(scope, receive, full)
+
+    async def main() -> None:
+        async with asyncio.timeout(3):
+            assert len((await Client(stuck).post("/v1/completions", {"prompt": "a"})).body) <= 20
         assert fake.closed == 1
         assert service.active == 0
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill import __version__
 from modelmill.core import log
@@ -20,6 +20,7 @@ from modelmill.serve.errors import ApiError
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.replicas.affinity import beginnings
 from modelmill.serve.service import Service
+from modelmill.serve.stream import Stalled, accepted
 
 TRIES = 3
 PATIENCE = 60.0
@@ -101,7 +102,12 @@ class _Relay:
         self._begun = False
 
     async def run(self) -> None:
-        """Until somebody has answered. A replica that is lost before its answer began is followed by another."""
+        """Until somebody has answered, or the client takes nothing of it for so long."""
+        with contextlib.suppress(Stalled):
+            await self._answer()
+
+    async def _answer(self) -> None:
+        """A replica that is lost before its answer began is followed by another."""
         prefix, avoid = beginnings(self._body), list[str]()
         for left in reversed(range(TRIES)):
             try:
@@ -129,26 +135,29 @@ class _Relay:
                     # what is no stream is sent when it is whole, so that another replica may still answer
                     body = b"".join([piece async for piece in told])
                     self._begun = True
-                    await self._send(start)
-                    await self._send({"type": "http.response.body", "body": body})
+                    await self._tell(start)
+                    await self._tell(_piece(body, more=False))
                     return
                 self._begun = True
-                await self._send(start)
+                await self._tell(start)
                 async for piece in told:
-                    await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-            except (Lost, ApiError):
+                    await self._tell(_piece(piece))
+            except (Lost, ApiError, Stalled):
                 raise
             except Exception as error:
                 # Ray's own errors carry tracebacks of other processes
                 _log.warning("replica lost", extra={"data": {"replica": avoid[-1:], "kind": type(error).__name__}})
                 raise Lost from None
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._tell(_piece(b"", more=False))
 
     async def _broken(self) -> None:
         """A stream had begun: it ends with an error and without [DONE]."""
         error = ApiError(503, "the replica ended while it answered", errors.SERVER, None, "replica_lost")
-        await self._send({"type": "http.response.body", "body": shape.event(error.body()), "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._tell(_piece(shape.event(error.body())))
+        await self._tell(_piece(b"", more=False))
+
+    async def _tell(self, message: Message) -> None:
+        await accepted(self._send, message)
 
 
 def merged(pages: Iterable[tuple[str, bytes]]) -> bytes:
@@ -180,6 +189,10 @@ def guarded(front: Front, service: Service) -> ASGIApp:
         app = CORSMiddleware(app, allow_origins=service.limits.origins, allow_methods=("GET", "POST"),
                              allow_headers=("*",))  # fmt: skip
     return app
+
+
+def _piece(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 def _head(scope: Scope) -> dict[str, Any]:
