@@ -54,15 +54,22 @@ class Process:
 
 
 async def launch() -> tuple[socket.socket, Child]:
-    """A worker process that waits for its ``Open``. It holds no descriptor of ours but its end of the socket."""
+    """A worker process that waits for its ``Open``. It holds no descriptor of ours but its end of the socket.
+
+    Raises OSError where the system has none left: of processes, memory or descriptors.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "modelmill.serve.worker",
-            str(theirs.fileno()),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "modelmill.serve.worker",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        except BaseException:
+            ours.close()
+            raise
     return ours, Process(process)

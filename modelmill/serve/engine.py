@@ -229,13 +229,19 @@ class Engine:
         short = 0
         try:
             while not self._closing:
-                began = time.monotonic()
-                code = await self._life()
+                began, code = time.monotonic(), None
+                try:
+                    code = await self._life()
+                    end = f"ended with status {code}"
+                except Exception as error:
+                    # a system that has nothing left to start one with, or a bug of ours: this worker is lost, no more
+                    end = f"failed: {_kind(error)}"
+                    _log.exception("worker failed", extra={"data": {"engine": self.name, "why": _kind(error)}})
                 if self._closing:
                     break
                 short = short + 1 if time.monotonic() - began < SHORT else 0
                 if self.facts is None or short >= TRIES:
-                    self.error = self.error or f"the worker of {self.name} ended with status {code}"
+                    self.error = self.error or f"the worker of {self.name} {end}"
                     self.state = State.FAILED
                     return
                 self.restarts += 1
@@ -253,10 +259,13 @@ class Engine:
             self._child.kill()
 
     async def _life(self) -> int:
-        """One worker from start to end; returns its exit code."""
+        """One worker from start to end; returns its exit code. Raises OSError where none can be started."""
         sock, self._child = await self._start()
-        reader, self._writer = await asyncio.open_connection(sock=sock)
+        if self._closing:
+            # nobody could end it while it was being started
+            self._child.kill()
         try:
+            reader, self._writer = await asyncio.open_connection(sock=sock)
             self._send(self._again())
             async for messages in received(reader):
                 for message in messages:
@@ -270,9 +279,12 @@ class Engine:
             pass
         finally:
             child, self._child = self._child, None
-            self._lost()
             child.kill()
-        return await child.wait()
+            if self._writer is None:
+                sock.close()
+            self._lost()
+            code = await child.wait()
+        return code
 
     def _again(self) -> Open:
         """The order for a worker; one that follows another takes the same memory again."""
@@ -352,6 +364,16 @@ class Engine:
         if entry is None:
             return
         dialogue, ticket = entry
+        try:
+            self._tell(dialogue, ticket, token)
+        except Exception as error:
+            # a bug that one answer meets ends that answer; who waits for it raises it again, which logs it
+            ticket.fail(error)
+
+    def _tell(self, dialogue: Dialogue, ticket: Ticket, token: Token) -> None:
+        if dialogue.answer.outputs[token.index].finish_reason is not None:
+            # a stop string has ended it, which the worker did not know yet
+            return
         delta, stopped = dialogue.push(token)
         if self.metrics is not None:
             self.metrics.told(delta)
@@ -387,6 +409,11 @@ async def received(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]
         messages = unpacked(held)
         if messages:
             yield messages
+
+
+def _kind(error: Exception) -> str:
+    """What may be told of an error: the system's own words for its errors, else no text, which may hold anything."""
+    return (isinstance(error, OSError) and error.strerror) or type(error).__name__
 
 
 def _plus(now: Stats, before: Stats) -> Stats:

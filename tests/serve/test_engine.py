@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
+import json
+import os
 import time
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import Token
+from modelmill.core.types import Request, SamplingParams, Token
+from modelmill.dialogue import Dialogue
+from modelmill.serve import logs
 from modelmill.serve import ticket as ticket_module
 from modelmill.serve.engine import AT_ONCE, Busy, Engine, NotReady, State, received
-from modelmill.serve.message import Message, Told, encode
+from modelmill.serve.message import Message, Open, Told, encode
+from modelmill.serve.metrics import Metrics
 from modelmill.serve.ticket import TooSlow, WorkerLost
+from modelmill.text.tokenizer import load_tokenizer
 from tests.runtime import tiny
-from tests.serve.local import Launcher, ask, served
+from tests.serve.local import Launcher, ask, language, served
+from tests.text.conftest import gguf_spm
 
 
 async def answered(engine: Engine, prompts: list[tuple[int, ...]], **params: Any) -> list[tuple[int, ...]]:
@@ -171,3 +181,160 @@ def test_steps_that_came_together_are_heard_together() -> None:
     assert [message for messages in found for message in messages] == steps
     most = AT_ONCE // len(encode(steps[-1])) + 1
     assert 1 < max(map(len, found)) <= most < 20
+
+
+H, E, O = 265, 266, 268
+"""Letters of the tiny SentencePiece vocabulary."""
+
+
+def test_what_comes_behind_a_stop_string_is_no_news() -> None:
+    """The worker hears of the end later than it was: the tokens until then are told nobody, and counted nowhere."""
+    params = SamplingParams(n=2, stop=("e",), max_tokens=9).resolved({})
+
+    async def main() -> None:
+        async with served() as (engine, launcher):
+            launcher.children[0].stepping.clear()
+            metrics = Metrics()
+            engine.metrics = metrics.of("tiny")
+            dialogue = Dialogue(Request(id="r", prompt=(5,), params=params), None, load_tokenizer(gguf_spm()))
+            ticket = engine.submit([dialogue])
+            for step in ([(0, H), (1, H)], [(0, E), (1, O)], [(0, O), (1, O)], [(0, H), (1, O)], [(1, E)]):
+                engine._hear(Told([Token("r", index, id) for index, id in step]))
+            deltas = [news.delta for news in await ticket.fetch()]
+            told = [(delta.index, delta.text, delta.finish_reason) for delta in deltas]
+            assert told == [
+                (0, "h", None), (1, "h", None), (0, "", "stop"), (1, "o", None), (1, "o", None), (1, "o", None),
+                (1, "", "stop"),
+            ]  # fmt: skip
+            assert [output.text for output in dialogue.answer.outputs] == ["h", "hooo"]
+            page = generate_latest(metrics.registry).decode()
+            assert 'modelmill:request_success_total{finished_reason="stop",model_name="tiny"} 2.0' in page
+            launcher.children[0].stepping.set()
+
+    asyncio.run(main())
+
+
+def test_a_bug_that_one_answer_meets_ends_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with served() as (engine, launcher):
+            launcher.children[0].stepping.clear()
+            ill, well = engine.submit([ask(engine, (5, 6))]), engine.submit([ask(engine, (7, 8))])
+
+            def broken(_: Token) -> Any:
+                raise KeyError("of the answer")
+
+            monkeypatch.setattr(ill.dialogues[0], "push", broken)
+            launcher.children[0].stepping.set()
+            with pytest.raises(KeyError):
+                await ill.finish()
+            await well.finish()
+            assert len(well.dialogues[0].answer.outputs[0].token_ids) == 12
+            assert engine.restarts == 0
+            await idle(engine)
+
+    asyncio.run(main())
+
+
+class Scarce(Launcher):
+    """Starts whose places are in ``fail`` find no descriptor left; the first is 0."""
+
+    def __init__(self, fail: range) -> None:
+        super().__init__()
+        self.tries, self._fail = 0, fail
+
+    async def __call__(self) -> Any:
+        self.tries += 1
+        if self.tries - 1 in self._fail:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a secret prompt")
+        return await super().__call__()
+
+
+def lines(said: io.StringIO) -> list[dict[str, Any]]:
+    assert "secret" not in said.getvalue()
+    return [json.loads(line) for line in said.getvalue().splitlines()]
+
+
+def test_a_worker_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that had nothing left for a while: each try counts, and the next one may succeed."""
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stderr", said)
+
+    async def main() -> None:
+        async with served(Scarce(range(1, 4))) as (engine, launcher):
+            launcher.children[0].kill()
+            async with asyncio.timeout(20):
+                while engine.restarts < 4 or engine.state is not State.READY:
+                    await asyncio.sleep(0.001)
+            assert launcher.tries == 5
+            assert engine.error is None
+            assert await answered(engine, [(5, 6)])
+
+    with logs.to_stderr("warning"):
+        asyncio.run(main())
+    failed = [line for line in lines(said) if line["event"] == "worker failed"]
+    assert [(line["engine"], line["error"], line["why"]) for line in failed] == [
+        ("tiny", "OSError", os.strerror(errno.EMFILE))
+    ] * 3
+    assert len([line for line in lines(said) if line["event"] == "worker ended"]) == 4
+
+
+@pytest.mark.parametrize("fail", [range(1), range(1, 99)], ids=["the first", "every later one"])
+def test_a_worker_that_can_never_be_started_is_an_end_with_an_error(fail: range) -> None:
+    async def main() -> None:
+        launcher = Scarce(fail)
+        engine = Engine("tiny", Open("tiny", {}, {}), queue=4, start=launcher, read=language, pause=0.001)
+        task = asyncio.create_task(engine.run())
+        await engine.settled.wait()
+        for child in launcher.children:
+            child.kill()
+        async with asyncio.timeout(20):
+            await task
+        assert engine.state is State.FAILED
+        assert engine.error == f"the worker of tiny failed: {os.strerror(errno.EMFILE)}"
+        assert launcher.tries == (1 if fail.start == 0 else 5)
+
+    asyncio.run(main())
+
+
+def test_a_message_that_nobody_can_read_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with served() as (engine, launcher):
+            launcher.children[0].stepping.clear()
+            ticket = engine.submit([ask(engine, (5, 6))])
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "_hear", lambda _: {}["a bug"])
+                launcher.children[0].stepping.set()
+                with pytest.raises(WorkerLost):
+                    await ticket.finish()
+            async with asyncio.timeout(20):
+                while engine.state is not State.READY:
+                    await asyncio.sleep(0.001)
+            assert engine.restarts == 1
+            assert not launcher.children[0]._thread.is_alive()
+            assert await answered(engine, [(5, 6)])
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_being_started_while_the_engine_is_closed_is_ended() -> None:
+    class Slow(Launcher):
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def __call__(self) -> Any:
+            self.begun.set()
+            await self.go.wait()
+            return await super().__call__()
+
+    async def main() -> None:
+        launcher = Slow()
+        engine = Engine("tiny", Open("tiny", {}, {}), queue=4, start=launcher, read=language)
+        task = asyncio.create_task(engine.run())
+        await launcher.begun.wait()
+        await engine.close()
+        launcher.go.set()
+        async with asyncio.timeout(20):
+            await task
+        assert engine.state is State.STOPPED
+        assert not launcher.children[0]._thread.is_alive()
+
+    asyncio.run(main())

@@ -158,6 +158,22 @@ def test_a_worker_that_is_killed(server: Serving) -> None:
         sock.close()
 
 
+def test_a_system_without_descriptors_for_a_while(stories: Path) -> None:
+    """What cannot be started now is tried again, and said."""
+    with Serving(stories) as server:
+        process, (worker,) = psutil.Process(server.process.pid), server.workers
+        limits = process.rlimit(psutil.RLIMIT_NOFILE)
+        process.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+        worker.kill()
+        assert server.process.stderr is not None
+        failed = next(line for line in server.process.stderr if "worker failed" in line)
+        process.rlimit(psutil.RLIMIT_NOFILE, limits)
+        told = json.loads(failed)
+        assert (told["error"], told["why"]) == ("OSError", "Too many open files")
+        assert server.wait(200)["engines"][0]["restarts"] >= 2
+        assert server.ask("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
+
+
 def rest_of_chunked(sock: Any) -> bytes:
     """Until the last chunk."""
     told = b""
