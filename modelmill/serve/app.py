@@ -109,7 +109,12 @@ class _Unraised:
 
 async def _refused(request: Request, error: Exception) -> Response:
     body = BODIES.get(request.url.path)
-    return answer(errors.of(error, frozenset() if body is None else frozenset(body.model_fields)))
+    told = errors.of(error, frozenset() if body is None else frozenset(body.model_fields))
+    if told.status == 500 and isinstance(error, ModelmillError):
+        # it says what this machine or this engine lacks, and nothing of the request; a bug is logged by _Unraised
+        data = {"request_id": request.scope.get("modelmill.request_id"), "error": type(error).__name__}
+        _log.error("cannot", extra={"data": {**data, "why": errors.one_line(str(error))}})
+    return answer(told)
 
 
 async def _gone(_: Request, __: Exception) -> Response:

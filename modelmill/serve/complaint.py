@@ -37,6 +37,7 @@ BOUNDS = {
     "missing": "field required",
     "extra_forbidden": "unknown field",
     "value_error": "{error}",
+    "string_unicode": "holds half of a surrogate pair, which is no character",
 }
 
 
@@ -58,8 +59,8 @@ def complaint(errors: Sequence[Error], shape: type[BaseModel] | None = None) -> 
     """(field, line) of what pydantic found wrong. shape: the body's, whose descriptions say what a field takes."""
     places = [tuple(part for part in error["loc"] if part != "body") for error in errors]
     if not places[0]:
-        wrong = "is empty; send an object" if errors[0]["type"] == "missing" else "must be an object"
-        return None, f"the request's body {wrong}"
+        wrong = {"missing": "is empty; send an object", "string_unicode": _said(errors[0])}
+        return None, f"the request's body {wrong.get(errors[0]['type'], 'must be an object')}"
     name = places[0][0]
     group = [(place, error) for place, error in zip(places, errors) if place[0] == name]
     param = name[:100] if isinstance(name, str) else None

@@ -59,13 +59,14 @@ def of(error: BaseException, known: frozenset[str] = frozenset()) -> ApiError:
     if isinstance(error, CapacityError):
         return ApiError(503, text, SERVER, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):
-        return invalid(_one_line(text), _named(text, known), _code(text))
+        return invalid(one_line(text), _named(text, known), _code(text))
     if isinstance(error, ModelmillError):
         return ApiError(500, "the engine cannot do this; the server's log says why", SERVER)
     return ApiError(500, "something went wrong in the server; its log says what", SERVER)
 
 
-def _one_line(text: str, most: int = 500) -> str:
+def one_line(text: str, most: int = 500) -> str:
+    """A message without line breaks, cut where it is longer."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
@@ -76,8 +77,9 @@ def _named(text: str, known: frozenset[str]) -> str | None:
     if word is not None and word[0] in known:
         return word[0]
     asked = next((name for name in ("input", "messages", "prompt") if name in known), None)
-    return asked if text.startswith("the prompt") else None
+    return asked if text.startswith(("the prompt", "the messages")) else None
 
 
 def _code(text: str) -> str | None:
-    return "context_length_exceeded" if "tokens, this engine takes" in text else None
+    long = text.startswith(("the prompt has ", "the messages ")) and text.endswith(("; shorten it", "; shorten them"))
+    return "context_length_exceeded" if long else None

@@ -131,7 +131,9 @@ def _compiled(grammar: Grammar, lib: Any) -> str:
     """llguidance's own form. Raises RequestError, for what the library cannot even read, too."""
     try:
         return _form(grammar, lib)
-    except ValueError as error:  # a number beyond its 64 bits, text that is no Unicode
+    except UnicodeError:
+        raise RequestError(f"the {NAMES[grammar.kind]} holds half of a surrogate pair, which is no character") from None
+    except ValueError as error:  # a number beyond its 64 bits
         raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(str(error))}") from None
 
 

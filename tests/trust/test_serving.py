@@ -233,6 +233,66 @@ def test_many_messages_are_measured_together(running: Running) -> None:
             assert "characters" in refused(running, path, body)["message"]
 
 
+def function(**more: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **more}}]
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+LONG = "the cat sat on a mat. " * 20_000
+HIDDEN: dict[str, dict[str, Any]] = {
+    "arguments": {"tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": LONG}}]},
+    "arguments as an object": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": {LONG: 1}}}}]},
+    "numbers": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": [7] * 400_000}}}]},
+    "thoughts": {"content": "x", "reasoning_content": LONG},
+    "a name": {"content": "x", "name": LONG},
+}
+
+
+@pytest.mark.parametrize("message", HIDDEN.values(), ids=HIDDEN)
+def test_whatever_a_template_may_write_is_measured(
+    running: Running, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only a message's content: nothing of it is rendered."""
+    monkeypatch.setattr(TemplateChat, "encode", None)
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", **message}]
+    for path, body in (
+        ("/v1/chat/completions", {**CHAT, "messages": talk}),
+        ("/tokenize", {"messages": talk}),
+    ):
+        error = refused(running, path, body)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"description": LONG[:60_000]}, {"parameters": {"enum": ["x" * 20_000]}}, {"parameters": {"enum": [1] * 20_000}}],
+)
+def test_tools_are_measured_too(running: Running, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TemplateChat, "encode", None)
+    error = refused(running, "/v1/chat/completions", {**CHAT, "tools": function(**told)})
+    assert error["code"] == "context_length_exceeded"
+    flat = {"type": "function", **function(**told)[0]["function"]}
+    refused(running, "/v1/responses", {"model": "stories", "input": "x", "tools": [flat]})
+
+
+def test_a_deep_message_is_refused_for_what_it_is(running: Running) -> None:
+    talk = [{"role": "user", "content": "x", "name": nested(300)}]
+    assert "nested" in refused(running, "/v1/chat/completions", {**CHAT, "messages": talk})["message"]
+
+
+def test_texts_to_embed_are_counted_before_they_are_split(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.engine.language, "request", None)
+    inputs = ["a"] * (running.engine.capacity + 1)
+    error = refused(running, "/v1/embeddings", {"model": "stories", "input": inputs})
+    assert f"more than the {running.engine.capacity}" in error["message"]
+
+
 def test_bodies_that_are_too_large(running: Running) -> None:
     most = running.service.limits.body
     error = refused(running, "/v1/completions", b" " * 10, 413, headers={"content-length": str(most + 1)})

@@ -46,7 +46,7 @@ def dialogue_of(language: Language, body: ChatRequest, longest: int) -> Dialogue
     """The conversation as a request to an engine that takes ``longest`` tokens. Raises RequestError."""
     if language.chat_format is None:
         raise RequestError("messages need a chat template, which this engine has not; use /v1/completions")
-    check_sizes(language, body.messages, longest)
+    check_sizes(language, body.messages, longest, body.offered)
     grammar = body.checked_grammar()
     style, offered, params = language.chat_format.tool_style, body.offered, body.sampling()
     messages, template = tools.prepared(style, body.messages, offered)

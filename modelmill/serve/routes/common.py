@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -35,24 +35,48 @@ def submitted(request: Request, engine: Engine, dialogues: Sequence[Dialogue]) -
     return ticket
 
 
-def check_sizes(language: Language, messages: Sequence[Mapping[str, Any]], longest: int) -> None:
-    """Raises RequestError for a conversation of more than ``longest`` tokens, whatever becomes of it: before work."""
-    sizes = []
-    for message in messages:
-        for text in _texts(message.get("content")):
-            language.check_size(text, longest)
-            sizes.append(len(text))
-    if sum(sizes) > longest * language.longest_token:
-        raise RequestError(
-            f"the messages have {sum(sizes)} characters, this engine takes {longest} tokens; shorten them"
-        )
+def check_sizes(
+    language: Language,
+    messages: Sequence[Mapping[str, Any]],
+    longest: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Raises RequestError for a conversation of more than ``longest`` tokens, whatever becomes of it: before work.
+
+    Everything that a template may write counts: texts, calls and their arguments, tools; pictures do not.
+    """
+    most = longest * language.longest_token
+    written = [part for message in messages for part in _written(message)]
+    if _exceeds([*written, *tools], most):
+        what = "the messages and tools" if tools else "the messages"
+        raise RequestError(f"{what} have more than {most} characters, this engine takes {longest} tokens; shorten them")
 
 
-def _texts(content: object) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+def _written(message: Mapping[str, Any]) -> Iterator[Any]:
+    """What a template may write of a message."""
+    for key, value in message.items():
+        if key == "content" and isinstance(value, list):
+            yield from (part.get("text") for part in value if isinstance(part, Mapping) and not _shows(part))
+        else:
+            yield value
+
+
+def _shows(part: Mapping[str, Any]) -> bool:
+    return part.get("type") in ("image_url", "image")
+
+
+def _exceeds(values: Sequence[Any], most: int) -> bool:
+    """Whether JSON data has more characters than that however it is written. It may be nested without end."""
+    size, left = 0, list(values)
+    while left and size <= most:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        size += len(value) if isinstance(value, str) else 1
+    return size > most
 
 
 def finish_of(reason: str | None) -> str | None:

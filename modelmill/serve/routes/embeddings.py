@@ -26,6 +26,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     service = service_of(request)
     engine = service.engine(body.model)
     bounds, language = engine.bounds, engine.language
+    engine.check_room(len(body.inputs()))
     dialogues = await service.aside(_dialogues, language, body, bounds.longest)
     ticket = submitted(request, engine, dialogues)
     await finished(request, ticket)
