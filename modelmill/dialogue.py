@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from modelmill.answer import Answer, Completion, Delta
-from modelmill.core.types import Finish, Request, SamplingParams, Token
+from modelmill.core.types import Finish, Request, Token
 from modelmill.text.stop import StopMatcher
 from modelmill.text.stream import Detokenizer
 from modelmill.text.tokenizer import Tokenizer
@@ -27,12 +27,31 @@ class Dialogue:
 
         follows: the answer goes on with the prompt's text (a completion); else it is a text of its own (a chat's).
         """
-        self.request, self.follows = request, follows
+        self.request, self.follows, self.echoed = request, follows, ""
         params = request.params
         self.started = time.perf_counter()  # answer.seconds are counted from here
-        self._voices = [_Voice(tokenizer, params, kept, follows) for _ in range(params.n)]
+        self._tokens: Detokenizer | None = None
+        if tokenizer is not None:
+            skip = params.skip_special_tokens
+            self._tokens = Detokenizer(tokenizer, skip_special=skip, kept=kept, follows=follows)
+        self._voices = self._spoken()
         outputs = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         self.answer = Answer(request.id, prompt, list(request.prompt), outputs)
+
+    def _spoken(self) -> list[_Voice]:
+        params, tokens = self.request.params, self._tokens
+        return [_Voice(None if tokens is None else tokens.fork(), params.stop) for _ in range(params.n)]
+
+    def echo(self) -> None:
+        """The prompt's text (``echoed``) will be shown before the answers'; to be called once, before any ``push``.
+
+        Where ids leave a character unfinished, it is not in there: the answers' texts begin with what becomes of it.
+        """
+        if self.answer.prompt is not None or self._tokens is None:
+            self.echoed = self.answer.prompt or ""
+            return
+        self.echoed = "".join(map(self._tokens.before, self.request.prompt))
+        self._voices = self._spoken()
 
     def push(self, token: Token) -> tuple[Delta, bool]:
         """Take one piece of news. Returns what it adds and whether a stop string ended that sequence just now."""
@@ -84,14 +103,9 @@ class Dialogue:
 class _Voice:
     """One sequence's way from ids to text."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, kept: Collection[int], follows: bool
-    ) -> None:
-        self._tokens: Detokenizer | None = None
-        if tokenizer is not None:
-            skip = params.skip_special_tokens
-            self._tokens = Detokenizer(tokenizer, skip_special=skip, kept=kept, follows=follows)
-        self._stops = StopMatcher(params.stop) if params.stop else None
+    def __init__(self, tokens: Detokenizer | None, stops: Sequence[str]) -> None:
+        self._tokens = tokens
+        self._stops = StopMatcher(stops) if stops else None
         self.matched: str | None = None
 
     def push(self, id: int, watched: bool) -> tuple[str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -97,32 +97,42 @@ class ChatLogprobs:
 class TextLogprobs:
     """logprobs of one choice of a completion in the older shape, a piece at a time; offsets are in characters."""
 
-    def __init__(self, tokenizer: Tokenizer | None, top: int, follows: bool = False) -> None:
-        """follows: the text goes on with one that the table does not begin with."""
+    def __init__(
+        self, tokenizer: Tokenizer | None, top: int, *, follows: bool = False, skip_special: bool = True
+    ) -> None:
+        """follows, skip_special: as of the dialogue."""
         self._tokenizer, self._top, self._told, self._offset = tokenizer, top, 0, 0
-        self._text = None if tokenizer is None else Detokenizer(tokenizer, follows=follows)
+        self._text = None if tokenizer is None else Detokenizer(tokenizer, skip_special=skip_special, follows=follows)
 
     def prompt(self, dialogue: Dialogue) -> dict[str, Any]:
         """Those of the prompt; the first token has none."""
         answer = dialogue.answer
-        return self._table(answer.prompt_token_ids, answer.prompt_logprobs or [None] * len(answer.prompt_token_ids))
+        entries = answer.prompt_logprobs or [None] * len(answer.prompt_token_ids)
+        return self._table(answer.prompt_token_ids, entries, None if self._text is None else self._text.before)
 
     def take(self, output: Completion, count: int) -> dict[str, Any] | None:
         """The next ``count`` tokens'; None where none were asked for."""
         if output.logprobs is None:
             return None
         begin, self._told = self._told, self._told + count
-        return self._table(output.token_ids[begin : self._told], output.logprobs[begin : self._told])
+        ids, entries = output.token_ids[begin : self._told], output.logprobs[begin : self._told]
+        return self._table(ids, entries, None if self._text is None else self._text.push)
 
-    def _table(self, ids: Sequence[int], entries: Sequence[Mapping[int, Logprob] | None]) -> dict[str, Any]:
+    def _table(
+        self,
+        ids: Sequence[int],
+        entries: Sequence[Mapping[int, Logprob] | None],
+        text: Callable[[int], str] | None,
+    ) -> dict[str, Any]:
+        """text: what an id adds to the text that the offsets count."""
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for id, entry in zip(ids, entries):
             out["tokens"].append(legacy(self._tokenizer, id))
             out["token_logprobs"].append(None if entry is None else finite(entry[id].logprob))
             out["top_logprobs"].append(None if entry is None else self._best(id, entry))
             out["text_offset"].append(self._offset)
-            if self._text is not None:
-                self._offset += len(self._text.push(id))
+            if text is not None:
+                self._offset += len(text(id))
         return out
 
     def _best(self, id: int, entry: Mapping[int, Logprob]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 
 from modelmill.text.tokens import Tokenizer
@@ -26,14 +27,30 @@ class Detokenizer:
         self._tokenizer, self._kept = tokenizer, kept
         self._skip_special = skip_special
         self._utf8 = Utf8Stream(each_byte=tokenizer.each_byte)
-        self._opened = follows
+        self._follows, self._opened = follows, False
+
+    def before(self, id: int) -> str:
+        """As ``push``, for an id of what stands before the sequence: control tokens of a prompt are never written.
+
+        A character that such ids leave unfinished is the sequence's first.
+        """
+        return "" if self._tokenizer.is_skipped(id) else self._text(id, self._opened)
 
     def push(self, id: int) -> str:
         """The text that this id completes; "" while a character is unfinished."""
         if self._skip_special and self._tokenizer.is_skipped(id) and id not in self._kept:
             return ""
+        return self._text(id, self._opened or self._follows)
+
+    def fork(self) -> Detokenizer:
+        """Another one that goes on from here."""
+        other = copy.copy(self)
+        other._utf8 = copy.copy(self._utf8)
+        return other
+
+    def _text(self, id: int, opened: bool) -> str:
         data = self._tokenizer.token_bytes(id)
-        text = self._utf8.push(data if self._opened else self._tokenizer.opening_bytes(id))
+        text = self._utf8.push(data if opened else self._tokenizer.opening_bytes(id))
         self._opened = self._opened or bool(data)
         return text
 

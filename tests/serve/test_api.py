@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from typing import Any
 
 import pytest
 
+from modelmill.core.errors import MissingDependency
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
+from modelmill.serve import logs
 from tests.serve.running import Running
 
 PROMPTS = ["Once upon a time", "The little dog", "Lily went to the", "One day, Tom saw a big", "It was raining"]
@@ -107,6 +111,19 @@ def test_stop_strings_end_the_text_and_never_show(running: Running) -> None:
     events = complete(running, prompt=PROMPTS[0], max_tokens=60, stop=stop, stream=True)
     assert texts_of(events, 1) == [cut]
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_of_several_answers_each_ends_once_at_a_stop_string(running: Running, tools: bool) -> None:
+    """The worker goes on with one until it hears of its end; what comes until then is no part of a stream."""
+    named = {"tools": [{"type": "function", "function": {"name": "now"}}]} if tools else {}
+    how = {"n": 4, "temperature": 1.0, "seed": 5, "max_tokens": 60, "stop": [".", "a"]}
+    for ask, more in ((complete, {"prompt": PROMPTS[0]}), (chat, named)):
+        whole = ask(running, **how, **more)["choices"]
+        texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in whole]
+        assert "stop" in {choice["finish_reason"] for choice in whole}
+        # texts_of refuses a chunk after the last
+        assert texts_of(ask(running, **how, **more, stream=True), 4) == texts
 
 
 def test_logprobs_of_a_completion_with_echo(running: Running, llm: LLM) -> None:
@@ -255,3 +272,89 @@ def test_scoring_counts_on_the_token_that_was_drawn_even_where_it_ends_the_text(
     assert choice["finish_reason"] == "stop"
     known = running.post("/tokenize", {"model": "stories", "prompt": "Once"}).json["tokens"]
     assert len(choice["logprobs"]["token_logprobs"]) == len(known) + 1
+
+
+def of_stream(events: list[Any]) -> tuple[str, dict[str, list[Any]]]:
+    """(text, table of logprobs) of a stream of one completion."""
+    tables = [event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]]
+    return texts_of(events, 1)[0], {key: [value for table in tables for value in table[key]] for key in tables[0]}
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(running: Running, echo: bool) -> None:
+    ids = complete(running, prompt=PROMPTS[0], return_token_ids=True)["choices"][0]["token_ids"]
+    how = {"prompt": PROMPTS[0], "logprobs": 0, "echo": echo, "stop_token_ids": [ids[5]]}
+    (whole,) = complete(running, **how)["choices"]
+    prompt = len(running.post("/tokenize", {"model": "stories", "prompt": PROMPTS[0]}).json["tokens"])
+    assert len(whole["logprobs"]["tokens"]) == (prompt + 6 if echo else 5)
+    assert of_stream(complete(running, **how, stream=True)) == (whole["text"], whole["logprobs"])
+
+
+@pytest.mark.parametrize("prompt", ["Once", [1, 403]])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_count_the_control_tokens_that_are_shown(running: Running, echo: bool, prompt: Any) -> None:
+    how = {"prompt": prompt, "logprobs": 0, "echo": echo, "max_tokens": 4, "logit_bias": {"0": 100}}
+    (shown,) = complete(running, **how, skip_special_tokens=False)["choices"]
+    size = len("Once") if echo else 0
+    assert shown["text"][size:] == "<unk>" * 4
+    assert shown["logprobs"]["text_offset"][-4:] == [size + 5 * i for i in range(4)]
+    (hidden,) = complete(running, **how)["choices"]
+    assert (hidden["text"][size:], hidden["logprobs"]["text_offset"][-4:]) == ("", [size] * 4)
+
+
+@pytest.mark.parametrize(
+    ("bias", "most", "shown", "answer"),
+    [
+        ({"172": 100}, 2, "é\ufffd", "\ufffd\ufffd"),
+        ({"403": 100}, 1, "\ufffd Once", " Once"),
+        ({"2": 100}, 5, "\ufffd", ""),
+        ({}, 0, "\ufffd", ""),
+    ],
+    ids=["finished", "left unfinished", "ended", "no answer"],
+)
+def test_a_prompt_that_ends_inside_a_character(running: Running, bias: Any, most: int, shown: str, answer: str) -> None:
+    """What is shown is what its ids and the answer's are together: é is 198 and 172, 403 " Once", 2 the end."""
+    how = {"prompt": [1, 403, 198], "logprobs": 0, "logit_bias": bias, "max_tokens": most}
+    (whole,) = complete(running, **how, echo=True)["choices"]
+    assert whole["text"] == "Once" + shown
+    assert whole["logprobs"]["text_offset"][:3] == [0, 0, 4]
+    assert of_stream(complete(running, **how, echo=True, stream=True)) == (whole["text"], whole["logprobs"])
+    assert complete(running, **how)["choices"][0]["text"] == answer
+
+
+@pytest.mark.parametrize("size", [600, 60_000])
+def test_too_long_is_one_code_however_long_and_wherever(running: Running, size: int) -> None:
+    text, ids = "é" * size, [5] * size
+    for path, more in (
+        ("completions", {"prompt": text}),
+        ("completions", {"prompt": ids}),
+        ("embeddings", {"input": [text]}),
+        ("embeddings", {"input": ids}),
+        ("chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("responses", {"input": text}),
+    ):
+        response = running.post(f"/v1/{path}", {"model": "stories", **more})
+        error = response.json["error"]
+        assert (response.status, error["code"]) == (400, "context_length_exceeded"), error
+        assert error["param"] in ("prompt", "input", "messages")
+
+
+def test_what_this_machine_cannot_do_is_said_in_the_log(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is told that the log says why; there it stands, with the request's id and nothing of the request."""
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stderr", said)
+    why = "structured output needs llguidance"
+
+    def missing() -> None:
+        raise MissingDependency(why)
+
+    monkeypatch.setattr("modelmill.text.grammar._library", missing)
+    body = {"model": "stories", "prompt": "a secret", "structured_outputs": {"regex": "secret"}}
+    with logs.to_stderr("error"):
+        response = running.post("/v1/completions", body, headers={"x-request-id": "mine-2"})
+    assert (response.status, response.json["error"]["type"]) == (500, "server_error")
+    (line,) = said.getvalue().splitlines()
+    found = json.loads(line)
+    assert (found["event"], found["error"], found["why"]) == ("cannot", "MissingDependency", why)
+    assert found["request_id"] == "mine-2"
+    assert "secret" not in line

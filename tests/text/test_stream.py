@@ -47,6 +47,26 @@ def test_what_follows_a_text_is_what_it_adds_to_it(real, name, data, skip_specia
     assert "word" + added == tokenizer.decode([*before, *ids], skip_special=skip_special)
 
 
+@pytest.mark.parametrize("kind", SMALL)
+@settings(deadline=None)
+@given(data=st.data(), skip_special=st.booleans(), follows=st.booleans())
+def test_ids_before_and_behind_are_decoded_together(kind, data, skip_special, follows):
+    """A prompt of ids may end inside a character: it is the first of what follows. Its control tokens never show."""
+    tokenizer = load_tokenizer(SMALL[kind])
+    ids = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=8)
+    prompt, answer = data.draw(ids), data.draw(ids)
+    # written out, control tokens of the answer are its words
+    plain = [id for id in prompt if not tokenizer.is_skipped(id)]
+    follows = follows or any(map(tokenizer.token_bytes, plain))
+    before = Detokenizer(tokenizer, skip_special=skip_special, follows=follows)
+    text = "".join(map(before.before, prompt))
+    for detokenizer in (before.fork(), before):
+        found = text + "".join(map(detokenizer.push, answer)) + detokenizer.flush()
+        first = [] if any(map(tokenizer.token_bytes, plain)) or not follows else tokenizer.encode("h", bos=False)
+        whole = tokenizer.decode([*first, *plain, *answer], skip_special=skip_special)
+        assert found == whole[len(tokenizer.decode(first)) :]
+
+
 @pytest.mark.parametrize("name", REAL)
 @settings(deadline=None, max_examples=25)
 @given(text=st.text(max_size=40))

@@ -49,6 +49,8 @@ def _dialogues(language: Language, body: CompletionRequest, longest: int) -> lis
         language.check_size(prompt, longest)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         dialogues.append(language.request({key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar))
+        if body.echo:
+            dialogues[-1].echo()
     return dialogues
 
 
@@ -56,7 +58,7 @@ class Reply(Feed):
     """The response, whole or as events."""
 
     def __init__(self, body: CompletionRequest, ticket: Ticket, language: Language) -> None:
-        self._body, self._ticket, self._tokenizer = body, ticket, language.tokenizer
+        self._body, self._ticket = body, ticket
         self._n = body.n or 1
         self._head = {
             "id": fresh("cmpl"),
@@ -67,7 +69,12 @@ class Reply(Feed):
         self._envelope = shape.Envelope(self._head, {"usage": None} if body.wants_usage else {})
         count = len(ticket.dialogues) * self._n
         self._logprobs = [
-            TextLogprobs(language.tokenizer, body.logprobs or 0, each.follows and not body.echo)
+            TextLogprobs(
+                language.tokenizer,
+                body.logprobs or 0,
+                follows=each.follows,
+                skip_special=each.request.params.skip_special_tokens,
+            )
             for each in ticket.dialogues
             for _ in range(self._n)
         ]
@@ -88,12 +95,10 @@ class Reply(Feed):
         at = place * self._n + output.index
         text, tables = output.text, []
         if body.echo:
-            text = self._echoed(dialogue) + text
+            text = dialogue.echoed + text
             if body.logprobs is not None:
                 tables.append(self._logprobs[at].prompt(dialogue))
-        # the token that ended it is no part of the text; who scores a text (echo) counts on one for each that was drawn
-        ended = isinstance(output.stop_reason, int) and not body.echo
-        count = len(output.token_ids) - ended
+        count = len(output.token_ids) - isinstance(output.stop_reason, int) + self._end(output)
         told = self._logprobs[at].take(output, count)
         if told is not None:
             tables.append(told)
@@ -125,10 +130,10 @@ class Reply(Feed):
         if begins:
             self._begun.add(at)
             if body.echo:
-                text = self._echoed(dialogue) + text
+                text = dialogue.echoed + text
                 if body.logprobs is not None:
                     tables.append(self._logprobs[at].prompt(dialogue))
-        told = self._logprobs[at].take(output, len(delta.token_ids))
+        told = self._logprobs[at].take(output, len(delta.token_ids) + (self._end(output) if delta.finish_reason else 0))
         if told is not None and told["tokens"]:
             tables.append(told)
         if not (text or tables or delta.finish_reason or (body.return_token_ids and delta.token_ids)):
@@ -148,15 +153,16 @@ class Reply(Feed):
                 choice["prompt_token_ids"] = dialogue.answer.prompt_token_ids
         return self._envelope.around(choice)
 
+    def _end(self, output: Completion) -> int:
+        """How many tokens that ended it are told besides those of the text.
+
+        One is no part of the text; who scores a text (echo) counts on an entry for each token that was drawn.
+        """
+        return int(bool(self._body.echo) and isinstance(output.stop_reason, int))
+
     def last(self) -> bytes:
         """The counts where they were asked for, and the end."""
         counts = b""
         if self._body.wants_usage:
             counts = event({**self._head, "choices": [], "usage": shape.usage(self._ticket.dialogues)})
         return counts + shape.DONE
-
-    def _echoed(self, dialogue: Dialogue) -> str:
-        """The prompt's text."""
-        if dialogue.answer.prompt is not None or self._tokenizer is None:
-            return dialogue.answer.prompt or ""
-        return self._tokenizer.decode(dialogue.answer.prompt_token_ids)
