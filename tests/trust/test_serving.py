@@ -293,6 +293,20 @@ def test_texts_to_embed_are_counted_before_they_are_split(running: Running, monk
     assert f"more than the {running.engine.capacity}" in error["message"]
 
 
+def test_a_full_engine_makes_nothing_of_a_request(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has to be refused is not rendered and not split."""
+    monkeypatch.setattr(running.engine, "_seqs", running.engine.capacity)
+    for name in ("request", "chat_request"):
+        monkeypatch.setattr(running.engine.language, name, None)
+    for path, body in (
+        ("/v1/completions", COMPLETION),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"model": "stories", "input": "x"}),
+        ("/v1/embeddings", {"model": "stories", "input": ["x"]}),
+    ):
+        assert refused(running, path, body, 429)["code"] == "rate_limit_exceeded"
+
+
 def test_bodies_that_are_too_large(running: Running) -> None:
     most = running.service.limits.body
     error = refused(running, "/v1/completions", b" " * 10, 413, headers={"content-length": str(most + 1)})

@@ -33,6 +33,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
     engine = service.engine(body.model)
     body.check()
     bounds, language = engine.bounds, engine.language
+    engine.check_room(body.n or 1)
     dialogue = await service.aside(dialogue_of, language, body, bounds.longest)
     ticket = submitted(request, engine, [dialogue])
     reply = Reply(body, ticket, language)

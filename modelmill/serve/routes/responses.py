@@ -32,6 +32,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     service = service_of(request)
     engine = service.engine(body.model)
     bounds, language = engine.bounds, engine.language
+    engine.check_room(1)
     chat, dialogue = await service.aside(_meant, language, body, bounds.longest)
     ticket = submitted(request, engine, [dialogue])
     reply = Reply(body, chat, ticket, language)
