@@ -93,7 +93,8 @@ class Language:
             raise UsageError(f"{', '.join(template)} belong(s) to a chat template, but this is no conversation")
         request = self._request(self.ids(prompt), params, self.eos_ids, self._base_stops, _salt(prompt))
         request = replace(request, grammar=grammar)
-        return Dialogue(request, text_of(prompt), self.tokenizer, follows=self._is_text(request.prompt))
+        follows = grammar is not None or self._is_text(request.prompt)
+        return Dialogue(request, text_of(prompt), self.tokenizer, follows=follows)
 
     def _is_text(self, ids: Sequence[int]) -> bool:
         """Whether ids are more than control tokens (the one that every text begins with)."""
@@ -126,7 +127,9 @@ class Language:
         request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
         request = replace(request, grammar=grammar, inserts=inserts)
         special = {} if self.tokenizer is None or not calls else self.tokenizer.special
-        return Dialogue(request, None, self.tokenizer, frozenset(special[m] for m in MARKS if m in special))
+        marks = frozenset(special[m] for m in MARKS if m in special)
+        # a grammar counts every byte of the first token, the space too that an answer of its own has not
+        return Dialogue(request, None, self.tokenizer, marks, follows=grammar is not None)
 
     @property
     def sees(self) -> bool:

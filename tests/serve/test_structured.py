@@ -60,6 +60,24 @@ def test_patterns_and_choices(running: Running, how: Any) -> None:
         assert re.fullmatch("a+b", text)
 
 
+@pytest.mark.parametrize("how", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}, {"regex": " ?a "}], ids=str)
+def test_a_space_that_the_grammar_asks_for_is_said(running: Running, how: Any) -> None:
+    """SentencePiece drops the space before a text of its own; an answer that a grammar counts has all its bytes."""
+    for text in said(running, structured_outputs=how):
+        assert re.fullmatch(how.get("regex", " yes| no"), text)
+    for prompt in ([1], "x"):  # the token that every text begins with, alone
+        ask = {"model": "stories", "prompt": prompt, "max_tokens": 30, "temperature": 0, "structured_outputs": how}
+        for more in ({}, {"logprobs": 0, "echo": True}):
+            (choice,) = running.post("/v1/completions", {**ask, **more}).json["choices"]
+            text = choice["text"].removeprefix("x")
+            assert re.fullmatch(how.get("regex", " yes| no"), text)
+        table, own = choice["logprobs"], len(choice["text"]) - len(text)
+        ends = [*table["text_offset"][1:], len(choice["text"])]
+        places = zip(table["text_offset"], ends, table["tokens"], strict=True)
+        answer = [(token, choice["text"][begin:end]) for begin, end, token in places if begin >= own]
+        assert all(token in ("<s>", "</s>", piece) for token, piece in answer), choice
+
+
 def test_some_object(running: Running) -> None:
     body = {
         "model": "stories",
