@@ -150,7 +150,11 @@ class Insert:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be. kind: json (text: a JSON schema), regex, choice (a JSON list of texts) or lark."""
+    """What an answer must be. kind: json (text: a JSON schema), regex, choice (a JSON list of texts), lark, or calls.
+
+    calls: {"functions": [{"name", "arguments": a JSON schema}], "most"}: {"name", "arguments"} of one of the functions;
+    a list of 1 to ``most`` of them where that is no null.
+    """
 
     kind: str
     text: str

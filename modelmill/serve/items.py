@@ -24,12 +24,17 @@ class Items:
         self._call: dict[str, Any] | None = None
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
-        self._untold: list[Any] = []
+        # what the model wrote and is not said yet, with what is to be told of its tokens
+        self._heard: list[tuple[str, list[Any]]] = []
 
-    def say(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        """More text, and what is to be told of its tokens."""
-        # what was told of a call's tokens is no part of a message
-        self._untold = [*logprobs] if self._call is not None else [*self._untold, *logprobs]
+    def hear(self, text: str, logprobs: Sequence[Any]) -> None:
+        """What the model wrote, before it is told what of it is said; logprobs: of the tokens that completed it."""
+        if self._heard and not self._heard[-1][0]:
+            logprobs = [*self._heard.pop()[1], *logprobs]  # tokens whose text comes with a later one
+        self._heard.append((text, [*logprobs]))
+
+    def say(self, text: str) -> Iterator[Event]:
+        """More text."""
         text = self._held + text
         self._held = ""
         if not self._id and self._holds and not text.strip():
@@ -39,15 +44,16 @@ class Items:
             return
         yield from self._close("completed", call_only=True)
         yield from self._open()
-        told, self._untold = self._untold, []
+        told = self._told(text)
         self._texts.append(text)
         self._logprobs += told
         yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": told}
 
     def call(self, id: str, name: str) -> Iterator[Event]:
         """A call begins; what was open ends. Spaces before it are no message."""
+        self._heard = self._heard[-1:]  # text may stand behind the call's end, in one piece with it
         yield from self._close("completed")
-        self._held, self._untold = "", []
+        self._held = ""
         self._call = {
             "type": "function_call",
             "id": f"fc_{secrets.token_hex(16)}",
@@ -61,6 +67,7 @@ class Items:
     def argue(self, text: str) -> Iterator[Event]:
         """More of the call's arguments."""
         assert self._call is not None, "arguments belong to a call"
+        self._heard = self._heard[-1:]
         if text:
             self._texts.append(text)
             place = {"item_id": self._call["id"], "output_index": len(self.output)}
@@ -72,7 +79,25 @@ class Items:
             yield from self._open()
             if self._held:
                 yield from self.say("")
+        if self._id and not any(item["type"] == "function_call" for item in self.output):
+            self._logprobs += [one for _, each in self._heard for one in each]  # of tokens that have no text
         yield from self._close(status)
+
+    def _told(self, text: str) -> list[Any]:
+        """What is to be told of the tokens that ``text`` consists of; those before it belong to a call."""
+        heard = "".join(each for each, _ in self._heard)
+        begin, end = _found(text, heard)
+        place = 0
+        told, left = list[Any](), list[tuple[str, list[Any]]]()
+        for piece, logprobs in self._heard:
+            first, place = place, place + len(piece)
+            mine = first < end and place > begin
+            if mine:
+                told += logprobs
+            if place > end or not piece:
+                left.append((piece[max(end - first, 0) :], [] if mine else logprobs))
+        self._heard = left
+        return told
 
     def _open(self) -> Iterator[Event]:
         if self._id:
@@ -103,7 +128,6 @@ class Items:
         self._call, self._texts = None, []
 
     def _close_message(self, status: str) -> Iterator[Event]:
-        self._logprobs += self._untold
         text, logprobs = "".join(self._texts), self._logprobs
         part, where = _part(text, logprobs), self._place()
         yield {"type": "response.output_text.done", **where, "text": text, "logprobs": logprobs}
@@ -111,13 +135,27 @@ class Items:
         item = self._message(status, [part])
         yield {"type": "response.output_item.done", "output_index": len(self.output), "item": item}
         self.output.append(item)
-        self._id, self._texts, self._logprobs, self._untold = "", [], [], []
+        self._id, self._texts, self._logprobs = "", [], []
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": len(self.output), "content_index": 0}
 
     def _message(self, status: str, content: list[Any]) -> dict[str, Any]:
         return {"type": "message", "id": self._id, "status": status, "role": "assistant", "content": content}
+
+
+def _found(text: str, heard: str) -> tuple[int, int]:
+    """Where ``text`` stands, the last time, in what was heard; spaces at its head may be from before a call."""
+    if heard.startswith(text):
+        return 0, len(text)
+    kept = text.lstrip()
+    begin = heard.rfind(kept)
+    if begin < 0:
+        return 0, len(heard)
+    end, blank = begin + len(kept), len(text) - len(kept)
+    while blank and heard[begin - 1 : begin].isspace():
+        begin, blank = begin - 1, blank - 1
+    return begin, end
 
 
 def _part(text: str, logprobs: list[Any]) -> dict[str, Any]:

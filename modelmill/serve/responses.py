@@ -24,6 +24,7 @@ from modelmill.serve.schema import (
     ResponseFormat,
     Shape,
     Tool,
+    check_functions,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -224,6 +225,7 @@ class ResponsesRequest(Drawn):
     def as_chat(self) -> ChatRequest:
         """The chat request with the same meaning. Raises RequestError."""
         self.check()
+        check_functions(self.tools or ())
         shared = {name: getattr(self, name) for name in Drawn.model_fields}
         tools, choice = self._tools()
         format = None if self.text is None or self.text.format is None else self.text.format.as_chat()

@@ -7,15 +7,16 @@ change it and are not offered are refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_BIAS, MAX_N, MAX_STOPS, Grammar, SamplingParams
+from modelmill.text.forced import forced
 from modelmill.text.grammar import check as usable
-from modelmill.text.tools import forced
+from modelmill.text.messages import check_data
 
 MAX_PROMPTS = 1024
 MAX_TOP = 20
@@ -38,6 +39,7 @@ class Structured(Shape):
 
     def as_grammar(self) -> Grammar:
         """Raises RequestError unless exactly one is given."""
+        check_data(self.json_, "structured_outputs: the JSON schema")
         given = [
             Grammar(kind, value if isinstance(value, str) else json.dumps(value))
             for kind, value in (
@@ -76,6 +78,7 @@ class ResponseFormat(Shape):
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        check_data(schema, "response_format: the JSON schema")
         return Grammar("json", json.dumps({} if schema is None else schema))
 
 
@@ -245,6 +248,12 @@ class Tool(Shape):
 
     type: Literal["function"]
     function: Function
+
+
+def check_functions(functions: Iterable[Function]) -> None:
+    """Raises RequestError for parameters that JSON cannot express, or that are nested beyond reason."""
+    for function in functions:
+        check_data(function.parameters, f"tools: the parameters of {function.name}")
 
 
 class Named(Shape):

@@ -52,8 +52,8 @@ class Reader(Protocol):
     def push(self, text: str) -> list[str | Part]:
         """Content and pieces of calls that more text makes sure of, in order."""
 
-    def flush(self) -> list[str | Part]:
-        """What was held back until the end."""
+    def flush(self, cut: bool = False) -> list[str | Part]:
+        """What was held back until the end. cut: the answer might have gone on."""
 
 
 def reader(
@@ -61,7 +61,7 @@ def reader(
 ) -> Reader:
     """A reader for one answer. most: calls beyond so many are left out. thinking: the prompt ended in "Thought:".
 
-    forced: the answer can be calls only; what is none was cut before it became one, and is no content either.
+    forced: the answer can be calls only; what was cut before it became one is no content either.
     """
     from modelmill.text.react import ReactReader
 
@@ -89,8 +89,12 @@ class Outlet:
     """Where a reader puts what it is sure of. Blanks beside calls are no content."""
 
     def __init__(self, most: int | None, short: bool, silent: bool = False) -> None:
-        """short: ids of nine letters and digits, as Mistral's templates want them. silent: content is left out."""
+        """short: ids of nine letters and digits, as Mistral's templates want them.
+
+        silent: there is content only where no call came and the answer was not cut.
+        """
         self._most, self._short, self._silent = most, short, silent
+        self._unsaid: list[str] = []
         self._blank = ""
         self._pieces: list[str | Part] = []
         self._said = False
@@ -99,6 +103,7 @@ class Outlet:
     def say(self, text: str) -> None:
         """Content."""
         if self._silent:
+            self._unsaid.append(text)
             return
         kept = text.rstrip()
         if kept:
@@ -132,8 +137,11 @@ class Outlet:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def last(self) -> list[str | Part]:
-        """The end."""
+    def last(self, cut: bool) -> list[str | Part]:
+        """The end. cut: the answer might have gone on."""
+        if self._silent and not self.calls and not cut:
+            self._silent = False
+            self.say("".join(self._unsaid))
         if self._blank and not self.calls:
             self._pieces.append(self._blank)
         return self.take()
@@ -157,7 +165,7 @@ class JsonReader:
             pass
         return self._outlet.take()
 
-    def flush(self) -> list[str | Part]:
+    def flush(self, cut: bool = False) -> list[str | Part]:
         """As Reader.flush."""
         rest, self._buffer = self._buffer, ""
         if self._mode == self._outside:
@@ -166,7 +174,7 @@ class JsonReader:
             told = self._objects.told
             # of a block with a call in it, a closing mark that was cut is no content
             self._outlet.say(self._objects.release() if told else self._opened + self._objects.release() + rest)
-        return self._outlet.last()
+        return self._outlet.last(cut)
 
     def _begin(self, mark: str) -> None:
         self._opened, self._mode = mark, self._inside

@@ -20,9 +20,17 @@ from modelmill.text.tokens import Tokenizer
 LONGEST = 1 << 18
 """Most characters of a schema, pattern or grammar."""
 CHOICES = 1024
-NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "lark": "grammar"}
+NAMES = {
+    "json": "JSON schema",
+    "regex": "regex",
+    "choice": "choice",
+    "lark": "grammar",
+    "calls": "functions' parameters",
+}
 SPACE = r"\n?[ ]{0,12}"
 """Between the parts of JSON: room for lines and their indents, but no end of lines that a small model falls into."""
+BLANK = r"BLANK: /\n?[ ]{1,12}|\n/"
+"""The same where it is not empty, as Lark writes it."""
 
 
 def check(grammar: Grammar) -> None:
@@ -31,7 +39,18 @@ def check(grammar: Grammar) -> None:
     problem = lib.LLMatcher.validate_grammar(_compiled(grammar, lib), limits=_limits(lib))
     # warnings are about annotations that change nothing (format: …)
     if problem and not problem.startswith("WARNING"):
+        if grammar.kind == "calls":
+            _check_each(grammar)
         raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(problem)}")
+
+
+def _check_each(grammar: Grammar) -> None:
+    """Raises RequestError that names the function at fault, where one alone is."""
+    for function in json.loads(grammar.text)["functions"]:
+        try:
+            check(Grammar("json", json.dumps(function["arguments"])))
+        except RequestError as error:
+            raise RequestError(f"the parameters of {function['name']}: {error}") from None
 
 
 class Guides:
@@ -151,10 +170,34 @@ def _form(grammar: Grammar, lib: Any) -> str:
         if len(value) > CHOICES:
             raise RequestError(f"a choice has up to {CHOICES} texts")
         return str(lib.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value)))
+    if grammar.kind == "calls":
+        return _calls(value, lib)
     if not isinstance(value, dict):
         raise RequestError("a JSON schema is an object")
+    return _schema(value, lib)
+
+
+def _schema(value: dict[str, Any], lib: Any) -> str:
     value.pop("x-guidance", None)  # settings of the library are ours to make
     return str(lib.LLMatcher.grammar_from_json_schema(value, overrides={"whitespace_pattern": SPACE}))
+
+
+def _calls(value: dict[str, Any], lib: Any) -> str:
+    """Grammars of the library in one: the calls around the arguments, whose schemas stay documents of their own.
+
+    So a reference in a schema ("#", "#/properties/x", an $anchor) finds what it finds in the schema alone.
+    """
+    functions, most = value["functions"], value["most"]
+    call = "(" + " | ".join(f"c{place}" for place in range(len(functions))) + ")"
+    more = f"{{0,{(most or 1) - 1}}}"
+    lines = [BLANK, "s: BLANK?", "start: " + (call if most is None else f'"[" s {call} (s "," s {call}){more} s "]"')]
+    grammars = []
+    for place, function in enumerate(functions):
+        name, key, held = (json.dumps(json.dumps(text)) for text in (function["name"], "name", "arguments"))
+        lines.append(f'c{place}: "{{" s {key} s ":" s {name} s "," s {held} s ":" s @a{place} s "}}"')
+        (found,) = json.loads(_schema(function["arguments"], lib))["grammars"]
+        grammars.append({**found, "name": f"a{place}"})
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}, *grammars]})
 
 
 def _loaded(grammar: Grammar) -> Any:

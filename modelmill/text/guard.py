@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from modelmill.core.errors import RequestError
 from modelmill.text.alternation import alternation
 
 PRIVATE = range(0xE000, 0xF900)
@@ -54,12 +55,12 @@ class Guard:
 
 
 def free_mark(texts: Iterable[str]) -> str:
-    """A private character that occurs in none of `texts`, neither itself nor as a \\u escape."""
+    """A private character that occurs in none of `texts`, neither itself nor as a \\u escape. Raises RequestError."""
     whole = "\n".join(texts).lower()
     for code in PRIVATE:
         if chr(code) not in whole and f"\\u{code:04x}" not in whole:
             return chr(code)
-    raise ValueError("the text uses every private character")
+    raise RequestError("the conversation holds every private character (U+E000 to U+F8FF); leave one of them out")
 
 
 def unmark(text: str, mark: str) -> str:

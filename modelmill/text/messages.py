@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ def check_data(value: object, where: str, depth: int = 0) -> None:
             check_data(item, where, depth + 1)
     elif not isinstance(value, str | int | float | None):
         raise RequestError(f"{where} holds a {type(value).__name__}, which JSON cannot express")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RequestError(f"{where} holds a number that is not finite, which JSON cannot express")
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise RequestError(f"{where} holds a whole number of more than {MAX_BITS} bits")
 
@@ -107,9 +110,10 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def _parsed(arguments: str) -> Any:
-    """The object that the text describes, or the text itself where it is not JSON (models write such)."""
+    """The object that the text describes, or the text itself where it is none that JSON allows (models write such)."""
     try:
         value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        check_data(value, "arguments")
+    except (ValueError, RecursionError):  # RequestError is a ValueError
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -147,16 +147,16 @@ class ReactReader:
             pass
         return self._outlet.take()
 
-    def flush(self) -> list[str | Part]:
+    def flush(self, cut: bool = False) -> list[str | Part]:
         """As Reader.flush."""
         rest, self._buffer = self._buffer, ""
         if self._mode == self._input:
-            cut = overlap(rest, "\n" + OBSERVATION)
-            text = rest[: len(rest) - (cut if cut > 1 else 0)].rstrip()
+            begun = overlap(rest, "\n" + OBSERVATION)
+            text = rest[: len(rest) - (begun if begun > 1 else 0)].rstrip()
             self._outlet.argue(text if self._argued else text.lstrip() or "{}")
         elif self._mode != self._done:
             self._outlet.say(self._lead + rest[self._added :])
-        return self._outlet.last()
+        return self._outlet.last(cut)
 
     def _start(self) -> bool:
         """Is it a thought?"""

@@ -1,4 +1,4 @@
-"""Tool calls between messages and text: how a prompt tells of tools, and what an answer may be where a call is forced.
+"""Tool calls between messages and text: how a prompt tells of tools.
 
 Five ways of writing a call, named after what marks it:
 
@@ -9,7 +9,7 @@ Five ways of writing a call, named after what marks it:
 * ``told``: for chat formats that know no tools: the system message explains the marked form, and earlier calls and
   results are written out in it.
 
-Reading calls out of an answer is text/calls.py.
+Reading calls out of an answer is text/calls.py; what an answer may be where a call is forced, text/forced.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.core.types import Grammar
 from modelmill.text.messages import checked
 
 MARKED, BARE, LISTED, REACT, TOLD = "marked", "bare", "listed", "react", "told"
@@ -29,8 +28,6 @@ LIST, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 MARKS = (OPEN, CLOSE, PYTHON, LIST, ARGS, CALL_ID)
 """Control tokens that a reader of calls must see, though they are no part of a plain answer."""
 OBSERVATION = "Observation:"
-MOST = 16
-"""Most calls of one forced answer."""
 INTRO = """You may call functions to help with the user's query. Their signatures, in JSON:
 <tools>
 {tools}
@@ -39,7 +36,6 @@ For each call write a JSON object with its name and arguments inside these tags:
 <tool_call>
 {{"name": FUNCTION, "arguments": OBJECT}}
 </tool_call>"""
-_MIXED = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef")
 
 
 def style_of(templates: str) -> str:
@@ -147,93 +143,3 @@ def _short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
 def _short(id: str) -> str:
     fits = len(id) == 9 and id.isascii() and id.isalnum()
     return id if fits else hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:9]
-
-
-def forced(tools: Sequence[Mapping[str, Any]], name: str | None, several: bool = False) -> Grammar:
-    """An answer that is a call and nothing else: of ``name``, or of any tool. It is written bare.
-
-    several: a list of 1 to MOST calls instead. Arguments have the properties that a function's parameters name and no
-    others, unless the parameters themselves ask for others.
-    """
-    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    shapes = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": closed(function.get("parameters")),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    shape: dict[str, Any] = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
-    definitions = _lifted(shapes)
-    if several:
-        shape = {"type": "array", "items": shape, "minItems": 1, "maxItems": MOST}
-    return Grammar("json", json.dumps({**shape, **({"$defs": definitions} if definitions else {})}))
-
-
-def _lifted(shapes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Take the definitions out of the parameters, where "#/$defs/…" would no longer find them.
-
-    References are renamed, since two functions may each have a definition of one name.
-    """
-    found: dict[str, Any] = {}
-    for number, shape in enumerate(shapes):
-        parameters = shape["properties"]["arguments"]
-        for key in ("$defs", "definitions"):
-            inner = parameters.get(key)
-            if not isinstance(inner, dict):
-                continue
-            old, new = f"#/{key}/", f"#/$defs/{number}."
-            parameters = _renamed({k: v for k, v in parameters.items() if k != key}, old, new)
-            found |= {f"{number}.{name}": _renamed(value, old, new) for name, value in inner.items()}
-        shape["properties"]["arguments"] = parameters
-    return found
-
-
-def _renamed(schema: Any, old: str, new: str) -> Any:
-    if isinstance(schema, dict):
-        return {
-            key: new + value.removeprefix(old)
-            if key == "$ref" and isinstance(value, str) and value.startswith(old)
-            else _renamed(value, old, new)
-            for key, value in schema.items()
-        }
-    return [_renamed(each, old, new) for each in schema] if isinstance(schema, list) else schema
-
-
-def closed(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Parameters whose objects have the properties that are named and no others: every such value fits the original.
-
-    None is a function without parameters. Left as they are: objects that say themselves what else they may hold,
-    and schemas that are put together of several, where closing one part would shut out the others.
-    """
-    if parameters is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    out: dict[str, Any] = dict(parameters) if _holds(parameters, _MIXED) else _closed(parameters)
-    return out
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    several = "properties" in schema and any(key in schema for key in ("anyOf", "oneOf", "$ref"))
-    if several:
-        return dict(schema)
-    out = {key: value if key in ("enum", "const", "default", "examples") else _closed(value)
-           for key, value in schema.items()}  # fmt: skip
-    named = isinstance(schema.get("properties"), Mapping)
-    if named and not any(key in schema for key in ("additionalProperties", "patternProperties")):
-        out["additionalProperties"] = False
-    return out
-
-
-def _holds(schema: Any, keys: Sequence[str]) -> bool:
-    if isinstance(schema, Mapping):
-        return any(key in schema for key in keys) or any(_holds(value, keys) for value in schema.values())
-    return isinstance(schema, list) and any(_holds(each, keys) for each in schema)

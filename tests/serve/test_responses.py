@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelmill.serve.items import Items
 from modelmill.serve.responses import messages_of
+from modelmill.text import tools
+from modelmill.text.calls import Part, reader
 from tests.serve.running import Running
 
 GREEDY = {"model": "stories", "temperature": 0, "max_output_tokens": 24}
@@ -217,6 +223,67 @@ def test_log_probabilities(running: Running) -> None:
     told = [one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
     assert told == expected
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == expected
+
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "around", [("Hi ", " bye"), ("Hi", "bye"), ("", ""), ("Hi <b ", ""), ("", "\n< So < \n")], ids=str
+)
+def test_each_token_is_told_beside_the_text_that_it_is_in(running: Running, around: tuple[str, str]) -> None:
+    """Those of a call belong to no message; whole or streamed it is the same."""
+    before, after = around
+    body = {"input": "x", "tools": [WEATHER], "include": ["message.output_text.logprobs"], "max_output_tokens": 200}
+    body["structured_outputs"] = {"choice": [before + CALL + after]}
+    whole = ask(running, **body)["output"]
+    events = stream(running, **body)
+    found = []
+    for output in (whole, events[-1]["response"]["output"]):
+        assert [item["name"] for item in output if item["type"] == "function_call"] == ["weather"]
+        parts = [item["content"][0] for item in output if item["type"] == "message"]
+        assert [part["text"].strip() for part in parts] == [each.strip() for each in around if each]
+        for part in parts:
+            assert "".join(one["token"] for one in part["logprobs"]).strip() == part["text"].strip()
+        found.append([part["logprobs"] for part in parts])
+    assert found[0] == found[1]
+    told = [one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
+    assert told == [one for logprobs in found[0] for one in logprobs]
+
+
+TOKENS = [
+    "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {', '"x": 1', "}", "}}", "<", "a", " ", "\n", "b c", "",
+    "[TOOL_CALLS]", "f[ARGS]{}", "Thought:", "\nAction: f", "\nAction Input:", "1", "\nFinal Answer: ", ">a",
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    style=st.sampled_from([tools.MARKED, tools.BARE, tools.LISTED, tools.TOLD, tools.REACT]),
+    tokens=st.lists(st.sampled_from(TOKENS), max_size=14),
+)
+def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(style: str, tokens: list[str]) -> None:
+    items, found = Items(holds=True), reader(style, ["f"])
+    for place, token in enumerate(tokens):
+        items.hear(token, [place])
+        for piece in found.push(token):
+            deque(items.say(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
+    for piece in found.flush():
+        deque(items.say(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
+    deque(items.end("completed"), maxlen=0)
+    parts = [item["content"][0] for item in items.output if item["type"] == "message"]
+    told = [one for part in parts for one in part["logprobs"]]
+    assert told == sorted(set(told))
+    for part in parts:
+        assert part["text"] in "".join(tokens[one] for one in part["logprobs"])
+    if not any(item["type"] == "function_call" for item in items.output):
+        assert told == [*range(len(tokens))] or style == tools.REACT
+
+
+def called(items: Items, piece: Part) -> Iterator[Any]:
+    if piece.name is not None:
+        yield from items.call(piece.id or "", piece.name)
+    yield from items.argue(piece.arguments)
 
 
 WRONG: list[tuple[Any, str, str | None]] = [

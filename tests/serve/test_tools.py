@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from modelmill.answer import Answer, Completion, Delta
 from modelmill.dialogue import Dialogue
+from modelmill.serve.routes.chat import Reply
+from modelmill.serve.schema import ChatRequest
+from modelmill.text import tools
+from modelmill.text.calls import reader
 from tests.serve.running import Running
 
 WEATHER = {
@@ -172,3 +178,128 @@ def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(running: Runni
     ).json
     assert told["status"] == "incomplete"
     assert not any(part["text"] for item in told["output"] for part in item["content"])
+
+
+def deep(kind: str, depth: int) -> str:
+    return '{"a":' * depth + "{}" + "}" * depth if kind == "object" else '{"a":' + "[" * depth + "]" * depth + "}"
+
+
+UNSAYABLE = ['{"minimum": NaN}', '{"maximum": 1e400}', '{"minimum": -Infinity}']
+UNSAYABLE += [deep(kind, depth) for kind in ("object", "list") for depth in (100, 250, 350, 600, 900, 5000)]
+
+
+@pytest.mark.parametrize("schema", UNSAYABLE, ids=lambda text: f"{text[:12]}{len(text)}")
+@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+def test_parameters_that_cannot_be_told_again_are_refused(running: Running, schema: str, choice: str) -> None:
+    """By their numbers and their depth, before anything else looks at them."""
+    function = {"name": "f", "parameters": "@"}
+    chat = {**ASK, "max_tokens": 2, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+    flat = {"model": "stories", "input": "x", "max_output_tokens": 2, "tools": [{"type": "function", **function}]}
+    some = {"type": "allowed_tools", "mode": choice, "tools": [{"type": "function", "name": "g"}]}
+    other = {**flat, "tools": [*flat["tools"], {"type": "function", "name": "g"}], "tool_choice": some}  # type: ignore[misc]
+    asked = [("chat/completions", chat), ("responses", {**flat, "tool_choice": choice}), ("responses", other)]
+    for path, body in asked:
+        response = running.post(f"/v1/{path}", json.dumps(body).replace('"@"', schema).encode())
+        assert response.status == 400, response.body
+        assert len(response.json["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize("schema", UNSAYABLE, ids=lambda text: f"{text[:12]}{len(text)}")
+def test_schemas_that_cannot_be_told_again_are_refused(running: Running, schema: str) -> None:
+    format = {"type": "json_schema", "name": "a", "schema": "@"}
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": "@"}}
+    for path, body in (
+        ("responses", {"model": "stories", "input": "x", "text": {"format": format}}),
+        ("chat/completions", {**ASK, "response_format": named}),
+        ("chat/completions", {**ASK, "structured_outputs": {"json": "@"}}),
+        ("completions", {"model": "stories", "prompt": "x", "structured_outputs": {"json": "@"}}),
+    ):
+        response = running.post(f"/v1/{path}", json.dumps(body).replace('"@"', schema).encode())
+        assert response.status == 400, response.body
+        assert len(response.json["error"]["message"]) < 300
+
+
+def test_a_message_of_every_private_character_is_refused(running: Running) -> None:
+    """None is left to keep control tokens apart with."""
+    text = "".join(map(chr, range(0xE000, 0xF900)))
+    for path, body in (
+        ("chat/completions", {**ASK, "messages": [{"role": "user", "content": text}]}),
+        ("responses", {"model": "stories", "input": text}),
+    ):
+        response = running.post(f"/v1/{path}", body)
+        assert response.status == 400, response.body
+
+
+@pytest.mark.parametrize(
+    "schema", [{}, {"description": "x"}, {"properties": {"town": {"enum": ["Ulm", "Bonn"]}}}], ids=str
+)
+def test_a_forced_call_is_a_call_whatever_the_parameters_leave_open(running: Running, schema: Any) -> None:
+    offered = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = {
+        **ASK,
+        "max_tokens": 200,
+        "tools": offered,
+        "tool_choice": "required",
+        "temperature": 1.3,
+        "n": 8,
+        "seed": 2,
+    }
+    choices = running.post("/v1/chat/completions", body).json["choices"]
+    reasons = {choice["finish_reason"] for choice in choices}
+    assert reasons == {"tool_calls"} if "properties" in schema else reasons <= {"tool_calls", "length"}
+    for choice in choices:
+        if choice["finish_reason"] == "tool_calls":
+            (call,) = choice["message"]["tool_calls"]
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+def test_a_forced_call_of_another_type_says_which_function(running: Running) -> None:
+    offered = [WEATHER, {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]
+    error = running.post("/v1/chat/completions", {**ASK, "tools": offered, "tool_choice": "required"}).json["error"]
+    assert error["message"] == ("tools: the parameters of f have another type than object, which arguments always are")
+    assert error["param"] == "tools"
+    offered[1]["function"]["parameters"] = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    error = running.post("/v1/chat/completions", {**ASK, "tools": offered, "tool_choice": "required"}).json["error"]
+    assert error["message"].startswith("tools: the parameters of f: the JSON schema cannot be used: ")
+    assert error["param"] == "tools"
+
+
+REACT = SimpleNamespace(tokenizer=None, chat_format=SimpleNamespace(tool_style=tools.REACT))
+
+
+@pytest.mark.parametrize(
+    ("said", "ended", "stop", "reason"),
+    [
+        ("Paris\n", "Observation:", None, "tool_calls"),  # the format's own
+        ("Paris\n", "Observation:", "Observation:", "tool_calls"),  # behind the call, whoever asked for it
+        ("Paris\n", None, None, "tool_calls"),
+        ('{"town": "Par', "is", "is", "stop"),
+        ('{"town": "Par', "is", ["x", "is"], "stop"),
+        ('{"town": "Paris"}\n', "x", ["x", "is"], "tool_calls"),
+        ('{"town": "Par', 7, None, "tool_calls"),
+    ],
+)
+def test_only_a_stop_string_of_the_request_cuts_a_call(said: str, ended: Any, stop: Any, reason: str) -> None:
+    body = ChatRequest(**{**ASK, "tools": [WEATHER], "stop": stop})
+    text = f"Thought: I need it.\nAction: weather\nAction Input: {said}"
+    output = Completion(0, text, [1], "stop", ended)
+    answer = Answer("r", None, [1], [output])
+    whole = Reply(body, SimpleNamespace(dialogues=[SimpleNamespace(answer=answer)]), REACT)  # type: ignore[arg-type]
+    choice = whole._choice(output)
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, ended)
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": said.strip()}
+    piece = Reply(body, SimpleNamespace(dialogues=[SimpleNamespace(answer=answer)]), REACT)._piece(  # type: ignore[arg-type]
+        Delta(0, text, (1,), "stop", answer)
+    )
+    assert json.loads(piece.removeprefix(b"data: "))["choices"][0]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_forced_answer_that_is_no_call_is_told_unless_it_was_cut(cut: bool) -> None:
+    """The grammar allows none; what the model wrote is not lost in silence where one came all the same."""
+    for text in ('{"name": "f", "arguments": 10}', '{"name": "f", "ar', "10"):
+        for size in (1, 100):
+            found = reader(tools.BARE, ["f"], forced=True)
+            pieces = [piece for at in range(0, len(text), size) for piece in found.push(text[at : at + size])]
+            assert pieces == []
+            assert "".join(map(str, found.flush(cut))) == ("" if cut else text)

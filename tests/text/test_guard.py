@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelmill.core.errors import RequestError
 from modelmill.text.alternation import alternation
 from modelmill.text.guard import Guard, free_mark, texts_of, unmark
 
@@ -50,7 +51,7 @@ def test_data_keeps_its_shape():
 def test_the_mark_is_free():
     assert free_mark(["\ue000", r"\uE001"]) == "\ue002"
     assert unmark(r"a\ue002b", "\ue002") == "ab"
-    with pytest.raises(ValueError, match="private"):
+    with pytest.raises(RequestError, match="private"):
         free_mark(["".join(map(chr, range(0xE000, 0xF900)))])
 
 

@@ -56,6 +56,8 @@ WRONG = [
     [{"role": "assistant", "content": "a", "tool_calls": "f"}],
     [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
     [{"role": "user", "content": b"a"}],
+    [{"role": "user", "content": "a", "name": float("nan")}],
+    [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1e400}}}]}],
     [{"role": "user", "content": "a", 5: "x"}],
     [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": deep()}}]}],
 ]
@@ -66,3 +68,10 @@ def test_wrong_messages_are_requests_errors(messages):
     with pytest.raises(RequestError) as caught:
         checked(messages)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"x": NaN}', '{"x": 1e400}', '{"x": ' + "[" * 300 + "]" * 300 + "}", "{", "3"])
+def test_arguments_that_no_template_could_write_stay_the_text_that_the_model_wrote(text):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+    (found,) = checked([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert found["tool_calls"][0]["function"]["arguments"] == text

@@ -1,14 +1,12 @@
-"""What a prompt says of tools, and what a forced call may be."""
+"""What a prompt says of tools."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from modelmill.text import tools
-from modelmill.text.grammar import check
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -89,41 +87,3 @@ def test_mistral_gets_ids_of_nine_letters() -> None:
 def test_what_has_nothing_to_do_with_tools_is_left_alone() -> None:
     odd = [{"role": "user", "content": [{"type": "picture"}]}]
     assert all(tools.prepared(style, odd, []) == (odd, {}) for style in (tools.TOLD, tools.BARE, tools.REACT))
-
-
-OPEN = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
-
-
-def test_arguments_are_closed() -> None:
-    """A function takes what its parameters name; what says itself what else it takes is left as it is."""
-    assert tools.closed(None) == {"type": "object", "properties": {}, "additionalProperties": False}
-    found = tools.closed(OPEN)
-    assert found["additionalProperties"] is False
-    assert found["properties"]["a"]["additionalProperties"] is False
-    for same in (
-        {"type": "object"},
-        {**OPEN, "allOf": [{"properties": {"c": {}}}]},
-        {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "string"}},
-        {"type": "object", "properties": {"a": {}}, "patternProperties": {"x": {}}},
-        {"type": "object", "properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
-        {"type": "object", "properties": {"a": {"enum": [{"properties": {}}]}}, "additionalProperties": True},
-    ):
-        assert tools.closed(same) == same
-
-
-def test_definitions_of_two_functions_do_not_meet() -> None:
-    def tool(name: str, kind: str) -> dict[str, Any]:
-        inner = {"type": kind} if kind != "self" else {"type": "array", "items": {"$ref": "#/$defs/X"}}
-        schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": inner}}
-        return {"type": "function", "function": {"name": name, "parameters": schema}}
-
-    for several in (False, True):
-        grammar = tools.forced([tool("f", "integer"), tool("g", "string"), tool("h", "self")], None, several)
-        check(grammar)
-        schema = json.loads(grammar.text)
-        assert {name: value.get("type") for name, value in schema["$defs"].items()} == {
-            "0.X": "integer", "1.X": "string", "2.X": "array",
-        }  # fmt: skip
-    named = json.loads(tools.forced([tool("f", "integer"), tool("g", "string")], "f").text)
-    assert named["properties"]["name"] == {"const": "f"}
-    assert named["$defs"] == {"0.X": {"type": "integer"}}

@@ -16,7 +16,7 @@ from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.serve import shape
 from modelmill.serve.routes.common import check_sizes, finish_of, fresh, service_of, submitted
-from modelmill.serve.schema import ChatRequest
+from modelmill.serve.schema import ChatRequest, check_functions
 from modelmill.serve.shape import ChatLogprobs, event
 from modelmill.serve.stream import EventStream, Feed, finished
 from modelmill.serve.ticket import News, Ticket
@@ -47,6 +47,7 @@ def dialogue_of(language: Language, body: ChatRequest, longest: int) -> Dialogue
     """The conversation as a request to an engine that takes ``longest`` tokens. Raises RequestError."""
     if language.chat_format is None:
         raise RequestError("messages need a chat template, which this engine has not; use /v1/completions")
+    check_functions(tool.function for tool in body.tools or ())
     check_sizes(language, body.messages, longest, body.offered)
     grammar = body.checked_grammar()
     style, offered, params = language.chat_format.tool_style, body.offered, body.sampling()
@@ -69,6 +70,11 @@ def reader_of(body: ChatRequest, language: Language) -> Reader | None:
     return reader(style, names, most=most, thinking=thinking, forced=body.forces)
 
 
+def cut_off(output: Completion) -> bool:
+    """Whether an answer that ended might have gone on: its length, or a stop string, ended it."""
+    return output.finish_reason != "stop" or isinstance(output.stop_reason, str)
+
+
 class Reply(Feed):
     """The response, whole or as events."""
 
@@ -83,18 +89,22 @@ class Reply(Feed):
         self._n = body.n or 1
         self._logprobs = [ChatLogprobs(language.tokenizer, body.top_logprobs or 0) for _ in range(self._n)]
         self._readers = [reader_of(body, language) for _ in range(self._n)]
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        ours = () if language.chat_format is None else tools.stops(language.chat_format.tool_style)
+        self._cutting = frozenset(stops).difference(ours)  # one of the format's own stands behind a whole call
         self._called = [0] * self._n
         self._arguments = [""] * self._n
         self._given = [0] * self._n
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
         self._envelope = shape.Envelope(self._head, self._tail)
 
-    def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[Part]]:
+    def _read(self, output: Completion, text: str, ended: bool) -> tuple[str, list[Part]]:
         """(content, pieces of calls) of a piece of text of one choice."""
+        index = output.index
         found = self._readers[index]
         if found is None:
             return text, []
-        pieces = [*found.push(text), *(found.flush() if ended else ())]
+        pieces = [*found.push(text), *(found.flush(cut_off(output)) if ended else ())]
         parts = [piece for piece in pieces if isinstance(piece, Part)]
         for part in parts:
             self._called[index] += part.name is not None
@@ -105,8 +115,8 @@ class Reply(Feed):
         found, index = finish_of(reason), output.index
         if found != "stop" or not self._called[index]:
             return found
-        # a stop string may end a call in its middle; it is none then
-        cut = isinstance(output.stop_reason, str) and not _complete(self._arguments[index])
+        # a stop string of the request may end a call in its middle; it is none then
+        cut = output.stop_reason in self._cutting and not _complete(self._arguments[index])
         return "stop" if cut else "tool_calls"
 
     def whole(self) -> dict[str, Any]:
@@ -122,7 +132,7 @@ class Reply(Feed):
     def _choice(self, output: Completion) -> dict[str, Any]:
         # the token that ended it is no part of the text
         count = len(output.token_ids) - isinstance(output.stop_reason, int)
-        content, parts = self._read(output.index, output.text, ended=True)
+        content, parts = self._read(output, output.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if parts:
             message["content"] = content or None
@@ -154,7 +164,7 @@ class Reply(Feed):
         output = delta.answer.outputs[delta.index]
         told = self._logprobs[delta.index].take(output, len(delta.token_ids))
         ids = self._ids(output, delta) if self._body.return_token_ids else None
-        text, parts = self._read(delta.index, delta.text, ended=delta.finish_reason is not None)
+        text, parts = self._read(output, delta.text, ended=delta.finish_reason is not None)
         if not (text or parts or (told and told["content"]) or delta.finish_reason or ids):
             return b""
         content: dict[str, Any] = {"content": text} if text or not (delta.finish_reason or parts) else {}

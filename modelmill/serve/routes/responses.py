@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 
+from modelmill.answer import Completion
 from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
@@ -15,7 +17,7 @@ from modelmill.serve import shape
 from modelmill.serve.errors import ApiError
 from modelmill.serve.items import Event, Items
 from modelmill.serve.responses import FlatTool, ResponsesRequest
-from modelmill.serve.routes.chat import dialogue_of, reader_of
+from modelmill.serve.routes.chat import cut_off, dialogue_of, reader_of
 from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
 from modelmill.serve.schema import ChatRequest
 from modelmill.serve.shape import ChatLogprobs
@@ -38,8 +40,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     reply = Reply(body, chat, ticket, language)
     if body.stream:
         return EventStream(ticket, reply)
-    await finished(request, ticket)
-    return shape.Json(reply.whole())
+    return shape.Json(await finished(request, _Whole(ticket, reply)))
 
 
 def _meant(language: Language, body: ResponsesRequest, longest: int) -> tuple[ChatRequest, Dialogue]:
@@ -59,6 +60,23 @@ def _in_our_words(text: str) -> str:
     return text
 
 
+class _Whole:
+    """The response at its end, out of the same pieces of news as its events: what a token belongs to is told once."""
+
+    def __init__(self, ticket: Ticket, reply: Reply) -> None:
+        self._ticket, self._reply = ticket, reply
+
+    async def finish(self) -> dict[str, Any]:
+        """Wait until everything has ended. Raises what went wrong."""
+        while news := await self._ticket.fetch():
+            self._reply.hear(news)
+        return self._reply.response()
+
+    def close(self) -> None:
+        """Give up what has not ended."""
+        self._ticket.close()
+
+
 class Reply(Feed):
     """The response, whole or as events."""
 
@@ -71,18 +89,14 @@ class Reply(Feed):
         self._count = 0
         self._status = "in_progress"
 
-    def whole(self) -> dict[str, Any]:
-        """Everything at once."""
-        output = self._ticket.dialogues[0].answer.outputs[0]
-        # the token that ended it is no part of the text
-        count = len(output.token_ids) - isinstance(output.stop_reason, int)
-        for _ in self._taken(output.text, self._told(count), output.finish_reason):
-            pass
-        return self._response()
+    def hear(self, news: Sequence[News]) -> None:
+        """Take what has come, of which no events are wanted."""
+        for each in news:
+            deque(self._piece(each), maxlen=0)
 
     def first(self) -> bytes:
         """It has begun."""
-        response = self._response()
+        response = self.response()
         return self._sent({"type": kind, "response": response} for kind in ("response.created", "response.in_progress"))
 
     def more(self, news: Sequence[News]) -> bytes:
@@ -91,39 +105,38 @@ class Reply(Feed):
 
     def last(self) -> bytes:
         """The whole response, and the end."""
-        return self._sent([{"type": f"response.{self._status}", "response": self._response()}]) + shape.DONE
+        return self._sent([{"type": f"response.{self._status}", "response": self.response()}]) + shape.DONE
 
     def failed(self, error: ApiError) -> bytes:
         """What went wrong, and the response as far as it came."""
         told = error.body()["error"]
         flat = {key: told[key] for key in ("code", "message", "param")}
         self._status = "failed"
-        response = {**self._response(), "error": {"code": "server_error", "message": error.message}}
+        response = {**self.response(), "error": {"code": "server_error", "message": error.message}}
         return self._sent([{"type": "error", **flat, "error": told}, {"type": "response.failed", "response": response}])
 
     def _piece(self, news: News) -> Iterable[Event]:
         delta = news.delta
-        return self._taken(delta.text, self._told(len(delta.token_ids)), delta.finish_reason)
+        output = delta.answer.outputs[0]
+        told = self._logprobs.take(output, len(delta.token_ids))
+        if told is not None:
+            self._items.hear(delta.text, told["content"])
+        return self._taken(delta.text, output if delta.finish_reason is not None else None)
 
-    def _told(self, count: int) -> list[Any]:
-        found = self._logprobs.take(self._ticket.dialogues[0].answer.outputs[0], count)
-        return [] if found is None else found["content"]
-
-    def _taken(self, text: str, logprobs: list[Any], finish: str | None) -> Iterable[Event]:
-        """Events of a piece of text. finish: of the answer, where this is its last piece."""
+    def _taken(self, text: str, ended: Completion | None) -> Iterable[Event]:
+        """Events of a piece of text. ended: the answer, where this is its last piece."""
         pieces: list[str | Part] = [text]
         if self._reader is not None:
-            pieces = [*self._reader.push(text), *(self._reader.flush() if finish is not None else ())]
-        for piece in pieces if any(isinstance(piece, str) for piece in pieces) else ["", *pieces]:
+            pieces = [*self._reader.push(text), *(() if ended is None else self._reader.flush(cut_off(ended)))]
+        for piece in pieces:
             if isinstance(piece, str):
-                yield from self._items.say(piece, logprobs)
-                logprobs = []
+                yield from self._items.say(piece)
                 continue
             if piece.name is not None:
                 yield from self._items.call(piece.id or "", piece.name)
             yield from self._items.argue(piece.arguments)
-        if finish is not None:
-            self._status = "incomplete" if finish_of(finish) == "length" else "completed"
+        if ended is not None:
+            self._status = "incomplete" if finish_of(ended.finish_reason) == "length" else "completed"
             yield from self._items.end(self._status)
 
     def _sent(self, events: Iterable[Event]) -> bytes:
@@ -134,7 +147,7 @@ class Reply(Feed):
             self._count += 1
         return b"".join(parts)
 
-    def _response(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """The response as it stands."""
         body, params = self._body, self._ticket.dialogues[0].request.params
         ended = self._status in ("completed", "incomplete")
