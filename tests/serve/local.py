@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -49,7 +50,8 @@ class Thread:
         self._theirs.close()
 
     def kill(self) -> None:
-        if self._theirs.fileno() >= 0:
+        # the thread may be closing it at this moment
+        with contextlib.suppress(OSError):
             self._theirs.shutdown(socket.SHUT_RDWR)
 
     async def wait(self) -> int:
