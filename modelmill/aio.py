@@ -107,7 +107,8 @@ class AsyncLLM:
     def _add(self, dialogue: Dialogue, listener: _Listener) -> None:
         try:
             self.llm.loop.add(dialogue.request)
-        except ModelmillError as error:
+        except Exception as error:
+            # memory may run out while pictures are read: that ends this request, and not the thread and everybody's
             listener(error)
             return
         self._running[dialogue.request.id] = dialogue

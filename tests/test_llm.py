@@ -11,7 +11,7 @@ import pytest
 from modelmill import LLM, AsyncLLM, SamplingParams
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import ModelmillError, RequestError, TokenizerError, UsageError
-from modelmill.core.types import Finish
+from modelmill.core.types import Finish, Request
 from modelmill.language import sampling_defaults
 from modelmill.llm import build_engine
 
@@ -264,6 +264,29 @@ def test_a_closed_engine_says_so(engine: Path) -> None:
     closed.close()
     with pytest.raises(ModelmillError, match="closed"):
         asyncio.run(closed.generate("Once upon a time", GREEDY))
+
+
+def test_asyncio_goes_on_where_one_request_finds_no_memory(engine: Path, llm: LLM) -> None:
+    """A picture is read where its request is queued, before any step."""
+    many = AsyncLLM(engine, device="cpu")
+    add = many.llm.loop.add
+
+    def full(request: Request) -> None:
+        if len(request.prompt) == 9:
+            raise MemoryError
+        add(request)
+
+    many.llm.loop.add = full  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            with pytest.raises(MemoryError):
+                await many.generate({"prompt_token_ids": [5] * 9}, GREEDY)
+            answer = await many.generate("Once upon a time", GREEDY)
+        assert answer.outputs[0].text == text(llm, "Once upon a time")
+
+    asyncio.run(main())
+    many.close()
 
 
 def test_asyncio_streams_abort_and_errors(engine: Path, llm: LLM) -> None:
