@@ -35,20 +35,24 @@ class Row:
         return math.isfinite(self.max_abs)
 
 
+def incomparable(name: str) -> Row:
+    """What is told of tensors of different shapes, or with NaN or Inf: every error is infinite."""
+    return Row(name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE)
+
+
 def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> Row:
     """Compare two tensors of one shape, of any dtype and device."""
     right = reference.detach().to("cpu", torch.float64).reshape(-1)
     left = ours.detach().to("cpu", torch.float64).reshape(-1)
-    incomparable = Row(name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE)
     if ours.shape != reference.shape:
-        return incomparable
+        return incomparable(name)
     if not right.numel():
         return Row(name, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     error = (left - right).abs()
     # max lets NaN through, and Inf on either side or on both makes the difference Inf or NaN
     max_abs, scale = float(error.max()), float(right.abs().max())
     if not math.isfinite(max_abs):
-        return incomparable
+        return incomparable(name)
     # Normalised first, so that squares of very large or very small values stay in range.
     unit = scale or float(left.abs().max()) or 1.0
     left, right, off = left / unit, right / unit, error / unit

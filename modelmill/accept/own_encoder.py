@@ -1,23 +1,24 @@
 """Quantized image encoders are judged in two halves, as accept.own does it for language models.
 
 Their arithmetic: the reference computes with the matrices that the engine holds, and rounds activations where the
-engine does. Their weights: what is held against the checkpoint's own, batch norms folded in, matrix by matrix.
+engine does. Their weights: what is held against the checkpoint's own, batch norms folded in, matrix by matrix,
+row by row and tile by tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from modelmill.accept.finding import Finding
-from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.own import central_gain
+from modelmill.accept.parts import compare_matrix
 from modelmill.accept.reference import Affine
-from modelmill.accept.reference.sam import SamReference, layer_of
-from modelmill.accept.tolerances import weight_bound
+from modelmill.accept.tolerances import PARTS, weight_bound
+
+# the layer, None outside of layers, and the name that stands for a path in there
+Place: TypeAlias = Callable[[str], tuple[int | None, str]]
 
 
 class OwnMatrices(Mapping[str, Affine]):
@@ -49,16 +50,17 @@ class OwnMatrices(Mapping[str, Affine]):
         return len(self._held)
 
 
-def weight_findings(true: SamReference, model: nn.Module, own: Mapping[str, Affine], dtype: str) -> Iterator[Finding]:
-    """Every quantized matrix against the checkpoint's: rounding neither turns a matrix, nor swaps two, nor scales one.
+def weight_findings(
+    own: Mapping[str, Affine], model: nn.Module, dtype: str, matrix: Callable[[str], Tensor], place: Place
+) -> Iterator[Finding]:
+    """Every quantized matrix against the checkpoint's: rounding neither turns a matrix, nor swaps two, nor scales one,
+    nor does it do so to a row or a tile.
 
-    true: the reference with the checkpoint's own weights.
+    matrix: the checkpoint's, by the engine's path; place: where a path is to be told of.
     """
     for path, held in own.items():
-        layer, module = layer_of(path)
-        expected = true.matrix(path).weight
+        layer, module = place(path)
         kind = model.get_submodule(path).held.kind  # type: ignore[union-attr]
-        row = compare_tensors(f"{path}.weight", held.weight, expected)
-        if row.finite:
-            row = replace(row, gain=central_gain(held.weight, expected))
-        yield Finding(f"{path}.weight", layer, f"{module}.weight", row, weight_bound(dtype, kind))  # type: ignore[arg-type]
+        rows = compare_matrix(f"{path}.weight", held.weight, matrix(path))
+        for row, bound in zip(rows, (weight_bound(dtype, kind), PARTS[kind]), strict=True):  # type: ignore[arg-type, index]
+            yield Finding(row.name, layer, f"{module}.weight", row, bound)

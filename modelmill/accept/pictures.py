@@ -6,21 +6,16 @@ connects their modules is seen; every norm reads inputs of the size of √eps; t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.own import central_gain
-from modelmill.accept.own_encoder import OwnMatrices
-from modelmill.accept.reference import Affine
+from modelmill.accept.own_encoder import OwnMatrices, weight_findings
 from modelmill.accept.reference.reader import ReaderReference
 from modelmill.accept.stages import Judge, row_of, short
-from modelmill.accept.tolerances import weight_bound
 from modelmill.accept.tolerances_segment import embedding_bound
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.nn.still import Still
@@ -30,7 +25,7 @@ TOWER = "reader.visual_encoder.blocks."
 WHOLE = ("tower.block", "qformer.layer", "tower.attn", "qformer.attention", "qformer.crossattention")
 
 
-def sample_square(side: int) -> torch.Tensor:
+def sample_square(side: int) -> Tensor:
     """[side, side, 3] uint8: a disc and a box on a slope, seeded noise on all of it."""
     y, x = torch.meshgrid(torch.arange(side) / side, torch.arange(side) / side, indexing="ij")
     canvas = torch.stack((60 + 120 * x, 90 + 90 * y, 170 - 80 * x), -1)
@@ -50,7 +45,7 @@ def judge_eyes(loop: Loop, checkpoint: Checkpoint) -> dict[str, Any]:
     if own:
         reference = ReaderReference(checkpoint, own)
     judge = Judge(loop.model, Still(loop.ops), loop.device, dtype, lambda path: not path.startswith("reader.ln_vision"))
-    judge.findings += _weights(true, loop.model, own, dtype)
+    judge.findings += weight_findings(own, loop.model, dtype, partial(_checkpoints, true), _place)
     picture = sample_square(reference.size)
     [expected] = judge.stages(reference.stages(reference.normalised(picture)))
     judge.norms(reference.norms)
@@ -85,16 +80,15 @@ def judge_eyes(loop: Loop, checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _weights(true: ReaderReference, model: nn.Module, own: Mapping[str, Affine], dtype: str) -> Iterator[Finding]:
-    """Every quantized matrix of the tower against the checkpoint's."""
-    for path, held in own.items():
-        block, _, module = path.removeprefix(TOWER).partition(".")
-        expected = true.matrix(path.removeprefix("reader.")).weight
-        row = compare_tensors(f"{path}.weight", held.weight, expected)
-        if row.finite:
-            row = replace(row, gain=central_gain(held.weight, expected))
-        bound = weight_bound(dtype, model.get_submodule(path).held.kind)  # type: ignore[union-attr, arg-type]
-        yield Finding(row.name, int(block), f"tower.{module.rpartition('.')[2]}.weight", row, bound)
+def _checkpoints(true: ReaderReference, path: str) -> Tensor:
+    """The checkpoint's matrix by the engine's path."""
+    return true.matrix(path.removeprefix("reader.")).weight
+
+
+def _place(path: str) -> tuple[int, str]:
+    """The tower's block, and what a matrix in it is called in a report."""
+    block, _, module = path.removeprefix(TOWER).partition(".")
+    return int(block), f"tower.{module.rpartition('.')[2]}"
 
 
 def joined(eyes: dict[str, Any], language: dict[str, Any]) -> dict[str, Any]:

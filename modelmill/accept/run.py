@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from modelmill.accept.cost import cost_rows
+from modelmill.accept.ends import head_findings, table_findings
 from modelmill.accept.engine import Bench
 from modelmill.accept.finding import Finding
-from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
-from modelmill.accept.own import is_low_bit, own_reference, spoken, true_streams, weight_rows
+from modelmill.accept.own import is_low_bit, own_reference, spoken, weight_rows
 from modelmill.accept.reference import Reference, open_reference
+from modelmill.accept.sequences import judge_sequences
 from modelmill.accept.stages import row_of, short
-from modelmill.accept.tolerances import ROUNDED, logits_bound
 from modelmill.artifact.quantization import read_quantization
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
@@ -32,10 +32,6 @@ from modelmill.text.tokenizer import load_tokenizer
 Progress = Callable[[str, int, int], None]
 SEQUENCES = 3
 LENGTH = 96
-# Of a prompt's rows every third is judged, of the decoded tokens every one: a vocabulary is wide.
-EVERY = 3
-# Of the rows whose margin exceeds the tolerance, so many may be lost; of those beyond twice the margin, none.
-LOST = 0.02
 
 
 def accept(staged: Path, checkpoint: Checkpoint, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -114,8 +110,9 @@ def compare_engine(
     told("norms")
     bench.norms()
     told("sequences")
-    whole = _sequences(loop, reference, sequences, starts, [last, *bench.streams_of_others], true if own else None)
-    findings = [*(_weights(loop, true) if rounded else ()), *bench.findings]
+    whole = judge_sequences(loop, reference, sequences, starts, [last, *bench.streams_of_others], true if own else None)
+    stored = table_findings(true, model, loop.artifact.manifest.build["dtype"])
+    findings = [*stored, *(_weights(loop, true) if rounded else ()), *bench.findings]
     report = _report(loop, findings, whole)
     if rounded and not report["recipe"]:
         report["recipe"] = cost_rows(true, model, kinds, sequences[0], starts[0])
@@ -124,82 +121,17 @@ def compare_engine(
     return report
 
 
-def _sequences(
-    loop: Loop,
-    reference: Reference,
-    ids: list[list[int]],
-    starts: list[int],
-    streams: list[torch.Tensor],
-    true: Reference | None = None,
-) -> dict[str, Any]:
-    """Free runs in one batch, partly as prefill and partly token by token, against the reference's logits.
-
-    starts: length of each sequence's prompt. streams: the reference's residual streams [T, H] at the end. true: the
-    checkpoint's reference where ``reference`` has the engine's weights: what quantization cost is told from it.
-    """
-    rows = [[i for i in range(len(s)) if i >= start or i % EVERY == 0] for s, start in zip(ids, starts, strict=True)]
-    mine, right = (
-        _logits(loop, ids, starts, rows),
-        torch.cat([reference.head(x[wanted])["logits"].output for x, wanted in zip(streams, rows, strict=True)]),
-    )
-    assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
-    manifest = loop.artifact.manifest
-    kinds = set(spoken(manifest.weights).values())
-    rounded = manifest.build["quantization"] != "keep" and "int8" in kinds
-    recipe = "int8" if rounded and true is None else "none"
-    recipe = next(iter(sorted(kinds & set(ROUNDED))), recipe)
-    bound = logits_bound(manifest.build["dtype"], recipe, layers=reference.num_layers)
-    row = compare_logits("logits", mine, right)
-    agreed = top1_agreement(mine, right, bound.margin)
-    clear = top1_agreement(mine, right, 2 * bound.margin)
-    places = [(s[i + 1] if i + 1 < len(s) else -1) for s, wanted in zip(ids, rows, strict=True) for i in wanted]
-    targets = torch.tensor(places)
-    known = targets >= 0
-    loss = [perplexity(logits[known], targets[known]) for logits in (mine, right)]
-    change = abs(math.log(loss[0]) - math.log(loss[1])) if all(map(math.isfinite, loss)) else math.inf
-    kl = float(kl_divergence(mine, right).mean())
-    lost = agreed.sure - agreed.agreed
-    broken = {
-        f"logits off by {row.rel_l2:.2g}, bound {bound.rel_l2:.2g}": not row.rel_l2 <= bound.rel_l2,
-        f"{lost} of {agreed.sure} sure next tokens differ": lost > max(1, LOST * agreed.sure),
-        f"the next token differs at row {clear.first}, where it is clear": not clear.complete,
-        f"perplexity {loss[0]:.5g} for {loss[1]:.5g}": not change <= bound.rel_l2,
-    }
-    exact = right
-    if true is not None:
-        ends = true_streams(true, ids, starts)
-        exact = torch.cat([true.head(x[wanted])["logits"].output for x, wanted in zip(ends, rows, strict=True)])
-        loss[1], kl = perplexity(exact[known], targets[known]), float(kl_divergence(mine, exact).mean())
-    return {
-        "agreement": float((mine.argmax(-1) == exact.argmax(-1)).float().mean()),
-        "rel_l2": row.rel_l2,
-        "bound": bound.rel_l2,
-        "max_abs": row.max_abs,
-        "mean_kl": kl,
-        "tokens": sum(map(len, ids)),
-        "decoded": sum(len(s) - start for s, start in zip(ids, starts, strict=True)),
-        "rows": len(mine),
-        "sure_rows": agreed.sure,
-        "agreed_rows": agreed.agreed,
-        "clear_rows": clear.sure,
-        "margin": bound.margin,
-        "perplexity": loss[0],
-        "reference_perplexity": loss[1],
-        "broken": [what for what, wrong in broken.items() if wrong],
-        "ok": not any(broken.values()),
-    }
-
-
 def _weights(loop: Loop, true: Reference) -> list[Finding]:
-    """What the engine's layers hold against the checkpoint."""
+    """What the engine's layers, and its head, hold against the checkpoint."""
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     manifest, model = loop.artifact.manifest, loop.runner.model
+    dtype = manifest.build["dtype"]
     folded = {layer: scales for layer, (_, scales) in read_quantization(loop.artifact).items()}
     found = []
     for index in range(true.num_layers):
-        rows = weight_rows(true, model, manifest.weights, manifest.build["dtype"], folded, index)
+        rows = weight_rows(true, model, manifest.weights, dtype, folded, index)
         found += [Finding(path, index, module, row, bound) for path, module, row, bound in rows]
-    return found
+    return [*found, *head_findings(true, model, manifest.weights, dtype)]
 
 
 def _quantization(loop: Loop) -> list[dict[str, Any]]:
@@ -211,16 +143,6 @@ def _quantization(loop: Loop) -> list[dict[str, Any]]:
         for layer, (facts, _) in sorted(told.items())
         for module, fact in facts.items()
     ]
-
-
-def _logits(loop: Loop, ids: list[list[int]], starts: list[int], rows: list[list[int]]) -> torch.Tensor:
-    """The engine's logits [sum of rows, V] float32 on the CPU, sequence after sequence."""
-    wanted = [frozenset(r) for r in rows]
-    kept: list[list[torch.Tensor]] = [[] for _ in ids]
-    loop.scorer().run(
-        ids, starts, lambda which, _, logits: kept[which].append(logits.float().cpu()), lambda i, at: at in wanted[i]
-    )
-    return torch.cat([part for parts in kept for part in parts])
 
 
 def _report(loop: Loop, findings: list[Finding], whole: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.own_encoder import OwnMatrices, weight_findings
-from modelmill.accept.reference.sam import SamReference, check_names
+from modelmill.accept.reference.sam import SamReference, check_names, layer_of
 from modelmill.accept.reference.sam_decoder import SamDecoder
 from modelmill.accept.reference.stage import Stage
 from modelmill.accept.stages import Judge, row_of, short
@@ -59,7 +59,7 @@ def compare_segmentation(
     reference = SamReference(checkpoint, own) if own else true
     build = artifact.manifest.build
     judge = Judge(eye.model, eye.still, str(eye.device), build["dtype"], in_encoder)
-    judge.findings += weight_findings(true, eye.model, own, build["dtype"])
+    judge.findings += weight_findings(own, eye.model, build["dtype"], lambda path: true.matrix(path).weight, layer_of)
     picture = sample_picture(eye.image)
     told(0)
     embedding = judge.stages(reference.encoder(reference.normalised(picture)))[0]

@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from modelmill.build import builder, layers
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.find import find
@@ -99,20 +101,21 @@ def _config(change: Callable[[Any], Any]) -> Callable[[ModuleType], Any]:
 
 def _scaled(target: str, factor: float) -> Callable[[ModuleType], Any]:
     """A patch of the builder: one tensor comes out multiplied."""
+    return lambda _: changed(target, lambda tensor: tensor * factor)
 
-    def plant(_: ModuleType) -> Any:
-        honest = builder.apply
 
-        def apply(resolved: Any, *more: Any) -> Any:
-            tensor = honest(resolved, *more)
-            return tensor * factor if resolved.target == target else tensor
+def changed(target: str, change: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """A patch of the builder: one tensor comes out as something else."""
+    honest = builder.apply
 
-        both = contextlib.ExitStack()
-        for module in (builder, layers):
-            both.enter_context(mock.patch.object(module, "apply", apply))
-        return both
+    def apply(resolved: Any, *more: Any) -> Any:
+        tensor = honest(resolved, *more)
+        return change(tensor) if resolved.target == target else tensor
 
-    return plant
+    both = contextlib.ExitStack()
+    for module in (builder, layers):
+        both.enter_context(mock.patch.object(module, "apply", apply))
+    return both
 
 
 def _based(config: Any, factor: float) -> Any:

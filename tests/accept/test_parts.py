@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.parts import worst_parts
+from modelmill.accept.parts import compare_blocks, compare_matrix
 from modelmill.accept.tolerances import PARTS, WEIGHTS
 from modelmill.quant import fp8, int4, int8, smoothquant
 from modelmill.weights import held
@@ -77,7 +77,7 @@ def test_the_parts_show_what_the_matrix_hides(kind: str, fault: FAULT) -> None:
     ours = held.pack(kind, fault(right), torch.float32).dense()
     if (kind, fault) in HIDDEN:
         assert not WEIGHTS[kind].broken_by(compare_tensors("w", ours, right)), "the whole matrix looks rounded"
-    assert PARTS[kind].broken_by(worst_parts("w", ours, right))
+    assert PARTS[kind].broken_by(compare_matrix("w", ours, right)[1])
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "w8a8", "int4"])
@@ -93,7 +93,7 @@ def test_rounding_is_within_the_bounds(
     right = drawn(rows, columns, seed) * torch.exp(spread * drawn(rows, 1, seed + 1))
     if zero:
         right[rows // 2] = 0
-    found = worst_parts("w", held.pack(kind, right, torch.float32).dense(), right)
+    found = compare_matrix("w", held.pack(kind, right, torch.float32).dense(), right)[1]
     assert not PARTS[kind].broken_by(found), found
 
 
@@ -102,17 +102,38 @@ def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
     ours = right.clone()
     ours[3] *= 1.5
     ours[40, 33] = 5.0  # in the tile of 32 rows and the last 8 columns
-    found = worst_parts("w", ours, right)
+    found = compare_matrix("w", ours, right)[1]
     assert found.rel_l2 == pytest.approx((16 / 40) ** 0.5)
     assert found.gain == pytest.approx(1.5)
     assert found.max_rel == pytest.approx((16 / (32 * 8)) ** 0.5)
 
 
+@settings(max_examples=25, deadline=None)
+@given(blocks=st.lists(st.integers(1, 3), min_size=1, max_size=4), last=st.integers(1, 40), seed=st.integers(0, 99))
+def test_it_makes_no_difference_where_a_matrix_is_cut(blocks: list[int], last: int, seed: int) -> None:
+    right = drawn(32 * sum(blocks) + last, 45, seed) * torch.exp(drawn(32 * sum(blocks) + last, 1, seed + 1))
+    ours = right + 0.1 * drawn(*right.shape, seed + 2)
+    sizes = [*(32 * block for block in blocks), last]
+    whole, parts = compare_blocks("w", zip(ours.split(sizes), right.split(sizes), strict=True))
+    once, worst = compare_matrix("w", ours, right)
+    plain = compare_tensors("w", ours, right)
+    for name in ("max_abs", "mean_abs", "max_rel", "rel_l2", "cosine", "scale"):
+        assert getattr(whole, name) == pytest.approx(getattr(plain, name), rel=1e-6), name
+    # sums in another order
+    for name in vars(worst).keys() - {"name"}:
+        assert getattr(parts, name) == pytest.approx(getattr(worst, name), rel=1e-9), name
+    assert whole.gain == pytest.approx(once.gain, rel=1e-9)
+    assert once.median_abs == pytest.approx(plain.median_abs)
+
+
 def test_nothing_and_what_is_not_finite() -> None:
     zeros = torch.zeros(4, 4)
-    assert worst_parts("w", zeros, zeros).rel_l2 == 0
-    assert PARTS["fp8"].broken_by(worst_parts("w", zeros + 1, zeros))
-    assert PARTS["fp8"].broken_by(worst_parts("w", zeros * torch.nan, zeros + 1))
+    for row in compare_matrix("w", zeros, zeros):
+        assert not PARTS["fp8"].broken_by(row)
+        assert row.rel_l2 == 0
+    for ours, right in ((zeros + 1, zeros), (zeros * torch.nan, zeros + 1), (zeros, zeros[:2]), (zeros[:2], zeros)):
+        for row in compare_matrix("w", ours, right):
+            assert PARTS["int4"].broken_by(row)
 
 
 @pytest.fixture(scope="module")

@@ -157,6 +157,14 @@ def louder(loop: Loop) -> None:
     held.scale.data = held.scale.data * 1.05
 
 
+def one_louder(loop: Loop) -> None:
+    """A single row."""
+    held = reader(loop).visual_encoder.blocks[1].mlp.fc1.held
+    scale = held.scale.clone()
+    scale[5] *= 1.2
+    held.scale.data = scale
+
+
 def turned(loop: Loop) -> None:
     block = reader(loop).visual_encoder.blocks[2].attn.proj
     block.held = type(block.held).from_tensors(
@@ -166,6 +174,7 @@ def turned(loop: Loop) -> None:
 
 ROUNDED_FAULTS: dict[str, tuple[Callable[[Loop], None], int, str]] = {
     "scale": (louder, 1, "tower.fc2.weight"),
+    "one row's scale": (one_louder, 1, "tower.fc1.weight"),
     "transposed": (turned, 2, "tower.proj.weight"),
     "eps": (eps("visual_encoder.blocks.1.norm2", 1e-5), 1, "tower.norm2.eps"),
     "biases": (other_bias, 1, "tower.qkv"),

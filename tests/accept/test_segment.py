@@ -134,6 +134,33 @@ def test_matrices_in_each_others_place_are_named(made: dict) -> None:
     assert (report["layer"], report["module"]) == (0, "attn.proj.weight"), report["reason"]
 
 
+def row_scaled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    scale = tensors["scale"].clone()
+    scale[5] *= 1.3
+    return {"scale": scale}
+
+
+def rows_swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    order = [*range(len(tensors["scale"]))]
+    order[3], order[9] = order[9], order[3]
+    return {name: tensors[name][order].contiguous() for name in ("weight", "scale")}
+
+
+@pytest.mark.parametrize("case", ["bfloat16-int8", "bfloat16-fp8"])
+@pytest.mark.parametrize("change", [row_scaled, rows_swapped])
+def test_rows_that_a_matrix_hides_are_named(made: dict, case: str, change: Callable) -> None:
+    artifact, checkpoint = made[case]
+    eye = open_eye(artifact, "cpu")
+    linear = eye.model.image_encoder.blocks[1].mlp.lin1
+    tensors = linear.held.tensors()
+    linear.held = from_tensors(linear.held.kind, tensors | change(tensors))
+    report = compare_segmentation(artifact, eye, checkpoint)
+    assert not report["accepted"]
+    assert (report["layer"], report["module"]) == (1, "mlp.lin1.weight"), report["reason"]
+    wrong = {row["name"] for row in report["layers"] if not row["ok"]}
+    assert "image_encoder.blocks.1.mlp.lin1.weight.parts" in wrong
+
+
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "bfloat16-int8", "float32-fp8"])
 def test_what_connects_the_modules_is_judged(made: dict, case: str) -> None:
     artifact, checkpoint = made[case]
