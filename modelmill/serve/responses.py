@@ -299,4 +299,6 @@ def _item(raw: Mapping[str, Any], where: str) -> Item:
         return shape.model_validate(raw)
     except ValidationError as error:
         _, line = complaint(error.errors(include_url=False, include_input=False), shape)
-        raise RequestError(f"{where}.{line}") from None
+        whole = "the request's body"  # the item is at fault as a whole
+        told = line.removeprefix(whole) if line.startswith(whole) else f".{line}"
+        raise RequestError(where + told) from None

@@ -253,7 +253,7 @@ class Tool(Shape):
 def check_functions(functions: Iterable[Function]) -> None:
     """Raises RequestError for parameters that JSON cannot express, or that are nested beyond reason."""
     for function in functions:
-        check_data(function.parameters, f"tools: the parameters of {function.name}")
+        check_data(function.parameters, f"tools: the schema of {function.name}")
 
 
 class Named(Shape):

@@ -15,7 +15,7 @@ import numpy as np
 from modelmill.core.errors import MissingDependency, RequestError
 from modelmill.core.types import Grammar
 from modelmill.text.messages import check_data
-from modelmill.text.tokens import Tokenizer
+from modelmill.text.tokens import Tokenizer, well_formed
 
 LONGEST = 1 << 18
 """Most characters of a schema, pattern or grammar."""
@@ -25,7 +25,7 @@ NAMES = {
     "regex": "regex",
     "choice": "choice",
     "lark": "grammar",
-    "calls": "functions' parameters",
+    "calls": "schema of the functions",
 }
 SPACE = r"\n?[ ]{0,12}"
 """Between the parts of JSON: room for lines and their indents, but no end of lines that a small model falls into."""
@@ -169,6 +169,8 @@ def _form(grammar: Grammar, lib: Any) -> str:
             raise RequestError("a choice is a list of texts that are not empty")
         if len(value) > CHOICES:
             raise RequestError(f"a choice has up to {CHOICES} texts")
+        if any(well_formed(each) != each for each in value):
+            raise RequestError("the choice holds half of a surrogate pair, which is no character")
         return str(lib.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value)))
     if grammar.kind == "calls":
         return _calls(value, lib)

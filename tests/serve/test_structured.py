@@ -135,13 +135,14 @@ for _ in range(100):
         schema({"type": "string", "pattern": "("}), schema({"type": "string", "minLength": 10**9}),
         *({"structured_outputs": value} for value in (
             {}, {"regex": "("}, {"regex": "(a{1,9999}){1,9999}"}, {"regex": "(?=a)b"}, {"regex": "a", "choice": ["b"]},
-            {"choice": []}, {"choice": [""]}, {"choice": ["x"] * 5000}, {"grammar": "nope"},
+            {"choice": []}, {"choice": [""]}, {"choice": ["a", "\ud800"]}, {"choice": ["x"] * 5000},
+            {"grammar": "nope"},
             {"grammar": "start: start"},
             {"regex": "x" * 10**6}, {"json": "{"}, {"json": "[" * 5000}, {"evil": 1}, {"regex": "((((a*)*)*)*)*" * 300},
         )),
         {**schema(PERSON), "structured_outputs": {"regex": "a"}}, {**schema(PERSON), "ignore_eos": True},
     ],
-    ids=range(29),
+    ids=range(30),
 )  # fmt: skip
 def test_what_is_no_grammar_is_refused_soon(running: Running, ask: Any) -> None:
     """400, or an answer; within seconds, by the same worker."""

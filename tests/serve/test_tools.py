@@ -294,6 +294,17 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(said: str, ended: Any, st
     assert json.loads(piece.removeprefix(b"data: "))["choices"][0]["finish_reason"] == reason
 
 
+@pytest.mark.parametrize(("said", "reason"), [('{"x": 1}', "tool_calls"), ('{"x":', "stop")])
+def test_a_forced_call_whose_grammar_has_no_way_on_is_none(said: str, reason: str) -> None:
+    """{"x": {"$ref": "#/properties/x"}}: no value is finite."""
+    body = ChatRequest(**{**ASK, "tools": [WEATHER], "tool_choice": "required"})
+    output = Completion(0, f'{{"name": "weather", "arguments": {said}', [1], "stop")
+    answer = SimpleNamespace(dialogues=[SimpleNamespace(answer=Answer("r", None, [1], [output]))])
+    choice = Reply(body, answer, REACT)._choice(output)  # type: ignore[arg-type]
+    assert choice["finish_reason"] == reason
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == said
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_forced_answer_that_is_no_call_is_told_unless_it_was_cut(cut: bool) -> None:
     """The grammar allows none; what the model wrote is not lost in silence where one came all the same."""

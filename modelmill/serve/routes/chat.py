@@ -115,8 +115,9 @@ class Reply(Feed):
         found, index = finish_of(reason), output.index
         if found != "stop" or not self._called[index]:
             return found
-        # a stop string of the request may end a call in its middle; it is none then
-        cut = output.stop_reason in self._cutting and not _complete(self._arguments[index])
+        # a stop string of the request may end a call in its middle, and a grammar that has no way on; it is none then
+        ended = output.stop_reason in self._cutting or self._body.forces
+        cut = ended and not _complete(self._arguments[index])
         return "stop" if cut else "tool_calls"
 
     def whole(self) -> dict[str, Any]:
