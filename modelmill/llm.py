@@ -211,12 +211,15 @@ def cached_engine(
 ) -> Path:
     """The engine of a checkpoint in the cache folder, built now where it is not there yet.
 
-    kind: what it must do; None: anything. Raises UsageError where the checkpoint's model does something else.
+    kind: what it must do; None: anything. Raises UsageError where the checkpoint's model does something else, and for
+    options that the recipe does not read.
     """
+    from modelmill.build.options import check_concerns
     from modelmill.build.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
 
     plan = make_plan(open_checkpoint(checkpoint), config)
+    check_concerns(config, still=plan.kind != "language")
     if kind is not None:
         check_kind(checkpoint, plan.kind, kind)
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"

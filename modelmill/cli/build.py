@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmill.build.options import CONCERNS, OF_RECIPES, check_concerns
 from modelmill.cli.eyes import Eyes
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, facts, note, progress, table
@@ -34,16 +35,6 @@ MORE = """Examples:
 STILL = ("dtype", "quantization", "activation_scales", "weight_scales", "target", "kernels", "seed")
 """The options that concern an engine which segments images."""
 
-CONCERNS = {
-    "int8": ("quantize_head",),
-    "int4": ("quantize_head", "method", "group_size", "symmetric"),
-    "smoothquant": ("quantize_head", "activation_scales", "weight_scales", "alpha", "max_layer_error"),
-    "fp8": ("quantize_head", "method", "activation_scales", "weight_scales"),
-    "rptq": ("quantize_head", "bits", "mode", "copies"),
-    "auto": ("quantize_head", "max_kl", "max_ppl_increase"),
-}
-"""The options that each recipe reads; a plan leaves the others out."""
-OF_RECIPES = frozenset().union(*CONCERNS.values())
 OF_CALIBRATION = ("calibration_samples", "calibration_length")
 
 
@@ -81,6 +72,7 @@ def run(args: Args) -> int:
     checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
     with progress("planning", quiet=args.json) as told:
         made = make_plan(checkpoint, args.build, told)
+    check_concerns(args.build, still=made.kind != "language")
     plan = made.describe()
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
