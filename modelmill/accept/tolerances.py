@@ -51,7 +51,8 @@ fp8 that carries its errors on moves single weights as far as GPTQ does in int4:
 Parts of a matrix (accept/parts.py), worst of SmolLM2 as row / tile / row's gain off by: int8 0.064 / 0.026 / 0.0045,
 w8a8 0.068 / 0.11 / 0.004, fp8 0.22 / 0.29 / 0.025 (in the down_proj whose first token is 500 times the others; 0.08
 elsewhere), int4 nearest 0.23 / 0.23 / 0.04, GPTQ g128 0.27 / 0.27 / 0.18. Two rows swapped: row 1.4; a tile of wrong
-values across four of ours: 0.7; a scale x 1.1: gain 0.1, which int4 cannot be asked for.
+values across four of ours: 0.7; a scale x 1.1: gain 0.1, which int4 cannot be asked for. Quantized heads are within the
+same (accept/ends.py). An embedding's tables are held to "embedding" as wholes, row by row and tile by tile.
 
 Clustered (rptq) engines, float32, SmolLM2 calibrated on 49,152 tokens, H200: products 4.6e-7 / 1e-6 (the last of 11,
 3.8e-6 / 9.7e-6, whose first token has 500 times the others' outputs), a layer 1.1e-3 / 1.4e-3, logits over the root
