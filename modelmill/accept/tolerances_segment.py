@@ -27,8 +27,8 @@ against the checkpoint's own embedding and masks, where the cost of rounding sho
     fp8     bfloat16    3.4e-2 / 5.6e-2 / 2.2e-3         2.6e-2     4.6e-2      2.6e-2 / 2.3e-1
 
 Their matrices row by row and tile by tile (accept/parts.py, bounds in accept.tolerances), row / tile / row's gain off
-by: MobileSAM int8 1.7e-2 / 1.0e-2 / 2.8e-3, fp8 3.2e-2 / 2.9e-2 / 1.4e-2; five seeded ViTs int8 1.0e-2 / 6.9e-3 / 3.2e-3,
-fp8 3.4e-2 / 2.7e-2 / 2.0e-2. One row's scale x 1.3, or two rows in each other's place, is out of them.
+by: MobileSAM int8 1.7e-2 / 1.0e-2 / 2.8e-3, fp8 3.2e-2 / 2.9e-2 / 1.4e-2; five seeded ViTs int8 1.0e-2 / 6.9e-3 /
+3.2e-3, fp8 3.4e-2 / 2.7e-2 / 2.0e-2. One row's scale x 1.3, or two rows in each other's place, is out of them.
 
 In float32 a module differs where a value lies on the border of two steps; fp8's leaves room for tensor cores. The IoU
 of the masks is held to what the reference's own masks leave of each other when they are cut a margin above and below 0.
