@@ -24,10 +24,10 @@ def overlay(picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = (
     canvas = np.asarray(picture.convert("RGB")).astype(np.float32)
     ordered = sorted(range(len(masks)), key=lambda i: -masks[i].area)
     for i in ordered:
-        inside = masks[i].pixels.numpy()
-        colour = np.array(_colour(i), dtype=np.float32)
-        canvas[inside] = canvas[inside] * (1 - strength) + colour * strength
-        canvas[_rim(inside, max(1, max(picture.size) // 700))] = colour * 0.6
+        inside, (x0, y0, x1, y1) = masks[i].part.numpy(), masks[i].box
+        window, colour = canvas[y0 : y1 + 1, x0 : x1 + 1], np.array(_colour(i), dtype=np.float32)
+        window[inside] = window[inside] * (1 - strength) + colour * strength
+        window[_rim(inside, max(1, max(picture.size) // 700))] = colour * 0.6
     drawn = PIL.Image.fromarray(canvas.round().astype(np.uint8))
     for prompt in prompts:
         _mark(drawn, prompt)

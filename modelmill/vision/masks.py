@@ -47,14 +47,15 @@ def mask_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(union > 0, common / union.clamp(min=1), torch.ones_like(union, dtype=torch.float32))
 
 
-def runs_of(mask: torch.Tensor, box: Sequence[int] | None = None) -> list[int]:
-    """COCO's uncompressed run lengths of a mask [H, W] bool: column by column, background first.
+def runs_of(mask: torch.Tensor, corner: Sequence[int] = (0, 0), size: tuple[int, int] | None = None) -> list[int]:
+    """COCO's uncompressed run lengths of a mask [h, w] bool: column by column, background first.
 
-    box: x0, y0, x1, y1 (inclusive) outside of which nothing of the mask lies; only there it is read.
+    corner, size: the mask is a part of one of ``size`` (height, width), with its first pixel at ``corner`` (x, y), and
+    nothing lies outside of it.
     """
-    height, width = mask.shape
-    x0, y0, x1, y1 = (0, 0, width - 1, height - 1) if box is None else box
-    part = mask[y0 : y1 + 1, x0 : x1 + 1].numpy()
+    height, width = size or (int(mask.shape[0]), int(mask.shape[1]))
+    x0, y0 = corner
+    part = mask.numpy()
     framed = np.zeros((part.shape[0] + 2, part.shape[1]), dtype=bool)
     framed[1:-1] = part
     # where columns change, found row by row, since that is how they lie in memory, and put in order then

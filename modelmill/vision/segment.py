@@ -30,13 +30,15 @@ _FEW = 8  # prompts whose decoding is many small kernels, worth a graph of its o
 
 @dataclass(frozen=True)
 class Mask:
-    """One answer. pixels: [H, W] bool on the CPU; box: x0, y0, x1, y1 of its outermost pixels.
+    """One answer. box: x0, y0, x1, y1 of its outermost pixels; part: [y1 + 1 − y0, x1 + 1 − x0] bool, what lies inside.
 
-    score: the IoU that the model predicts. logits: [4·G, 4·G] float32, to be given back as a prompt.
-    stability, point, crop: where all of a picture was segmented.
+    On the CPU. size: (width, height) of the picture. score: the IoU that the model predicts. logits: [4·G, 4·G]
+    float32, to be given back as a prompt. stability, point, crop: where all of a picture was segmented. The part alone
+    is kept: a hundred whole masks of a 48-megapixel photo would take 4.8 GB.
     """
 
-    pixels: torch.Tensor = field(repr=False)
+    part: torch.Tensor = field(repr=False)
+    size: tuple[int, int]
     score: float
     box: tuple[int, int, int, int]
     area: int
@@ -45,14 +47,22 @@ class Mask:
     point: tuple[float, float] | None = None
     crop: tuple[int, int, int, int] | None = None
 
+    @property
+    def pixels(self) -> torch.Tensor:
+        """[H, W] bool on the CPU, made when it is asked for."""
+        x0, y0, x1, y1 = self.box
+        whole = torch.zeros(self.size[1], self.size[0], dtype=torch.bool)
+        whole[y0 : y1 + 1, x0 : x1 + 1] = self.part
+        return whole
+
     def to_dict(self, rle: bool = False) -> dict[str, Any]:
         """JSON-able; rle: with the pixels in COCO's compressed run lengths."""
         found: dict[str, Any] = {"box": list(self.box), "score": self.score, "area": self.area}
         if self.stability is not None and self.point is not None and self.crop is not None:
             found |= {"stability": self.stability, "point": list(self.point), "crop": list(self.crop)}
         if rle:
-            height, width = self.pixels.shape
-            found["rle"] = shapes.coco(shapes.runs_of(self.pixels, self.box), height, width)
+            width, height = self.size
+            found["rle"] = shapes.coco(shapes.runs_of(self.part, self.box[:2], (height, width)), height, width)
         return found
 
 
@@ -174,7 +184,11 @@ class Eye:
         lows, told = on_host(logits), torch.stack(numbers).tolist()
         found = []
         for big, low, rows in zip(masks, lows, told, strict=True):
-            each = [Mask(big[i], row[0], _box(row[1:5]), int(row[5]), low[i]) for i, row in enumerate(rows)]
+            boxes_told = [_box(row[1:5]) for row in rows]
+            each = [
+                Mask(_part(big[i], box), seen.size, row[0], box, int(row[5]), low[i])
+                for i, (row, box) in enumerate(zip(rows, boxes_told, strict=True))
+            ]
             found.append(sorted(each, key=lambda mask: -mask.score))
         return found
 
@@ -259,26 +273,21 @@ class Eye:
         """Of the crop's masks those that are not doubles, placed in the picture."""
         logits, scores, steady, boxes = found
         keep = shapes.suppressed(boxes, scores, options.box_nms_thresh)
-        left, top, right, bottom = crop.box
+        left, top = crop.box[:2]
         logits, points = logits[keep], points[keep.cpu()] + torch.tensor([left, top])
-        step = max(1, _PIXELS // (size[0] * size[1]))
-        pixels: list[torch.Tensor] = []
-        areas = []
+        numbers = torch.cat([x.double() for x in (scores[keep, None], steady[keep, None], boxes[keep])], 1).tolist()
+        step = max(1, _PIXELS // (seen.size[0] * seen.size[1]))
+        masks: list[Mask] = []
         for piece in logits.split(step):
             big, _, area, _ = self.still.ops.enlarge(piece, self.image, seen.fitted, seen.size)
-            whole = big
-            if (right - left, bottom - top) != size:
-                whole = torch.zeros(len(big), size[1], size[0], dtype=torch.bool, device=big.device)
-                whole[:, top:bottom, left:right] = big
-            areas.append(area)
-            pixels += on_host(whole)
-        moved = boxes[keep] + torch.tensor([left, top, left, top], device=boxes.device)
-        numbers = torch.cat([x.double() for x in (scores[keep, None], steady[keep, None], moved)], 1)
-        told = torch.cat((numbers, torch.cat(areas)[:, None].double()), 1).tolist()
-        return [
-            Mask(mask, row[0], _box(row[2:6]), int(row[6]), stability=row[1], point=(at[0], at[1]), crop=crop.box)
-            for mask, row, at in zip(pixels, told, points.tolist(), strict=True)
-        ]
+            host, areas = on_host(big), area.tolist()
+            for mask, count in zip(host, areas, strict=True):
+                (score, stable, *ends), at = numbers[len(masks)], points[len(masks)].tolist()
+                x0, y0, x1, y1 = box = _box(ends)
+                moved = (x0 + left, y0 + top, x1 + left, y1 + top)
+                extra: dict[str, Any] = {"stability": stable, "point": (at[0], at[1]), "crop": crop.box}
+                masks.append(Mask(_part(mask, box), size, score, moved, int(count), **extra))
+        return masks
 
 
 def _tidied(masks: list[Mask], options: Everything) -> list[Mask]:
@@ -288,7 +297,8 @@ def _tidied(masks: list[Mask], options: Everything) -> list[Mask]:
         tidy, changed = without_small_regions(mask.pixels.numpy(), options.min_mask_region_area)
         if changed:
             pixels = torch.from_numpy(tidy)
-            mask = replace(mask, pixels=pixels, box=_box(boxes_of(pixels).tolist()), area=int(pixels.sum()))
+            box = _box(boxes_of(pixels).tolist())
+            mask = replace(mask, part=_part(pixels, box), box=box, area=int(pixels.sum()))
         found.append(mask)
         clean.append(float(not changed))
     boxes = torch.tensor([mask.box for mask in found]).float()
@@ -306,6 +316,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _part(mask: torch.Tensor, box: tuple[int, int, int, int]) -> torch.Tensor:
+    """A copy of what lies in a box of a mask [H, W]."""
+    x0, y0, x1, y1 = box
+    return mask[y0 : y1 + 1, x0 : x1 + 1].clone()
 
 
 def _box(numbers: Sequence[float]) -> tuple[int, int, int, int]:

@@ -23,8 +23,8 @@ GRIDS = st.integers(1, 9).flatmap(
 def test_run_lengths_there_and_back(mask: torch.Tensor) -> None:
     height, width = mask.shape
     runs = masks.runs_of(mask)
-    box = boxes_of(mask).tolist()
-    assert masks.runs_of(mask, box) == runs
+    x0, y0, x1, y1 = boxes_of(mask).tolist()
+    assert masks.runs_of(mask[y0 : y1 + 1, x0 : x1 + 1], (x0, y0), (height, width)) == runs
     # by the definition: column by column, alternating, beginning with the background
     wanted, current, count = [], False, 0
     for value in mask.t().flatten().tolist():

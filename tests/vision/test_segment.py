@@ -12,8 +12,9 @@ from modelmill.models import sam
 from modelmill.nn.still import Still
 from modelmill.ops.shelf import resolve
 from modelmill.vision.everything import Crop, Everything, crops_of, cut_off, grid_of
+from modelmill.vision.masks import from_coco, runs_of
 from modelmill.vision.prompts import Prompt, alike, arranged, make
-from modelmill.vision.segment import Eye
+from modelmill.vision.segment import Eye, Mask
 from tests.models.test_sam import made
 
 
@@ -125,3 +126,13 @@ def test_boxes_cut_by_a_crop() -> None:
 def test_wrong_options(wrong: dict) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         Everything(**wrong)
+
+
+def test_masks_of_a_large_picture_are_kept_as_small_as_they_are() -> None:
+    """A hundred whole masks of a 48-megapixel photo would take 4.8 GB."""
+    part = torch.tensor([[True, False], [True, True], [False, True]])
+    mask = Mask(part, (8000, 6000), 0.9, (10, 20, 11, 22), 4)
+    whole = mask.pixels
+    assert whole.shape == (6000, 8000)
+    assert whole.nonzero().tolist() == [[20, 10], [21, 10], [21, 11], [22, 11]]
+    assert from_coco(mask.to_dict(rle=True)["rle"]) == runs_of(whole)
