@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.errors import UnknownArchitecture
+from modelmill.core.errors import TensorMismatch
 from modelmill.models import _sam_tiny, _sam_vit
+from modelmill.models._sam_config import WIDTH, foreign, original
 from modelmill.models._sam_decoder import MaskDecoder
 from modelmill.models._sam_prompt import PromptEncoder
 from modelmill.models._sam_tiny import TinySpec
@@ -28,7 +29,6 @@ KIND = "segmentation"
 # precision (angles of hundreds of radians, logits cut at 0); the biases are a table that the op reads as float32.
 KEPT = (r"(prompt_encoder|mask_decoder)\..*", r".*\.attention_biases")
 PREFIXES = ("", "module.", "model.")
-WIDTH = 256  # of the embeddings that encoder, prompts and decoder share
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 # a head's size is not written anywhere in the original files
 HEADS = {768: 12, 1024: 16, 1280: 16}
@@ -53,63 +53,65 @@ class SamConfig:
 
 
 def configure(raw: Mapping[str, Any]) -> SamConfig:
-    """Sizes from transformers' config.json, or from what ``describe`` made of the tensors."""
+    """Sizes from transformers' config.json, or from what ``describe`` made of the tensors.
+
+    Raises CheckpointError for sizes that are none, and for settings that would change the arithmetic and are not
+    computed.
+    """
     if raw.get("encoder") == "vit_t":
         return SamConfig(TinySpec())
     if raw.get("encoder") == "vit":
-        sizes = dict(raw["sizes"])
-        return SamConfig(VitSpec(**{**sizes, "whole": tuple(sizes["whole"])}))
-    vision = raw.get("vision_config")
-    if not isinstance(vision, Mapping):
-        raise UnknownArchitecture("config.json of a sam model lacks vision_config; give the original .pth instead")
-    width = int(vision.get("hidden_size", 768))
-    spec = VitSpec(
-        width=width,
-        depth=int(vision.get("num_hidden_layers", 12)),
-        heads=int(vision.get("num_attention_heads", 12)),
-        whole=tuple(vision.get("global_attn_indexes", (2, 5, 8, 11))),
-        inner=int(vision.get("mlp_dim") or round(width * float(vision.get("mlp_ratio", 4.0)))),
-        out=int(vision.get("output_channels", WIDTH)),
-        image=int(vision.get("image_size", 1024)),
-        patch=int(vision.get("patch_size", 16)),
-        window=int(vision.get("window_size", 14)),
-        eps=float(vision.get("layer_norm_eps", 1e-6)),
-    )
-    return SamConfig(spec, "transformers")
+        return SamConfig(original(raw))
+    return SamConfig(foreign(raw), "transformers")
 
 
 def describe(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
-    """A raw config from the tensors of an original file, which has none beside it; None where they are not SAM's."""
+    """A raw config from the tensors of an original file, which has none beside it; None where they are not SAM's.
+
+    Raises TensorMismatch where they are, but one that tells a size is missing or has another shape.
+    """
     prefix = next((p for p in PREFIXES if f"{p}mask_decoder.iou_token.weight" in shapes), None)
     if prefix is None:
         return None
     own = {name.removeprefix(prefix): tuple(shape) for name, shape in shapes.items()}
     if "image_encoder.patch_embed.seq.0.c.weight" in own:
         return {"model_type": "sam", "encoder": "vit_t"}
-    placed = own.get("image_encoder.pos_embed")
-    if placed is None:
+    if "image_encoder.pos_embed" not in own:
         return None
-    grid, width = placed[1], placed[3]
-    depth = sum(1 for name in own if re.fullmatch(r"image_encoder\.blocks\.\d+\.attn\.qkv\.weight", name))
-    tables = [own[f"image_encoder.blocks.{i}.attn.rel_pos_h"] for i in range(depth)]
+    _, grid, _, width = _shape(own, "image_encoder.pos_embed", 4)
+    patch = _shape(own, "image_encoder.patch_embed.proj.weight", 4)[2]
+    inner = _shape(own, "image_encoder.blocks.0.mlp.lin1.weight", 2)[0]
+    layers = sum(1 for name in own if re.fullmatch(r"image_encoder\.blocks\.\d+\.attn\.qkv\.weight", name))
+    tables = [_shape(own, f"image_encoder.blocks.{i}.attn.rel_pos_h", 2) for i in range(max(layers, 1))]
     dim = tables[0][1]
     lengths = {length for length, _ in tables}
     # windows are smaller than the image; where all layers are alike, they see what their tables reach
     short = min(lengths) if len(lengths) > 1 or lengths != {2 * grid - 1} else 0
     sizes = {
         "width": width,
-        "depth": depth,
+        "depth": layers,
         "heads": HEADS.get(width, width // dim),
         "whole": [i for i, (length, _) in enumerate(tables) if length > short],
-        "inner": own["image_encoder.blocks.0.mlp.lin1.weight"][0],
-        "image": grid * own["image_encoder.patch_embed.proj.weight"][2],
-        "patch": own["image_encoder.patch_embed.proj.weight"][2],
+        "inner": inner,
+        "image": grid * patch,
+        "patch": patch,
         "window": ((short or 27) + 1) // 2,
     }
     span = max(lengths)
     if span > short and span != 2 * grid - 1:
         sizes["span"] = span
     return {"model_type": "sam", "encoder": "vit", "sizes": sizes}
+
+
+def _shape(own: Mapping[str, tuple[int, ...]], name: str, dims: int) -> tuple[int, ...]:
+    """A tensor's shape of ``dims`` sizes above 0."""
+    shape = own.get(name)
+    if shape is None or len(shape) != dims or 0 in shape:
+        found = "is missing" if shape is None else f"has shape {list(shape)}"
+        raise TensorMismatch(
+            f"{name} {found} where {dims} dimensions above 0 are needed; the file is no whole SAM, download it again"
+        )
+    return shape
 
 
 class Model(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.checkpoint.rename import apply, plan_renames
-from modelmill.core.errors import TensorMismatch, UnknownArchitecture
+from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
 from modelmill.models import sam
 from modelmill.models._sam_vit import stretched
 from modelmill.nn.still import Still
@@ -128,6 +129,132 @@ def test_what_is_not_sam() -> None:
     assert sam.describe({"model.embed_tokens.weight": (10, 4)}) is None
     with pytest.raises(UnknownArchitecture, match="vision_config"):
         sam.configure({"model_type": "sam"})
+
+
+DEFAULTS = {
+    "vision_config": {"hidden_act": "gelu", "use_rel_pos": True, "layer_norm_eps": 1e-6},
+    "prompt_encoder_config": {"hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": 160},
+    "mask_decoder_config": {"hidden_act": "relu", "num_attention_heads": 8, "layer_norm_eps": 1e-6},
+}
+
+
+def changed(part: str, key: str, value: object) -> dict[str, Any]:
+    """transformers' config.json with one value of one part changed."""
+    raw = {name: dict(table) for name, table in DEFAULTS.items()}
+    raw["vision_config"] = SMALL | raw["vision_config"]
+    raw[part][key] = value
+    return {"model_type": "sam", **raw}
+
+
+def test_the_whole_config_of_transformers_is_read() -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = json.loads(json.dumps(transformers.SamConfig().to_dict()))
+    assert sam.configure(raw).encoder == sam.VitSpec(768, 12, 12, (2, 5, 8, 11), 3072)
+    plain = sam.configure({"model_type": "sam", "vision_config": SMALL})
+    assert sam.configure(changed("mask_decoder_config", "layer_norm_eps", 1e-5)) == plain
+    ratio = sam.configure({"model_type": "sam", "vision_config": {"mlp_ratio": 4.001}})
+    assert ratio.encoder.inner == int(768 * 4.001)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("vision_config", "hidden_act", "relu"),
+        ("vision_config", "use_rel_pos", False),
+        ("vision_config", "use_abs_pos", False),
+        ("vision_config", "qkv_bias", False),
+        ("vision_config", "num_channels", 4),
+        ("vision_config", "output_channels", 128),
+        ("prompt_encoder_config", "hidden_act", "relu"),
+        ("prompt_encoder_config", "layer_norm_eps", 1e-2),
+        ("prompt_encoder_config", "image_size", 1024),
+        ("mask_decoder_config", "hidden_act", "gelu"),
+        ("mask_decoder_config", "num_attention_heads", 4),
+        ("mask_decoder_config", "layer_norm_eps", 1e-2),
+        ("mask_decoder_config", "attention_downsample_rate", 4),
+        ("mask_decoder_config", "num_multimask_outputs", 5),
+    ],
+)
+def test_what_would_change_the_arithmetic_is_refused(part: str, key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=rf"{part}\.{key}={re.escape(repr(value))}".replace("'", "[\"']")):
+        sam.configure(changed(part, key, value))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "x"),
+        ("hidden_size", 10**9),
+        ("hidden_size", 50),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", 10**7),
+        ("num_attention_heads", 0),
+        ("global_attn_indexes", 3),
+        ("global_attn_indexes", ["1"]),
+        ("global_attn_indexes", None),
+        ("mlp_ratio", "a"),
+        ("mlp_dim", 0),
+        ("layer_norm_eps", "0"),
+        ("layer_norm_eps", 0),
+        ("patch_size", 0),
+        ("image_size", [1024]),
+        ("image_size", 100),
+        ("window_size", 0),
+    ],
+)
+def test_sizes_that_are_none_are_named(key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: ") as told:
+        sam.configure({"model_type": "sam", "vision_config": SMALL | {key: value}})
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("part", ["prompt_encoder_config", "mask_decoder_config"])
+def test_a_part_that_is_no_object(part: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{part} must be an object"):
+        sam.configure({"model_type": "sam", "vision_config": SMALL, part: 3})
+
+
+ORIGINAL = {
+    "mask_decoder.iou_token.weight": (1, 256),
+    "image_encoder.pos_embed": (1, 4, 4, 32),
+    "image_encoder.patch_embed.proj.weight": (32, 3, 16, 16),
+    "image_encoder.blocks.0.attn.qkv.weight": (96, 32),
+    "image_encoder.blocks.0.attn.rel_pos_h": (7, 16),
+    "image_encoder.blocks.0.mlp.lin1.weight": (64, 32),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("pos_embed", (4,)),
+        ("pos_embed", (1, 0, 0, 32)),
+        ("patch_embed.proj.weight", (32,)),
+        ("patch_embed.proj.weight", None),
+        ("blocks.0.attn.qkv.weight", None),
+        ("blocks.0.attn.rel_pos_h", None),
+        ("blocks.0.attn.rel_pos_h", (7,)),
+        ("blocks.0.attn.rel_pos_h", (7, 0)),
+        ("blocks.0.attn.rel_pos_h", (7, 64)),
+        ("blocks.0.mlp.lin1.weight", ()),
+        ("blocks.0.mlp.lin1.weight", None),
+    ],
+    ids=str,
+)
+def test_an_original_file_that_is_not_whole_is_named(name: str, shape: tuple[int, ...] | None) -> None:
+    found = sam.describe(ORIGINAL)
+    assert found is not None
+    assert sam.configure(found).encoder == sam.VitSpec(32, 1, 2, (0,), 64, image=64, patch=16)
+    shapes = {n: s for n, s in ORIGINAL.items() if n != f"image_encoder.{name}"}
+    if shape is not None:
+        shapes[f"image_encoder.{name}"] = shape
+    if name == "blocks.0.attn.qkv.weight":
+        shapes = {n: s for n, s in shapes.items() if ".blocks.0." not in n} | {
+            "image_encoder.blocks.3.attn.qkv.weight": (1,)
+        }
+    with pytest.raises(CheckpointError) as told:
+        sam.configure(sam.describe(shapes) or {})
+    assert "\n" not in str(told.value)
 
 
 def test_relative_positions_stretch_as_torch_does() -> None:

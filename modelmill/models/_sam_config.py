@@ -1,0 +1,98 @@
+"""SAM's sizes from a config.json, or from what an original file's tensors tell; what is not computed is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.errors import CheckpointError, UnknownArchitecture
+from modelmill.core.quote import quoted
+from modelmill.models._raw import MAX_LAYERS, depth, positive, require, whole
+from modelmill.models._sam_vit import VitSpec
+
+WIDTH = 256  # of the embeddings that encoder, prompts and decoder share
+FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "vision_config": {
+        "hidden_act": ("gelu",), "num_channels": (3,), "qkv_bias": (True,), "use_abs_pos": (True,),
+        "use_rel_pos": (True,), "output_channels": (WIDTH,),
+    },
+    "prompt_encoder_config": {
+        "hidden_act": ("gelu",), "hidden_size": (WIDTH,), "layer_norm_eps": (1e-6,), "mask_input_channels": (16,),
+        "num_point_embeddings": (4,),
+    },
+    "mask_decoder_config": {
+        "hidden_act": ("relu",), "hidden_size": (WIDTH,), "mlp_dim": (2048,), "num_hidden_layers": (2,),
+        "num_attention_heads": (8,), "attention_downsample_rate": (2,), "num_multimask_outputs": (3,),
+        "iou_head_depth": (3,), "iou_head_hidden_dim": (256,), "layer_norm_eps": (1e-6, 1e-5),
+    },
+}  # fmt: skip
+"""What transformers' config can change and is computed in one way only: what it may say, the default first.
+
+The decoder's epsilon is 1e-5, the original's; transformers' own default for the same weights is 1e-6."""
+
+
+def foreign(raw: Mapping[str, Any]) -> VitSpec:
+    """The encoder's sizes from transformers' config.json. Raises CheckpointError."""
+    if not isinstance(raw.get("vision_config"), Mapping):
+        raise UnknownArchitecture("config.json of a sam model lacks vision_config; give the original .pth instead")
+    tables = {part: _table(raw, part) for part in FIXED}
+    for part, keys in FIXED.items():
+        for key, allowed in keys.items():
+            require(tables[part], f"{part}.{key}", allowed, allowed[0])
+    spec = _vision(tables["vision_config"])
+    require(tables["prompt_encoder_config"], "prompt_encoder_config.image_size", (spec.image,), spec.image)
+    return _fitting(spec)
+
+
+def _table(raw: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """A part of transformers' config, each key with the part's name in front, as errors name it."""
+    found = raw.get(part)
+    if found is not None and not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: {part} must be an object, not {quoted(found, 60)}")
+    return {f"{part}.{key}": value for key, value in (found or {}).items()}
+
+
+def _vision(vision: Mapping[str, Any]) -> VitSpec:
+    """The encoder's sizes from transformers' vision_config, with its defaults."""
+
+    def size(key: str, default: int) -> int:
+        return whole(vision, f"vision_config.{key}", default=default)
+
+    width = size("hidden_size", 768)
+    ratio = positive(vision, "vision_config.mlp_ratio", default=4.0)
+    return VitSpec(
+        width=width,
+        depth=whole(vision, "vision_config.num_hidden_layers", default=12, most=MAX_LAYERS),
+        heads=size("num_attention_heads", 12),
+        whole=_layers(vision.get("vision_config.global_attn_indexes", (2, 5, 8, 11)), "global_attn_indexes"),
+        inner=size("mlp_dim", int(width * ratio)),
+        image=size("image_size", 1024),
+        patch=size("patch_size", 16),
+        window=size("window_size", 14),
+        eps=positive(vision, "vision_config.layer_norm_eps", default=1e-6),
+    )
+
+
+def original(raw: Mapping[str, Any]) -> VitSpec:
+    """The encoder's sizes as ``describe`` tells them."""
+    sizes = _table(raw, "sizes")
+    found = {key: whole(sizes, f"sizes.{key}") for key in ("width", "heads", "inner", "image", "patch", "window")}
+    layers = _layers(sizes.get("sizes.whole"), "sizes.whole")
+    span = whole(sizes, "sizes.span") if "sizes.span" in sizes else None
+    return _fitting(VitSpec(depth=depth(sizes, "sizes.depth"), whole=layers, span=span, **found))
+
+
+def _layers(given: Any, key: str) -> tuple[int, ...]:
+    """Numbers of layers."""
+    if not isinstance(given, (list, tuple)) or any(type(n) is not int or n < 0 for n in given):
+        raise CheckpointError(f"config.json: {key} must be a list of numbers of layers, not {quoted(given, 60)}")
+    return tuple(given)
+
+
+def _fitting(spec: VitSpec) -> VitSpec:
+    """The same sizes. Raises CheckpointError where they do not fit each other."""
+    if spec.width % spec.heads:
+        raise CheckpointError(f"config.json: {spec.heads} heads do not divide a hidden size of {spec.width}")
+    if spec.image % spec.patch:
+        raise CheckpointError(f"config.json: patches of {spec.patch} pixels do not divide an image of {spec.image}")
+    return spec
