@@ -13,7 +13,7 @@ from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from modelmill.eval.summarize import Summarizer, Summary, Task
+    from modelmill.eval.summarize import Facts, Summarizer, Summary, Task
     from modelmill.llm import LLM
 
 HELP = "Summarize articles and score the summaries with ROUGE, beside transformers on the same prompts."
@@ -55,7 +55,14 @@ class Args(Common):
 def run(args: Args) -> int:
     """Summarize with both sides, score, and check the difference where a threshold is given."""
     from modelmill.eval.rouge import Rouge
-    from modelmill.eval.summarize import EngineSummarizer, HfSummarizer, make_task
+    from modelmill.eval.summarize import (
+        EngineSummarizer,
+        HfSummarizer,
+        Store,
+        engine_facts,
+        make_task,
+        reference_facts,
+    )
     from modelmill.eval.texts import read_articles, refuse_calibration
 
     if args.check_accuracy is not None and args.reference is None:
@@ -68,48 +75,51 @@ def run(args: Args) -> int:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     assert args.data is not None
     items, rouge = read_articles(args.data, args.num), Rouge()
+    Store(args.save).check()
     settings = args.run if args.reference is None else beside_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)
-    assert llm.loop.artifact is not None
+    assert llm.loop.artifact is not None  # the loop of an engine on disk
     refuse_calibration(args.data, llm.loop.artifact.manifest.source)
     task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
-    sides["modelmill"] = _side(args, llm, task, EngineSummarizer(llm, args.batch_size or ALL, _name(llm)))
+    batches = {"engine": min(args.batch_size or ALL, len(items)), "reference": min(args.batch_size or 1, len(items))}
+    sides["modelmill"] = _side(args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_facts(llm))
     if args.reference is not None:
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.eval.hf import load_reference
 
-        reference = load_reference(open_checkpoint(args.reference), args.reference_dtype, llm.loop.device)
-        name = f"transformers {args.reference_dtype}"
-        sides["transformers"] = _side(args, llm, task, HfSummarizer(reference, args.batch_size or 1, name))
-    result = _result(args, task, sides, rouge)
+        checkpoint = open_checkpoint(args.reference)
+        reference = load_reference(checkpoint, args.reference_dtype, llm.loop.device)
+        other = HfSummarizer(reference, batches["reference"], f"transformers {args.reference_dtype}")
+        facts = reference_facts(checkpoint, args.reference_dtype, llm.loop.device)
+        sides["transformers"] = _side(args, llm, task, other, facts)
+    result = _result(args, task, sides, rouge, batches)
     emit_json(result) if args.json else _show(result)
     return 0 if result.get("passed", True) else 1
 
 
-def _name(llm: LLM) -> str:
-    """Names the engine in the kept summaries: another engine's are not taken for its own."""
-    assert llm.loop.artifact is not None
-    return f"modelmill {llm.loop.artifact.manifest.digest()[:16]}"
-
-
-def _side(args: Args, llm: LLM, task: Task, side: Summarizer) -> list[Summary]:
+def _side(args: Args, llm: LLM, task: Task, side: Summarizer, facts: Facts) -> list[Summary]:
     from modelmill.eval.summarize import Store, summarize
 
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     with progress(side.name, quiet=args.json) as told:
-        return summarize(task, side, lambda ids: tokenizer.decode(ids), store=Store(args.save), progress=told)
+        store = Store(args.save)
+        return summarize(task, side, lambda ids: tokenizer.decode(ids), store=store, facts=facts, progress=told)
 
 
-def _result(args: Args, task: Task, sides: dict[str, list[Summary]], rouge: Any) -> dict[str, Any]:
+def _result(
+    args: Args, task: Task, sides: dict[str, list[Summary]], rouge: Any, batches: dict[str, int]
+) -> dict[str, Any]:
     from modelmill.eval.summarize import differences, equal_texts, pairs, report
 
     result: dict[str, Any] = {"engine": report(sides["modelmill"], task.items, rouge)}
+    result["engine"]["batch_size"] = batches["engine"]
     if "transformers" in sides:
         other = report(sides["transformers"], task.items, rouge)
         change = differences(result["engine"], other)
         result |= {"reference": {**other, "dtype": args.reference_dtype}, "difference": change}
+        result["reference"]["batch_size"] = batches["reference"]
         result["equal_summaries"] = equal_texts(sides["modelmill"], sides["transformers"])
         result["speedup"] = other["seconds"] / result["engine"]["seconds"] if result["engine"]["seconds"] else None
         if args.check_accuracy is not None:
@@ -137,7 +147,8 @@ def _show(result: dict[str, Any]) -> None:
     table(("", *kinds, "s per item", "output tokens/s", "items"), rows)
     if "speedup" in result:
         equal = f"{result['equal_summaries']} of {result['engine']['items']} summaries are equal"
-        print(f"{equal}; speed-up over transformers {result['speedup']:.2f}×")
+        ours, theirs = (result[side]["batch_size"] for side in ("engine", "reference"))
+        print(f"{equal}; speed-up over transformers {result['speedup']:.2f}×, {ours} at once against {theirs}")
     if "passed" in result:
         verdict = "within" if result["passed"] else "NOT within"
         print(f"{verdict} {result['threshold']} points of the reference")

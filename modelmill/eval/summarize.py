@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.core.config import to_dict
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.types import SamplingParams
+from modelmill.eval.report import device_name, versions
 from modelmill.eval.rouge import KINDS, Rouge
-from modelmill.eval.texts import Item, read_jsonl
+from modelmill.eval.texts import Item, jsonl_of, read_text
 
 TASK = "Summarize the following news article in three sentences.\n\n"
 TLDR = "\nTL;DR:"
 
 Progress = Callable[[str, int, int], None]
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -125,55 +129,125 @@ def _fitted(llm: Any, encode: Callable[[str], list[int]], article: str, room: in
 
 
 def summarize(
-    task: Task, side: Summarizer, decode: Callable[[list[int]], str], *, store: Store, progress: Progress | None = None
+    task: Task,
+    side: Summarizer,
+    decode: Callable[[list[int]], str],
+    *,
+    store: Store,
+    facts: Facts | None = None,
+    progress: Progress | None = None,
 ) -> list[Summary]:
-    """All summaries of one side, in the items' order; those that ``store`` already has are not made again."""
-    key = _key(task, side.name, side.batch)
+    """All summaries of one side, in the items' order; those that ``store`` already has are not made again.
+
+    facts: what besides the task and the side's name decides its summaries or their time (``engine_facts``,
+    ``reference_facts``); kept summaries of other facts are not this run's.
+    """
+    key = _key(task, side.name, side.batch, facts or {})
     done = store.read(key)
-    missing = [place for place, item in enumerate(task.items) if item.id not in done]
+    missing = [place for place in range(len(task.items)) if place not in done]
     for start in range(0, len(missing), side.batch):
         part = missing[start : start + side.batch]
         began = time.perf_counter()
         answers = side.answer([task.prompts[place] for place in part], task.max_new_tokens, task.eos_ids)
         share = (time.perf_counter() - began) / len(part)
         for place, ids in zip(part, answers, strict=True):
-            item = task.items[place]
-            done[item.id] = Summary(item.id, len(task.prompts[place]), len(ids), decode(ids).strip(), share)
-        store.add(key, [done[task.items[place].id] for place in part])
+            name = task.items[place].id
+            done[place] = Summary(name, len(task.prompts[place]), len(ids), decode(ids).strip(), share)
+        store.add(key, {place: done[place] for place in part})
         if progress is not None:
             progress(side.name, len(task.items) - len(missing) + start + len(part), len(task.items))
-    return [done[item.id] for item in task.items]
+    return [done[place] for place in range(len(task.items))]
+
+
+def engine_facts(llm: Any) -> Facts:
+    """What decides an engine's summaries and their time: its content, how it is run, on what, by which versions."""
+    loop = llm.loop
+    facts = {"engine": loop.artifact.manifest.digest(), "run": to_dict(loop.config), "kernels": dict(loop.ops.chosen)}
+    return facts | _machine(loop.device)
+
+
+def reference_facts(checkpoint: Checkpoint, dtype: str, device: str) -> Facts:
+    """The same of transformers; a checkpoint that was touched since is another one."""
+    return {"checkpoint": checkpoint.quick_fingerprint(), "dtype": dtype, **_machine(device)}
+
+
+def _machine(device: str) -> Facts:
+    return {"device": [device, device_name(device)], "versions": versions()}
 
 
 class Store:
-    """Summaries kept in a jsonl file, so that a broken run goes on where it ended. path None keeps nothing."""
+    """Summaries kept in a jsonl file, so that a broken run goes on where it ended. path None keeps nothing.
+
+    A line is a summary, its place in the task and the task's key. What was cut off in the middle of its last line is
+    whole up to there; a file with any other line is refused, so that nothing of another kind is appended to.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
 
-    def read(self, key: str) -> dict[str, Summary]:
-        """What was kept under the key, by item."""
+    def check(self) -> None:
+        """Raises UsageError where the file is not of kept summaries."""
+        if self.path is not None and self.path.exists():
+            self._rows(self.path)
+
+    def read(self, key: str) -> dict[int, Summary]:
+        """What was kept under the key, by place. Raises UsageError as ``check`` does."""
         if self.path is None or not self.path.exists():
             return {}
-        rows = (value for _, value in read_jsonl(self.path))
-        return {row["id"]: Summary(**{k: row[k] for k in Summary.__annotations__}) for row in rows if row["key"] == key}
+        rows = [row for row in self._rows(self.path) if row["key"] == key]
+        return {row["place"]: Summary(**{name: row[name] for name in _FIELDS}) for row in rows if "place" in row}
 
-    def add(self, key: str, summaries: Sequence[Summary]) -> None:
-        """Keep some more; each line is whole or absent."""
+    def add(self, key: str, summaries: Mapping[int, Summary]) -> None:
+        """Keep some more, by place, in one write; what a broken run left of a line goes first."""
         if self.path is None:
             return
+        rows = ({"key": key, "place": place, **asdict(each)} for place, each in summaries.items())
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as sink:
-                sink.writelines(json.dumps({"key": key, **asdict(each)}) + "\n" for each in summaries)
+            with self.path.open("a+b") as sink:
+                sink.seek(0)
+                content = sink.read()
+                if not content.endswith(b"\n"):
+                    sink.truncate(content.rfind(b"\n") + 1)
+                sink.write(lines)
         except OSError as error:
             raise UsageError(f"cannot write {self.path}: {error.strerror}; choose another --save") from None
 
+    def _rows(self, path: Path) -> list[dict[str, Any]]:
+        try:
+            whole, end, torn = read_text(path).rpartition("\n")
+            rows = dict(jsonl_of(whole + end, path))
+            for number, row in rows.items():
+                if not _kept(row):
+                    raise UsageError(f"{path}, line {number}: is no kept summary")
+            if not _cut(torn):
+                raise UsageError(f"{path}: its last line is no kept summary")
+        except UsageError as error:
+            raise UsageError(f"{error}; choose another file for --save") from None
+        return list(rows.values())
 
-def _key(task: Task, name: str, batch: int) -> str:
+
+def _kept(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("key"), str) and row.keys() >= _FIELDS
+
+
+def _cut(torn: str) -> bool:
+    """Whether what stands behind the last line end can be the beginning of a kept summary."""
+    try:
+        return _kept(json.loads(torn))
+    except ValueError:
+        return torn.startswith(_BEGINS) or _BEGINS.startswith(torn)
+
+
+_FIELDS = frozenset(Summary.__annotations__)
+_BEGINS = '{"key": "'
+
+
+def _key(task: Task, name: str, batch: int, facts: Facts) -> str:
     """Changes with anything that changes a summary or its time."""
-    facts = [name, batch, task.prompts, task.max_new_tokens, task.eos_ids]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    told = [name, batch, task.prompts, task.max_new_tokens, task.eos_ids, facts]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def report(summaries: Sequence[Summary], items: Sequence[Item], rouge: Rouge) -> dict[str, Any]:

@@ -53,7 +53,12 @@ def refuse_calibration(path: Path, source: Mapping[str, Any]) -> None:
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of each line that is not blank. Raises UsageError naming the line that is none."""
-    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
+    return jsonl_of(read_text(path), path)
+
+
+def jsonl_of(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """``read_jsonl`` of a text that was read already from ``path``."""
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():
             continue
         try:

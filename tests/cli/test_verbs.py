@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -335,7 +336,27 @@ def test_summaries_equal_transformers(cli: Cli, engine: Path, checkpoint: Path, 
     kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, text, _ = cli(*words, *more, "--check-accuracy", 0.0)
     assert (code, "NOT within" in text) == (1, True)
+    assert "×, 3 at once against 1" in text
     assert cli(*words, "--check-accuracy", 1)[0] == 2
+
+
+def test_kept_summaries_are_of_one_reference_and_one_way_to_run(
+    cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path
+) -> None:
+    data, kept, other = shared / "data/text/cnndm_eval.jsonl", tmp_path / "kept.jsonl", tmp_path / "other"
+    words = ("summarize", engine, "--data", data, "--num", 2, "--max-new-tokens", 6, "--max-input-tokens", 60)
+    shutil.copytree(checkpoint, other, copy_function=shutil.copyfile)  # files of another time
+    lines = []
+    for more in ((), (), ("--kv-cache-dtype", "int8"), ("--reference", checkpoint), ("--reference", other)):
+        assert cli(*words, *more, "--save", kept)[0] == 0
+        lines.append(len(kept.read_text().splitlines()))
+    # a share of the GPU beside transformers is another way to run, too
+    assert lines == [2, 2, 4, 8, 10]
+    before = data.read_bytes()
+    code, _, err = cli(*words, "--save", data)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "line 1: is no kept summary; choose another file for --save" in err
+    assert data.read_bytes() == before
 
 
 # -- bench

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from modelmill.core.config import RunConfig
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.eval.rouge import Rouge
 from modelmill.eval.summarize import (
@@ -18,12 +20,15 @@ from modelmill.eval.summarize import (
     HfSummarizer,
     Store,
     differences,
+    engine_facts,
     equal_texts,
     make_task,
+    reference_facts,
     report,
     summarize,
 )
 from modelmill.eval.texts import Item
+from tests.accept.judged import save_tiny
 
 ITEMS = [Item("1", "one two three", "one"), Item("2", "four five", "four five"), Item("3", "six", "seven")]
 
@@ -104,6 +109,99 @@ def test_a_broken_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     other = Copier()
     summarize(make_task(fake_llm(), ITEMS, 6), other, decode, store=Store(path))
     assert other.asked == [2, 1], "other settings are other summaries"
+
+
+def test_articles_of_one_id_keep_their_own_summaries(tmp_path: Path) -> None:
+    items = [Item("2", "one two", "x"), Item("2", "three", "y")]
+    task, decode, path = make_task(fake_llm(), items, 5), Letters().decode, tmp_path / "kept.jsonl"
+    for _ in range(2):  # made, and kept
+        found = summarize(task, Copier(), decode, store=Store(path))
+        assert [each.text for each in found] == ["one t", "three"]
+    path.write_text(path.read_text().splitlines(keepends=True)[1])
+    again = Copier()
+    assert [each.text for each in summarize(task, again, decode, store=Store(path))] == ["one t", "three"]
+    assert again.asked == [1]
+
+
+class Manifest:
+    def __init__(self, digest: str) -> None:
+        self.digest = lambda: digest
+
+
+def facts_of(digest: str = "d", device: str = "cpu", ops: str = "torch", **run: Any) -> dict[str, Any]:
+    artifact = SimpleNamespace(manifest=Manifest(digest))
+    loop = SimpleNamespace(artifact=artifact, config=RunConfig(**run), device=device)
+    loop.ops = SimpleNamespace(chosen={"linear": ops})
+    return engine_facts(SimpleNamespace(loop=loop))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digest": "e"},
+        {"device": "cuda:0"},
+        {"ops": "cpu"},
+        {"kv_cache_dtype": "fp8"},
+        {"kernels": {"linear": "torch"}},
+        {"tp": 2},
+        {"threads": 1},
+        {"max_num_seqs": 4},
+    ],
+)
+def test_an_engine_that_is_run_otherwise_makes_its_own_summaries(change: dict[str, Any], tmp_path: Path) -> None:
+    task, decode, store = make_task(fake_llm(), ITEMS, 5), Letters().decode, Store(tmp_path / "kept.jsonl")
+    for facts, asked in ((facts_of(), [2, 1]), (facts_of(), []), (facts_of(**change), [2, 1])):
+        side = Copier()
+        summarize(task, side, decode, store=store, facts=facts)
+        assert side.asked == asked
+
+
+def test_another_reference_is_another_side(tmp_path: Path) -> None:
+    from modelmill.checkpoint.open import open_checkpoint
+
+    one, other = (open_checkpoint(save_tiny("llama", tmp_path / name)) for name in ("one", "other"))
+    facts = reference_facts(one, "float32", "cpu")
+    assert facts == reference_facts(one, "float32", "cpu")
+    assert facts != reference_facts(one, "bfloat16", "cpu")
+    assert facts != reference_facts(other, "float32", "cpu"), "files of another time are another checkpoint"
+
+
+@pytest.mark.parametrize("at", [1, 9, 60, -1])
+def test_a_line_that_was_cut_off_is_made_again(at: int, tmp_path: Path) -> None:
+    task, decode, path = make_task(fake_llm(), ITEMS, 5), Letters().decode, tmp_path / "kept.jsonl"
+    whole = summarize(task, Copier(), decode, store=Store(path))
+    lines = path.read_text().splitlines(keepends=True)
+    for kept in (0, 2):  # behind no line, and behind two
+        path.write_text("".join(lines[:kept]) + lines[kept][:at])
+        Store(path).check()
+        again = Copier()
+        assert [each.text for each in summarize(task, again, decode, store=Store(path))] == [e.text for e in whole]
+        assert sum(again.asked) == 3 - kept
+        assert sorted(path.read_text().splitlines(keepends=True)[:kept]) == sorted(lines[:kept])
+        assert [json.loads(line)["place"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"article": "a", "highlights": "b"}\n',
+        '{"article": "a", "highlights": "b"}',
+        '{"key": "a", "value": 3}\n',
+        '{"key": "a", "value": 3}',
+        "# Notes",
+        "# Notes\n",
+        "3\n",
+        "3",
+    ],
+)
+def test_a_file_of_another_kind_is_refused_and_not_touched(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text(content)
+    for act in (Store(path).check, lambda: Store(path).read("k")):
+        with pytest.raises(UsageError, match=r"other\.jsonl.*is no.*; choose another file for --save") as caught:
+            act()
+        assert "\n" not in str(caught.value)
+    assert path.read_text() == content
 
 
 def test_report_and_differences() -> None:
