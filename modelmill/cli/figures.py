@@ -54,6 +54,9 @@ def show(measured: Mapping[str, Any]) -> None:
     title = f"{measured['what']}: {measured['engine']} ({measured['dtype']}, {measured['quantization']}) on "
     names = [_heading(name) for name in figures]
     table([*head, *names], rows, title=f"{title}{measured['device']}; {SPREAD} of {_runs(results)} runs")
+    firsts = results[0].get("first_token_ms")
+    if measured["what"] == "throughput" and firsts is not None:
+        print(f"first token: of the {firsts['runs']} requests of the last run")
     for each in measured.get("speedups", []):
         where = f" at batch {each['shape']['batch']}" if each["shape"] else ""
         print(f"speed-up over {each['over']}{where}: {each['speedup']:.2f}×")

@@ -208,7 +208,7 @@ def as_json(answer: Answer, seconds: float) -> dict[str, Any]:
             "output_tokens": count,
             "prompt_tokens": len(answer.prompt_token_ids),
             "cached_tokens": answer.cached_tokens,
-            "tokens_per_s": _rate(count, total, _first(answer)),
+            "tokens_per_s": _rate([answer], total, _first(answer)),
         },
     }
     if answer.prompt_logprobs is not None:
@@ -225,11 +225,13 @@ def _first(answer: Answer) -> float | None:
     return None if answer.outputs[0].score is not None else answer.first_token_seconds
 
 
-def _rate(count: int, seconds: float, first: float | None) -> float:
-    """Tokens per second after the first one; of a single token, with it."""
-    if first is not None and count > 1 and seconds > first:
-        return (count - 1) / (seconds - first)
-    return count / seconds if seconds else 0.0
+def _rate(answers: Sequence[Answer], seconds: float, first: float | None) -> float:
+    """Tokens per second after the first ones, of which each of a prompt's answers has one; else of all tokens."""
+    counts = [len(output.token_ids) for answer in answers for output in answer.outputs]
+    later = sum(max(count - 1, 0) for count in counts)
+    if first is not None and later and seconds > first:
+        return later / (seconds - first)
+    return sum(counts) / seconds if seconds else 0.0
 
 
 def tell_speed(answers: list[Answer], seconds: float) -> None:
@@ -237,7 +239,7 @@ def tell_speed(answers: list[Answer], seconds: float) -> None:
     count = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
     first = _first(answers[0]) if len(answers) == 1 else None
     prompt = sum(len(answer.prompt_token_ids) for answer in answers)
-    rate = _rate(count, seconds, first)
+    rate = _rate(answers, seconds, first)
     head = f"first token after {first:.2f} s, " if first is not None else ""
     note(f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s: {head}{rate:.1f} tokens/s")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +24,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Latency:
-    """One subject at one shape. Milliseconds, and tokens per second of the whole batch; output apart from input."""
+    """One subject at one shape. Milliseconds, and tokens per second of the whole batch; output apart from input.
+
+    per_token_ms: of a run, the mean over its answers of the time from an answer's first token to its last by the tokens
+    between. output_tokens_per_s: the tokens that came after every answer had its first, over the time they took. Where
+    prompts need several steps, early answers go on while late ones wait: none of that counts as speed after the first.
+    """
 
     subject: str
     shape: Shape
@@ -84,8 +90,8 @@ def _summary(name: str, shape: Shape, passes: Sequence[Pass]) -> Latency:
     first = Spread.of([each.first for each in passes])
     per_token = output = None
     if shape.output > 1:
-        per_token = Spread.of([(each.total - each.first) / (shape.output - 1) for each in passes])
-        output = per_token.inverse(shape.batch)
+        per_token = Spread.of([statistics.fmean(each.per_token) for each in passes])
+        output = Spread.of([(each.total - each.first) / each.later_tokens for each in passes]).inverse(1)
     return Latency(
         subject=name,
         shape=shape,

@@ -20,11 +20,15 @@ class Pass:
     """One measured pass over some requests. Seconds by the host's clock, since all were handed in.
 
     first: until every request had its first token. firsts: the same for each. total: until all had ended.
+    per_token: between an answer's first and last token, by its tokens after the first, of each answer with such.
+    later_tokens: of all answers, those that came after ``first``; others may have gone on while some had to wait.
     """
 
     first: float
     total: float
     firsts: tuple[float, ...]
+    per_token: tuple[float, ...]
+    later_tokens: int
     input_tokens: int
     output_tokens: int
 
@@ -65,7 +69,8 @@ class EngineSubject:
         waiting = [request.id for request in requests]
         self.loop.add_all(requests)
         firsts: dict[str, float] = {}
-        tokens = finished = 0
+        lasts: dict[str, float] = {}
+        early = tokens = finished = 0
         try:
             while finished < len(work):
                 news = self.loop.step()
@@ -74,19 +79,25 @@ class EngineSubject:
                     if token.id is not None:
                         tokens += 1
                         firsts.setdefault(token.request, now)
+                        lasts[token.request] = now
                     if token.finish is Finish.ABORT:
                         raise CapacityError(f"{self.name} ran out of memory with {len(work)} requests")
                     if token.finish is not None:
                         finished += 1
                         if progress is not None:
                             progress(self.name, finished, len(work))
+                if not early and len(firsts) == len(work):
+                    early = tokens
         finally:
             if finished < len(work):
                 for id in waiting:
                     self.loop.abort(id)
         total = time.perf_counter() - began
         times = tuple(firsts.values())
-        return Pass(max(times), total, times, sum(len(each.prompt) for each in work), tokens)
+        pairs = ((firsts[request.id], lasts[request.id], each.output) for request, each in zip(requests, work))
+        per_token = tuple((last - first) / (output - 1) for first, last, output in pairs if output > 1)
+        inputs = sum(len(each.prompt) for each in work)
+        return Pass(max(times), total, times, per_token, tokens - early, inputs, tokens)
 
     def room(self, batch: int, length: int) -> str | None:
         """Whether the KV cache holds them all: a batch that must wait or be preempted is no batch of that size."""
@@ -119,17 +130,22 @@ class HfSubject:
     def run(self, work: Sequence[Work], progress: Progress | None = None) -> Pass:
         """Batch by batch; a batch runs to its longest output, and only the tokens asked for are counted."""
         began = time.perf_counter()
-        firsts: list[float] = []
+        came: list[list[float]] = []
         for start in range(0, len(work), self.batch):
             part = work[start : start + self.batch]
             before = time.perf_counter() - began
             _, times = self.reference.generate([each.prompt for each in part], max(each.output for each in part))
-            firsts.extend([before + times[0]] * len(part))
+            came.extend([before + when for when in times[: each.output]] for each in part)
             if progress is not None:
                 progress(self.name, start + len(part), len(work))
         total = time.perf_counter() - began
+        firsts = tuple(times[0] for times in came)
+        per_token = tuple((times[-1] - times[0]) / (len(times) - 1) for times in came if len(times) > 1)
+        first = max(firsts)
+        later = sum(when > first for times in came for when in times)
         inputs = sum(len(each.prompt) for each in work)
-        return Pass(max(firsts), total, tuple(firsts), inputs, sum(each.output for each in work))
+        outputs = sum(each.output for each in work)
+        return Pass(first, total, firsts, per_token, later, inputs, outputs)
 
     def room(self, batch: int, length: int) -> str | None:  # noqa: ARG002
         """transformers allocates as it goes: it is tried."""

@@ -9,7 +9,8 @@ import pytest
 
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError
-from modelmill.eval import latency, throughput
+from modelmill.core.types import Token
+from modelmill.eval import latency, subjects, throughput
 from modelmill.eval.latency import Shape
 from modelmill.eval.perplexity import perplexity
 from modelmill.eval.subjects import EngineScorer, EngineSubject, HfSubject, Pass
@@ -51,6 +52,69 @@ def test_a_sweep_ends_where_memory_ends_and_says_so() -> None:
         latency.sweep([subject], shapes[4:], 50, runs=1)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the subjects' clock tells; a test moves it."""
+    now = [0.0]
+    monkeypatch.setattr(subjects.time, "perf_counter", lambda: now[0])
+    return now
+
+
+class OneByOne(FakeLoop):
+    """Takes in one prompt a step, as where each fills a step, while the answers before it go on; a step is a second."""
+
+    clock: list[float]
+
+    def step(self) -> list[Token]:
+        self.clock[0] += 1.0
+        begun = [id for id, ids in self.live.items() if len(ids) > len(self.requests[id].prompt)]
+        fresh = [id for id in self.live if id not in begun][:1]
+        return [self._advance(id) for id in (*begun, *fresh)]
+
+
+def one_by_one(clock: list[float]) -> EngineSubject:
+    loop = OneByOne(max_model_len=1000, num_pages=1000)
+    loop.clock = clock
+    return EngineSubject(loop)
+
+
+def test_tokens_of_early_answers_while_late_ones_wait_are_not_counted_after_the_first(clock: list[float]) -> None:
+    # four answers of five tokens begin at 1, 2, 3, 4 s and end at 5, 6, 7, 8 s
+    found = one_by_one(clock).run([Work((1,), 5)] * 4)
+    assert (found.first, found.total, found.firsts) == (4.0, 8.0, (1.0, 2.0, 3.0, 4.0))
+    assert found.per_token == (1.0, 1.0, 1.0, 1.0)
+    assert found.later_tokens == 1 + 2 + 3 + 4, "16 - 6: what came until 4 s is before"
+    clock[0] = 0.0
+    told = latency.measure([one_by_one(clock)], Shape(4, 1, 5), 50, runs=2, warmup=0)[0]
+    assert told.per_token_ms is not None
+    assert told.output_tokens_per_s is not None
+    assert told.per_token_ms.median == pytest.approx(1000.0)
+    assert told.output_tokens_per_s.median == pytest.approx(10 / 4)
+
+
+def test_an_early_answer_that_ended_before_the_last_began(clock: list[float]) -> None:
+    found = latency.measure([one_by_one(clock)], Shape(8, 1, 2), 50, runs=1, warmup=0)[0]
+    assert found.per_token_ms is not None
+    assert found.output_tokens_per_s is not None
+    assert found.per_token_ms.median == pytest.approx(1000.0)
+    assert found.output_tokens_per_s.median == pytest.approx(1.0), "one token came after the last first"
+
+
+def test_transformers_times_per_token_and_after_the_first(clock: list[float]) -> None:
+    class Fake:
+        device = "cpu"
+
+        def generate(self, prompts: Sequence[Sequence[int]], length: int) -> tuple[list[list[int]], list[float]]:
+            clock[0] += 0.5 + 0.25 * (length - 1)
+            return [[0] * length for _ in prompts], [0.5 + 0.25 * step for step in range(length)]
+
+    found = HfSubject(Fake(), 2).run([Work((1,), 3), Work((1,), 5), Work((1,), 1)])
+    assert found.firsts == (0.5, 0.5, 2.0)
+    assert found.per_token == (0.25, 0.25), "an answer of one token has no time between tokens"
+    assert (found.first, found.later_tokens) == (2.0, 0)
+    assert HfSubject(Fake(), 2).run([Work((1,), 3), Work((1,), 5)]).later_tokens == 2 + 4
+
+
 class Timed:
     """A subject whose times are given."""
 
@@ -67,7 +131,8 @@ class Timed:
         self.seen.append(list(work))
         total = self.firsts + self.step * (work[0].output - 1)
         inputs, outputs = sum(len(w.prompt) for w in work), sum(w.output for w in work)
-        return Pass(self.firsts, total, tuple([self.firsts] * len(work)), inputs, outputs)
+        steps = tuple([self.step] * len(work))
+        return Pass(self.firsts, total, tuple([self.firsts] * len(work)), steps, outputs - len(work), inputs, outputs)
 
     def room(self, batch: int, length: int) -> str | None:
         return None
