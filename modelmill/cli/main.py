@@ -7,20 +7,20 @@ makes no sense. 130: Ctrl-C.
 
 from __future__ import annotations
 
-import io
-import os
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from modelmill.cli.streams import forgiving
 from modelmill.core import env
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.find import find, names, nearest
 
 SUPPORT = (
     *("main", "options", "output", "values", "engine", "eyes", "figures", "far", "drawn"),
-    *("bench_ops", "bench_serve", "serve_ray"),
+    *("bench_ops", "bench_serve", "serve_ray", "streams"),
 )
 """Modules of this folder that are no verbs."""
 
@@ -42,12 +42,12 @@ def verbs() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
-    _forgiving_streams()
-    code = execute(list(sys.argv[1:] if argv is None else argv))
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _quiet_stdout()
+    with forgiving():
+        try:
+            code = execute(list(sys.argv[1:] if argv is None else argv))
+            sys.stdout.flush()
+        except ModelmillError as error:  # stdout, which cannot be written
+            code = _fail(str(error), 1)
     sys.exit(code)
 
 
@@ -64,9 +64,6 @@ def execute(argv: list[str]) -> int:
         return _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
-        _quiet_stdout()
-        return 0
     except Exception as error:
         # typer carries click inside itself in its newer versions, so click's errors are known by their shape only.
         if not hasattr(error, "format_message"):
@@ -175,22 +172,7 @@ def _reworded(error: Any, argv: list[str]) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stdout.flush()
+    with contextlib.suppress(ModelmillError):  # what went wrong first is what is told
+        sys.stdout.flush()
     print(f"modelmill: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _forgiving_streams() -> None:
-    """Bytes that are no UTF-8, and characters that the terminal has not, become replacement marks, not tracebacks."""
-    for stream, settings in (
-        (sys.stdin, {"encoding": "utf-8", "errors": "replace"}),
-        (sys.stdout, {"errors": "replace"}),
-        (sys.stderr, {"errors": "replace"}),
-    ):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(**settings)  # type: ignore[arg-type]
-
-
-def _quiet_stdout() -> None:
-    """The reader went away: let what is still buffered go nowhere, instead of failing at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -222,7 +222,11 @@ def call_of(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
     def call(**given: Any) -> int:
         from modelmill.cli.values import gather
 
-        return run(gather(args, given))
+        chosen = gather(args, given)
+        try:
+            return run(chosen)
+        except BrokenPipeError as error:  # of a process of ours: typer would end without a word
+            raise RuntimeError("a pipe to another process broke") from error
 
     signature = signature_of(flags_of(args))
     call.__signature__ = signature  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine import ENGINE_HELP, SAMPLING_HELP, CacheBuild, open_llm
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, note
+from modelmill.cli.streams import reader_left
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.types import SamplingParams
@@ -142,7 +143,7 @@ def _stream(llm: LLM, ask: Any, params: SamplingParams) -> int:
             answer = delta.answer
             sys.stdout.write(delta.text or _ids(llm, delta.token_ids))
             sys.stdout.flush()
-            if interrupt.asked:
+            if interrupt.asked or reader_left():
                 stream.close()  # type: ignore[attr-defined]
                 break
     sys.stdout.write("\n")

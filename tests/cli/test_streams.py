@@ -1,0 +1,97 @@
+"""A reader that leaves, a disk that is full, a stream that was closed: every verb goes on to its own end and code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FULL = Path("/dev/full")
+
+
+def gone() -> int:
+    """The writing end of a pipe that nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+def modelmill(*words: object, **streams: Any) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MODELMILL_")}
+    command = [sys.executable, "-m", "modelmill", *map(str, words)]
+    return subprocess.run(
+        command, check=False, timeout=300, text=True, env={**environment, "OMP_NUM_THREADS": "1", "CI": "1"}, **streams
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_said_arrives(monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    done = modelmill("buidl", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean build?" in done.stderr
+    assert modelmill("--version", stdout=subprocess.PIPE).stdout.startswith("modelmill ")
+
+
+def leaving(*words: object) -> subprocess.CompletedProcess[str]:
+    """Nobody reads its stdout."""
+    out = gone()
+    try:
+        return modelmill(*words, stdout=out, stderr=subprocess.PIPE)
+    finally:
+        os.close(out)
+
+
+def test_tables_for_nobody(engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """The plot comes after the tables: it is drawn, and a good engine is a good engine."""
+    done = leaving("compare", engine, checkpoint, "--plot", tmp_path / "good.png")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "good.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_answer_ends_where_nobody_reads_it(engine: Path) -> None:
+    words = ("run", engine, "--prompt", "Once", "--ignore-eos", "--max-tokens", 400, "--temperature", 0)
+    done = leaving(*words)
+    assert done.returncode == 0, done.stderr
+    assert " 1 answer tokens " in done.stderr or " 2 answer tokens " in done.stderr
+    assert leaving(*words, "--json").returncode == 0
+
+
+def test_nobody_reads_what_is_said_along_the_way(checkpoint: Path, tmp_path: Path) -> None:
+    out = gone()
+    try:
+        done = modelmill("build", checkpoint, "-o", tmp_path / "b.engine", "--dtype", "float32", stdout=out, stderr=out)
+    finally:
+        os.close(out)
+    assert done.returncode == 0
+    assert (tmp_path / "b.engine").is_dir()
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+@pytest.mark.parametrize(
+    "words", [("inspect", "ENGINE", "--json"), ("inspect", "ENGINE"), ("run", "ENGINE", "-p", "O")]
+)
+def test_a_full_disk_is_one_line(engine: Path, words: tuple[str, ...]) -> None:
+    words = tuple(str(engine) if word == "ENGINE" else word for word in words)
+    with FULL.open("w") as out:
+        done = modelmill(*words, stdout=out, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == "modelmill: cannot write to stdout: No space left on device; not all was told\n"
+
+
+@pytest.mark.parametrize("closed", [1, 2, 0], ids=["stdout", "stderr", "stdin"])
+def test_a_stream_that_was_closed_before(engine: Path, closed: int, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with said.open("w") as sink:
+        command = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
+        words = [sys.executable, "-m", "modelmill", "run", str(engine), "--prompt", "-" if closed == 0 else "Once"]
+        done = subprocess.run(
+            ["sh", "-c", command, "sh", *words, "--max-tokens", "4"], stdin=subprocess.DEVNULL, stdout=sink,
+            stderr=sink, check=False, timeout=300,
+        )  # fmt: skip
+    assert done.returncode == 0, said.read_text()
+    assert "Traceback" not in said.read_text()
