@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.serving_side import Alone, Served
 from modelmill.eval.remote import Remote
+from modelmill.eval.report import quantile
 
 LEAST, MOST = 5, 30000
 SETTLE = 0.3
@@ -135,8 +136,7 @@ def figure(values: Sequence[float]) -> dict[str, float]:
 
 def at(values: Sequence[float], share: float) -> float:
     """A quantile."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return quantile(sorted(values), share)
 
 
 def steps(bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:

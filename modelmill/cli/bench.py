@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.bench_ops import check_ops, draw_ops, measure_ops, rows_of_ops, show_ops
-from modelmill.cli.bench_serve import check_serve, measure_serve, show_serve
+from modelmill.cli.bench_serve import check_serve, measure_serve, rows_of_serve, show_serve
 from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, changed, open_llm
 from modelmill.cli.figures import draw, rows_of, show
 from modelmill.cli.options import Common, config
@@ -102,7 +102,7 @@ def run(args: Args) -> int:
         return _serve(args)
     kinds = {"latency": _latency, "throughput": _throughput, "startup": _startup, "ops": measure_ops}
     measured = kinds[args.what](args)
-    command = shlex.join(["modelmill", *sys.argv[1:]])
+    command = _command(sys.argv[1:])
     ops = args.what == "ops"
     rows = (rows_of_ops if ops else rows_of)(command, measured)
     if args.save is not None:
@@ -119,17 +119,31 @@ def run(args: Args) -> int:
 
 
 def _serve(args: Args) -> int:
-    """Another machine may be what is measured, so rows carry the address and no device."""
-    measured = measure_serve(args)
+    """What was measured is kept first, then told, then drawn: no mistake of a later one loses it."""
+    measured, drawn = measure_serve(args)
+    command = _command(sys.argv[1:])
+    rows = rows_of_serve(command, measured, args)
     if args.save is not None:
         from modelmill.eval.report import save
 
-        save(args.save, [{"command": shlex.join(["modelmill", *sys.argv[1:]]), **measured}])
-    if args.json:
-        emit_json(measured)
-    else:
-        show_serve(measured)
+        save(args.save, rows)
+    emit_json({"command": command, **measured, "rows": rows}) if args.json else show_serve(measured)
+    if args.plot is not None:
+        drawn(args.plot)
     return 1 if measured["failed"] else 0
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command line as it is kept: without the key of a server."""
+    kept: list[str] = []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if kept and kept[-1].replace("_", "-") == "--api-key":
+            word = "***"
+        elif equals and name.replace("_", "-") == "--api-key":
+            word = f"{name}=***"
+        kept.append(word)
+    return shlex.join(["modelmill", *kept])
 
 
 def _check(args: Args) -> None:

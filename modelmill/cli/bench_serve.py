@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.output import progress, shown, table
-from modelmill.core.errors import ModelmillError, UsageError
+from modelmill.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from modelmill.eval.remote import Visit
 
 ROWS = {
     "first_token_ms": "first token (TTFT), ms",
     "per_token_ms": "per output token (TPOT), ms",
     "between_pieces_ms": "between pieces (ITL), ms",
     "whole_ms": "whole request (E2E), ms",
+}
+RATES = {
+    "requests_per_s": "requests/s",
+    "output_tokens_per_s": "tokens/s",
+    "good_requests_per_s": "requests/s",
 }
 
 
@@ -28,8 +38,8 @@ def check_serve(args: Any) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, not {value}")
 
 
-def measure_serve(args: Any) -> dict[str, Any]:
-    """The figures of one load."""
+def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
+    """The figures of one load, and what draws them into a file."""
     from modelmill.eval.remote import Remote
     from modelmill.eval.serving import Load, run, summary
     from modelmill.eval.texts import read_trace
@@ -40,27 +50,40 @@ def measure_serve(args: Any) -> dict[str, Any]:
     asked = {"seed": args.run.seed, "chat": args.endpoint == "chat", "ignore_eos": args.ignore_eos}
     load = Load(lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **asked)
 
-    async def all_of_it() -> dict[str, Any]:
-        model = args.model or await _model(remote)
+    async def all_of_it() -> tuple[str, list[Visit], float]:
+        model = args.model or await remote.first_model()
         with progress("requests", quiet=args.json) as ended:
-            found, seconds = await run(remote, model, load, ended)
-        told = {"what": "serve", "url": args.url, "model": model, **summary(found, seconds, load)}
-        if args.plot is not None:
-            from modelmill.eval.report import plot
-            from modelmill.eval.serving_plots import SHAPE, draw
+            return model, *await run(remote, model, load, ended)
 
-            plot(args.plot, lambda axes: draw(axes, found, seconds, load), f"{model} at {args.url}", SHAPE)
-        return told
+    model, found, seconds = asyncio.run(all_of_it())
 
-    return asyncio.run(all_of_it())
+    def drawn(path: Path) -> None:
+        from modelmill.eval.report import plot
+        from modelmill.eval.serving_plots import SHAPE, draw
+
+        plot(path, lambda axes: draw(axes, found, seconds, load), f"{model} at {args.url}", SHAPE)
+
+    return {"what": "serve", "url": args.url, "model": model, **summary(found, seconds, load)}, drawn
 
 
-async def _model(remote: Any) -> str:
-    """The first model that the server lists."""
-    try:
-        return str((await remote.get("/v1/models"))["data"][0]["id"])
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise ModelmillError("the server lists no model; name one with --model") from None
+def rows_of_serve(command: str, measured: dict[str, Any], args: Any) -> list[dict[str, Any]]:
+    """A row for each figure. Another machine may be what is measured: in the device's place stands its address."""
+    from modelmill.eval.report import row
+
+    about = {
+        name: measured[name] for name in ("model", "requests", "failed", "prompt_tokens", "output_tokens", "seconds")
+    }
+    about |= {name: getattr(args, name) for name in ("endpoint", "request_rate", "concurrency", "first_ms", "token_ms")}
+    rows = []
+    for figure in ROWS:
+        spread = measured[figure]
+        if spread is not None:
+            details = {**about, "spread": spread}
+            rows.append(row(command, f"serve.{figure}", spread["median"], "ms", measured["url"], **details))
+    for figure, unit in RATES.items():
+        if measured[figure] is not None:
+            rows.append(row(command, f"serve.{figure}", measured[figure], unit, measured["url"], **about))
+    return rows
 
 
 def show_serve(measured: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ class Far:
     def __init__(self, remote: Remote, model: str | None = None) -> None:
         self._remote = remote
         self._loop = asyncio.new_event_loop()
-        self.model = model or str(self._loop.run_until_complete(remote.get("/v1/models"))["data"][0]["id"])
+        self.model = model or self._loop.run_until_complete(remote.first_model())
 
     def stream(self, messages: Sequence[dict[str, Any]], params: SamplingParams) -> Iterator[Delta]:
         """Deltas of one answer. Closing it leaves the server, which ends the request. Raises ModelmillError."""
@@ -38,7 +38,7 @@ class Far:
                 # only their number is known
                 output.token_ids = [0] * usage.get("completion_tokens", len(output.token_ids))
                 answer.prompt_token_ids = [0] * usage.get("prompt_tokens", len(answer.prompt_token_ids))
-                for choice in event.get("choices", ()):
+                for choice in event.get("choices") or ():
                     text = (choice.get("delta") or {}).get("content") or ""
                     if text and answer.first_token_seconds is None:
                         answer.first_token_seconds = when - began

@@ -47,7 +47,20 @@ class Remote:
         """The JSON at a path. Raises ModelmillError."""
         async with _Exchange(self) as exchange:
             await exchange.send("GET", path, None)
-            return json.loads(b"".join([part async for part in exchange.body()]))
+            text = b"".join([part async for part in exchange.body()])
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ModelmillError(
+                f"{self.host}:{self.port}{self.path}{path} answers no JSON; give the address of an OpenAI API"
+            ) from None
+
+    async def first_model(self) -> str:
+        """The first model that the server lists. Raises ModelmillError."""
+        try:
+            return str((await self.get("/v1/models"))["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise ModelmillError("the server lists no model; name one with --model") from None
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
         """(when it came, event) for each event of a streamed answer. Raises ModelmillError."""
@@ -61,10 +74,7 @@ class Remote:
                     data = line.removeprefix(b"data:").strip()
                     if not line.startswith(b"data:") or data == b"[DONE]":
                         continue
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise ModelmillError(f"the server ended the answer: {_told(event)}")
-                    yield now, event
+                    yield now, _event(data)
 
 
 class _Exchange:
@@ -80,8 +90,9 @@ class _Exchange:
             self._reader, self._writer = await asyncio.open_connection(
                 remote.host, remote.port, ssl=context, limit=LIMIT
             )
-        except OSError as error:
-            raise ModelmillError(f"{remote.host}:{remote.port} does not answer: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:  # the latter of a name that no host can have
+            why = getattr(error, "strerror", None) or error
+            raise ModelmillError(f"{remote.host}:{remote.port} does not answer: {why}") from None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -98,10 +109,13 @@ class _Exchange:
         self._writer.write("\r\n".join([*lines, "", ""]).encode() + data)
         try:
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        except (asyncio.IncompleteReadError, OSError):
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             raise ModelmillError(f"{remote.host}:{remote.port} closed the connection without an answer") from None
+        _, _, rest = head[0].partition(" ")
+        if not head[0].startswith("HTTP/") or not rest[:3].isdecimal():
+            raise ModelmillError(f"{remote.host}:{remote.port} does not speak HTTP")
         self._headers = {n.strip().lower(): v.strip() for n, _, v in (line.partition(":") for line in head[1:])}
-        status = int(head[0].split()[1])
+        status = int(rest[:3])
         if status != 200:
             text = b"".join([part async for part in self.body()])
             kind = RequestError if status == 400 else ModelmillError
@@ -109,16 +123,43 @@ class _Exchange:
 
     async def body(self) -> AsyncIterator[bytes]:
         """Its parts as they come."""
-        if self._headers.get("transfer-encoding", "").lower() != "chunked":
-            while part := await self._reader.read(1 << 16):
-                yield part
-            return
         try:
+            if self._headers.get("transfer-encoding", "").lower() != "chunked":
+                while part := await self._reader.read(1 << 16):
+                    yield part
+                return
             # an empty line, where the connection has ended, is no number
             while size := int((await self._reader.readline()).split(b";")[0], 16):
                 yield (await self._reader.readexactly(size + 2))[:-2]
         except (asyncio.IncompleteReadError, ValueError, OSError):
             raise ModelmillError("the server closed the connection in the middle of an answer") from None
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    """An event of a stream. Raises ModelmillError for what is none, and for one that tells of an error."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if isinstance(event, dict) and "error" in event:
+        raise ModelmillError(f"the server ended the answer: {_told(event)}")
+    if not _well_formed(event):
+        raise ModelmillError(
+            f"the server sent an event that is none of OpenAI's API: {data[:80].decode(errors='replace')}"
+        )
+    return event
+
+
+def _well_formed(event: Any) -> bool:
+    """Whether all that is read of an event has the type it is read as."""
+    if not isinstance(event, dict):
+        return False
+    choices, usage = event.get("choices") or [], event.get("usage") or {}
+    if not isinstance(choices, list) or not isinstance(usage, dict):
+        return False
+    counts = [usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")]
+    pieces = all(isinstance(each, dict) and isinstance(each.get("delta") or {}, dict) for each in choices)
+    return pieces and all(isinstance(count, int) for count in counts)
 
 
 def _told(answer: Any) -> str:
@@ -177,7 +218,8 @@ async def visit(remote: Remote, body: Mapping[str, Any], verb: str = "completion
         async for when, event in remote.stream(f"/v1/{verb}", {**body, "stream_options": {"include_usage": True}}):
             usage = event.get("usage")
             if usage:
-                found.prompt_tokens, found.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                found.prompt_tokens = usage.get("prompt_tokens", 0)
+                found.output_tokens = usage.get("completion_tokens", 0)
             if any(map(_says, event.get("choices") or ())):
                 found.chunks.append(when)
     except ModelmillError as error:

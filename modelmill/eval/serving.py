@@ -11,6 +11,7 @@ from typing import Any
 
 from modelmill.core.errors import ModelmillError
 from modelmill.eval.remote import Remote, Visit, visit
+from modelmill.eval.report import quantile
 
 WORDS = """time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work number night point home water room mother area money
@@ -107,7 +108,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
     ordered = sorted(seconds)
 
     def at(share: float) -> float:
-        return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return 1000 * quantile(ordered, share)
 
     return {"mean": 1000 * sum(ordered) / len(ordered), "median": at(0.5), "p90": at(0.9), "p99": at(0.99)}
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelmill.eval.remote import Visit
+from modelmill.eval.report import quantile
 from modelmill.eval.serving import Load, goodput
 
 SHAPE = (2, 3)
@@ -35,7 +36,7 @@ def distribution(axes: Any, name: str, seconds: Sequence[float], limit_ms: float
     count = len(ordered)
     axes.step([ordered[0], *ordered], [place / count for place in range(count + 1)], where="post")
     for share, style in ((0.5, "--"), (0.99, ":")):
-        value = ordered[min(count - 1, int(share * count))]
+        value = quantile(ordered, share)
         axes.axvline(
             value, linestyle=style, color="grey", label=f"{'median' if share == 0.5 else 'p99'} {value:.4g} ms"
         )

@@ -12,7 +12,7 @@ import pytest
 
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.eval.remote import Remote, Visit, visit
-from modelmill.eval.report import plot
+from modelmill.eval.report import Spread, plot
 from modelmill.eval.serving import Load, goodput, run, spread, summary
 from modelmill.eval.serving_plots import SHAPE, draw
 
@@ -37,7 +37,7 @@ def chunked(body: bytes, size: int) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
 
 
-def against(answer: bytes, work: Callable[[Remote], Any], seen: list[bytes] | None = None) -> Any:
+def against(answer: bytes | Callable[[], bytes], work: Callable[[Remote], Any], seen: list[bytes] | None = None) -> Any:
     """Run ``work`` with a server that answers so to everything."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,7 +46,7 @@ def against(answer: bytes, work: Callable[[Remote], Any], seen: list[bytes] | No
         body = await reader.readexactly(size)
         if seen is not None:
             seen.append(head + body)
-        writer.write(answer)
+        writer.write(answer if isinstance(answer, bytes) else answer())
         await writer.drain()
         writer.close()
 
@@ -83,11 +83,41 @@ def test_a_stream_in_any_pieces(size: int) -> None:
         (b"", "without an answer"),
         (b'HTTP/1.1 429 Busy\r\ncontent-length: 2\r\n\r\n{"error": {"message": "too many"}}', "429: too many"),
         (b"HTTP/1.1 500 Oh\r\n\r\nnonsense", "500: (no message)"),
+        (b"HTTP/1.1 \r\n\r\n", "does not speak HTTP"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "does not speak HTTP"),
+        (OK + chunked(sse(chunk("a"), b'{"choices": ['), 20) + b"0\r\n\r\n", "none of OpenAI's API: {"),
+        (OK + chunked(sse(b"\xff\xfe"), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse([1, 2]), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse({"choices": [7]}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse({"choices": [{"delta": "a"}]}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse({"usage": {"prompt_tokens": "7"}}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
     ],
 )
 def test_what_goes_wrong_is_noted(answer: bytes, told: str) -> None:
     found = against(answer, lambda remote: visit(remote, {}))
     assert told in found.error
+
+
+def test_one_malformed_event_costs_one_visit() -> None:
+    """The others keep what they saw."""
+    asked: list[bytes] = []
+    bad = OK + chunked(sse(b"{"), 20) + b"0\r\n\r\n"
+    good = OK + chunked(WHOLE, 20) + b"0\r\n\r\n"
+    load = Load([(3, 3)] * 4, concurrency=1)
+    work = lambda remote: run(remote, "m", load, lambda *_: None)  # noqa: E731
+    visits, _ = against(lambda: bad if len(asked) == 2 else good, work, asked)
+    assert [each.error is None for each in visits] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("page", [b"<html>", b"\xff", b"", b"[]", b'{"data": []}', b'{"data": [{}]}', b"7"])
+def test_a_page_that_lists_no_model(page: bytes) -> None:
+    with pytest.raises(ModelmillError, match=r"no JSON|lists no model"):
+        against(b"HTTP/1.1 200 OK\r\n\r\n" + page, lambda remote: remote.first_model())
+
+
+def test_the_first_model() -> None:
+    page = b'HTTP/1.1 200 OK\r\n\r\n{"data": [{"id": "m"}, {"id": "n"}]}'
+    assert against(page, lambda remote: remote.first_model()) == "m"
 
 
 def test_a_refused_request_is_the_askers_fault() -> None:
@@ -135,13 +165,27 @@ def test_figures() -> None:
     failed = Visit(10.0, error="no")
     found = summary([fast, slow, failed], 2.0, Load([], first_ms=200, token_ms=200))
     assert found["first_token_ms"]["mean"] == pytest.approx(550)
-    assert found["per_token_ms"]["median"] == pytest.approx(1000)
+    assert found["per_token_ms"]["median"] == pytest.approx((150 + 1000) / 2)
     assert found["between_pieces_ms"]["mean"] == pytest.approx((100 + 200 + 1000) / 3)
-    assert found["whole_ms"]["p99"] == pytest.approx(2000)
+    assert found["whole_ms"]["p99"] == pytest.approx(400 + 0.99 * 1600)
     assert (found["failed"], found["errors"], found["good_requests_per_s"]) == (1, ["no"], 0.5)
     assert spread([]) is None
     with pytest.raises(ModelmillError, match="none of 1"):
         summary([failed], 1.0, Load([]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100])
+def test_quantiles_are_those_of_every_other_figure(count: int) -> None:
+    values = [float(each) for each in range(1, count + 1)]
+    found, expected = spread([each / 1000 for each in values]), Spread.of(values)
+    assert found is not None
+    assert (found["median"], found["p99"]) == pytest.approx((expected.median, expected.p99))
+
+
+def test_the_median_of_two_is_between_them() -> None:
+    found = spread([0.001, 0.009])
+    assert found is not None
+    assert found["median"] == pytest.approx(5)
 
 
 def test_pieces_without_text_are_no_tokens() -> None:

@@ -1,0 +1,83 @@
+"""``bench serve`` keeps what it measured, whatever comes after, and no key."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.cli import bench
+from modelmill.eval import remote, serving
+from modelmill.eval.remote import Visit
+
+KEYS = [
+    ["--api-key", "SECRET123"],
+    ["--api_key", "SECRET123"],
+    ["--api-key=SECRET123"],
+    ["--api_key=SECRET123"],
+]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load sees the same: nothing is asked."""
+
+    async def run(*_: Any) -> tuple[list[Visit], float]:
+        good = [Visit(0.0, [0.1, 0.2 + 0.1 * place], 5, 2) for place in range(4)]
+        return [*good, Visit(0.0, error="gone")], 2.0
+
+    async def first_model(self: Any) -> str:
+        return "m"
+
+    monkeypatch.setattr(serving, "run", run)
+    monkeypatch.setattr(remote.Remote, "first_model", first_model)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_plot_that_cannot_be_drawn_loses_nothing(cli: Any, served: None, tmp_path: Path) -> None:
+    kept = tmp_path / "serve.jsonl"
+    code, out, err = cli("bench", "serve", "--url", "http://h:1", "--plot", tmp_path / "x.nope", "--save", kept)
+    assert code == 2
+    assert "cannot write the plot" in err
+    assert "first token" in out
+    assert {row["figure"] for row in rows(kept)} >= {"serve.first_token_ms", "serve.requests_per_s"}
+
+
+def test_what_is_drawn(cli: Any, served: None, tmp_path: Path) -> None:
+    assert cli("bench", "serve", "--url", "http://h:1", "--plot", tmp_path / "x.png")[0] == 1
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("key", KEYS, ids=[" ".join(key) for key in KEYS])
+def test_rows_and_no_key(
+    cli: Any, served: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: list[str]
+) -> None:
+    kept = tmp_path / "serve.jsonl"
+    words = ["bench", "serve", "--url", "http://h:1", *key, "--save", str(kept), "--first-ms", "150", "--json"]
+    monkeypatch.setattr(sys, "argv", ["modelmill", *words])
+    code, told, _ = cli(*words)
+    assert code == 1, "one of the requests failed"
+    assert "SECRET123" not in kept.read_text() + json.dumps(told)
+    found = {row["figure"]: row for row in rows(kept)}
+    assert told["rows"] == list(found.values())
+    for row in found.values():
+        assert {"command", "device", "versions", "date", "figure", "value", "unit"} <= set(row)
+        assert (row["device"], row["model"], row["requests"], row["failed"]) == ("http://h:1", "m", 5, 1)
+        assert "***" in row["command"]
+    assert found["serve.first_token_ms"]["value"] == pytest.approx(100)
+    assert found["serve.whole_ms"]["unit"] == "ms"
+    assert found["serve.whole_ms"]["spread"]["median"] == pytest.approx(350)
+    assert (found["serve.good_requests_per_s"]["value"], found["serve.good_requests_per_s"]["unit"]) == (
+        2.0,
+        "requests/s",
+    )
+
+
+def test_other_words_stay() -> None:
+    assert bench._command(["bench", "latency", "api-key", "x y"]) == "modelmill bench latency api-key 'x y'"
