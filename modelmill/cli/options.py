@@ -64,6 +64,11 @@ class Flag:
         return (self.long, *(name[2:] for name in self.short if name.startswith("--")))
 
     @property
+    def repeatable(self) -> bool:
+        """Whether it may be given more than once. click would split such a flag's variable at white space."""
+        return self.shape in ("many", "ints", "pairs") and not self.positional
+
+    @property
     def label(self) -> str:
         """How messages call it."""
         return self.metavar or self.name.upper() if self.positional else f"--{self.long}"
@@ -186,7 +191,7 @@ def _parameter(flag: Flag) -> Any:
         *flag.short,
         help=_with_default(flag),
         metavar=_metavar(flag),
-        envvar=[variable(name) for name in flag.names],
+        envvar=None if flag.repeatable else [variable(name) for name in flag.names],
         show_envvar=False,
         show_default=False,
         rich_help_panel=flag.panel,

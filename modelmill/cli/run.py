@@ -35,6 +35,9 @@ Examples:
   modelmill run minigpt4.engine --image photo.jpg --prompt "Describe it."
 """
 
+JOBS = ("messages", "prompt_token_ids", "prompt", "text")
+"""What a line of --file may hold, one of them."""
+
 MAX_TOKENS = 512
 """The longest answer where neither --max-tokens nor the engine's generation_config says otherwise."""
 
@@ -100,8 +103,17 @@ def _jobs_of_file(path: Path) -> list[dict[str, Any]]:
 
     jobs = []
     for number, value in read_jsonl(path):
-        if not any(key in value for key in ("prompt", "messages", "text", "prompt_token_ids")):
-            raise UsageError(f"{path}, line {number}: has none of prompt, messages, text, prompt_token_ids")
+        kinds = [key for key in JOBS if key in value]
+        unknown = sorted(set(value) - set(JOBS))
+        if not kinds:
+            raise UsageError(f"{path}, line {number}: has none of {', '.join(JOBS)}")
+        if len(kinds) > 1:
+            raise UsageError(f"{path}, line {number}: has {' and '.join(kinds)}; give one of them")
+        if unknown:
+            raise UsageError(
+                f"{path}, line {number}: nothing reads {', '.join(map(repr, unknown))}; "
+                "how answers are made is said on the command line, for all of them"
+            )
         jobs.append(value)
     if not jobs:
         raise UsageError(f"{path} holds no prompts")
@@ -109,22 +121,31 @@ def _jobs_of_file(path: Path) -> list[dict[str, Any]]:
 
 
 def _ask(job: dict[str, Any], args: Args, llm: LLM) -> Any:
-    """What LLM takes for one job: messages for its chat template, or a raw prompt."""
-    if "messages" in job:
-        if not isinstance(job["messages"], list):
+    """What LLM takes for one job: messages for its chat template, or a raw prompt. Raises UsageError."""
+    kind = next(key for key in JOBS if key in job)
+    text = job[kind]
+    if kind == "messages":
+        _no_turns(args, "messages")
+        if not isinstance(text, list):
             raise UsageError('messages must be a list of {"role": …, "content": …}')
-        return job["messages"]
-    if "prompt_token_ids" in job:
-        return {"prompt_token_ids": job["prompt_token_ids"]}
-    text = job.get("prompt", job.get("text"))
+        return text
+    if kind == "prompt_token_ids":
+        _no_turns(args, "prompt_token_ids")
+        return {"prompt_token_ids": text}
     if not isinstance(text, str):
         raise UsageError(f"a prompt must be text, not {type(text).__name__}")
-    if args.raw or "prompt" not in job or llm.chat_format is None:
-        if args.system is not None:
-            raise UsageError("--system needs an engine with a chat template, and no --raw; put it into the prompt")
+    if args.raw or kind != "prompt" or llm.chat_format is None:
+        _no_turns(args, "a text that is continued (text, --raw, or an engine without a chat template)")
         return {"prompt": text}
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     return [*system, {"role": "user", "content": with_pictures(text, args.image)}]
+
+
+def _no_turns(args: Args, what: str) -> None:
+    """--system and --image belong to a prompt that becomes a conversation; what holds its own says its own."""
+    for name, given in (("--system", args.system is not None), ("--image", bool(args.image))):
+        if given:
+            raise UsageError(f"{name} goes before a prompt in a conversation, not before {what}; put it there")
 
 
 def with_pictures(text: str, images: Sequence[Path]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -9,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from modelmill.cli.options import Flag, flags_of
+from modelmill.cli.options import Flag, flags_of, variable
+from modelmill.core import env
 from modelmill.core.errors import UsageError
 from modelmill.core.find import nearest
 
@@ -25,9 +27,11 @@ def gather(args: type[T], given: Mapping[str, Any]) -> T:
     flags = flags_of(args)
     values: dict[str, Any] = {}
     for flag in flags:
-        value = given.get(flag.name)
+        value, where = given.get(flag.name), flag.label
+        if flag.repeatable and value in (None, [], ()):
+            value, where = _from_variable(flag)
         if value is not None and value != [] and value != ():
-            values[flag.name] = _typed(flag, value, flag.label)
+            values[flag.name] = _typed(flag, value, where)
     if values.get("config") is not None:
         values = {**_from_file(flags, values["config"]), **values}
     for flag in flags:
@@ -47,6 +51,28 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
         elif each.name in values:
             chosen[each.name] = values[each.name]
     return kind(**chosen)
+
+
+def _from_variable(flag: Flag) -> tuple[Any, str]:
+    """What a repeatable flag's variable holds, and its name: one value, whole, or several as a JSON list.
+
+    Numbers and KEY=VALUE, which hold no white space, may stand side by side.
+    """
+    for name in flag.names:
+        text, where = env.flag(name.replace("-", "_")), variable(name)
+        if not text:
+            continue
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+            if text.lstrip().startswith('["'):
+                why = "begins like a list but is no JSON"
+                raise UsageError(f'{where} {why}: {text}; write it as ["one", "two"]') from None
+        if isinstance(value, list):
+            return value, where
+        return [text] if flag.shape == "many" else text.split(), where
+    return None, flag.label
 
 
 def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:

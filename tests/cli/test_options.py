@@ -128,6 +128,51 @@ def test_command_line_beats_environment_beats_file(
     assert args.sampling.stop == ("x", "y")
 
 
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("big, there", ("big, there",)),
+        (" a\n", (" a\n",)),
+        ("[INST]", ("[INST]",)),
+        ('"', ('"',)),
+        ("7", ("7",)),
+        ('["big, there", "\\n\\n"]', ("big, there", "\n\n")),
+        ("", ()),
+        ("[]", ()),
+    ],
+)
+def test_a_variable_is_one_value_or_a_list(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch, text: str, stops: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MODELMILL_STOP", text)
+    assert parse(probe).sampling.stop == stops
+    assert parse(probe, "--stop", "x y").sampling.stop == ("x y",), "the command line comes first"
+
+
+@pytest.mark.parametrize("text", ["1,2 3", "1, 2,3", "[1, 2, 3]"])
+def test_numbers_and_pairs_of_a_variable(probe: Probe, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MODELMILL_SIZES", text)
+    monkeypatch.setenv("MODELMILL_KERNEL", "linear=torch rms_norm=cpu")
+    args = parse(probe)
+    assert (args.sizes, args.run.kernels) == ((1, 2, 3), {"linear": "torch", "rms_norm": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("STOP", '["a", "b]', "MODELMILL_STOP begins like a list"),
+        ("STOP", "[1]", "MODELMILL_STOP must be text, not 1"),
+        ("SIZES", "one", "MODELMILL_SIZES must be a whole number"),
+        ("KERNEL", "linear", "MODELMILL_KERNEL takes KEY=VALUE"),
+    ],
+)
+def test_mistakes_in_a_variable(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str, told: str
+) -> None:
+    monkeypatch.setenv(f"MODELMILL_{name}", text)
+    assert told in refused(capsys, "e", "--data", "d")
+
+
 def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("data: from-file\nratio: 1\nbare: true\n")

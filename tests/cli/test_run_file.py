@@ -1,0 +1,43 @@
+"""``run --file``: what a line or the command line says is done or refused, and never dropped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TALK = {"messages": [{"role": "user", "content": "Hi"}]}
+IDS = {"prompt_token_ids": [1, 403, 407]}
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "told"),
+    [
+        (TALK, ("--system", "be short"), "--system goes before a prompt"),
+        (IDS, ("--system", "be short"), "--system goes before a prompt"),
+        ({"text": "Once"}, ("--system", "be short"), "--system goes before a prompt"),
+        ({"prompt": "Once", "temperature": 0.5}, (), "line 1: nothing reads 'temperature'"),
+        ({"prompt": "Once", "sytem": "x", "id": 1}, (), "nothing reads 'id', 'sytem'"),
+        ({"prompt": "Once", "text": "Twice"}, (), "line 1: has prompt and text; give one"),
+        ({"promt": "Once"}, (), "line 1: has none of"),
+    ],
+)
+def test_nothing_is_dropped(
+    cli: Any, engine: Path, tmp_path: Path, line: dict[str, Any], words: tuple[str, ...], told: str
+) -> None:
+    file = tmp_path / "asks.jsonl"
+    file.write_text(json.dumps(line) + "\n")
+    code, out, err = cli("run", engine, "--file", file, "--chat-template", "chatml", *words)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_system_message_before_a_prompt_of_a_file(cli: Any, engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "asks.jsonl"
+    file.write_text('{"prompt": "Hi"}\n')
+    words = ("run", engine, "--file", file, "--chat-template", "chatml", "--max-tokens", 1, "--json")
+    lengths = [len(cli(*words, *more)[1][0]["prompt_token_ids"]) for more in ((), ("--system", "be short"))]
+    assert lengths[0] < lengths[1]
