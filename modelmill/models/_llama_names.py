@@ -12,10 +12,15 @@ from modelmill.nn.decoder import DecoderConfig
 
 DROPS = (r".*rotary_emb\.inv_freq", r".*\.masked_bias")
 PREFIXES = ("model.",)
+WINDOW = 4096
+"""``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name it."""
 
 
-def configure(raw: Mapping[str, Any], **switches: Any) -> DecoderConfig:
-    """The decoder's sizes from a config.json; ``switches`` are what the family adds."""
+def configure(raw: Mapping[str, Any], positions: int = 2048, **switches: Any) -> DecoderConfig:
+    """The decoder's sizes from a config.json; ``switches`` are what the family adds.
+
+    positions: ``max_position_embeddings`` of the family where config.json is silent.
+    """
     require(raw, "hidden_act", ("silu", "swish"), "silu")
     hidden, heads = whole(raw, "hidden_size"), whole(raw, "num_attention_heads")
     kv_heads = whole(raw, "num_key_value_heads", default=heads)
@@ -26,7 +31,7 @@ def configure(raw: Mapping[str, Any], **switches: Any) -> DecoderConfig:
         )
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs")
-    positions = whole(raw, "max_position_embeddings", default=2048)
+    positions = whole(raw, "max_position_embeddings", default=positions)
     spec = rope(raw, head_dim, positions)
     return DecoderConfig(
         hidden=hidden,
@@ -45,9 +50,12 @@ def configure(raw: Mapping[str, Any], **switches: Any) -> DecoderConfig:
 
 
 def windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Per layer the sliding window or None, from ``layer_types`` or from Qwen2's ``max_window_layers``."""
-    size = raw.get("sliding_window")
-    if size is None or not switch(raw, "use_sliding_window", True):
+    """Per layer the sliding window or None, from ``layer_types`` or from Qwen2's ``max_window_layers``.
+
+    A ``sliding_window`` of null means none; one that is absent is the original classes' WINDOW.
+    """
+    raw = {"sliding_window": WINDOW, **raw}
+    if raw["sliding_window"] is None or not switch(raw, "use_sliding_window", True):
         return ()
     size = whole(raw, "sliding_window")
     kinds = raw.get("layer_types")

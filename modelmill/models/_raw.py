@@ -66,15 +66,17 @@ def require(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default:
         )
 
 
+TRAINED = "original_max_position_embeddings"
+
 SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", TRAINED), ()),
     "yarn": (
         ("factor",),
         (
-            "original_max_position_embeddings",
+            TRAINED,
             "beta_fast",
             "beta_slow",
             "attention_factor",
@@ -88,13 +90,8 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
     """The rotation, from ``rope_theta`` and ``rope_scaling`` or from the newer ``rope_parameters``."""
-    scaling: dict[str, Any] = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        found = raw.get(key)
-        if found is not None and not isinstance(found, Mapping):
-            raise CheckpointError(f"config.json: {key} must be an object, not {quoted(found, 60)}")
-        scaling.update(found or {})
-    base = positive({**scaling, **{k: v for k, v in raw.items() if v is not None}}, "rope_theta", default=10000.0)
+    scaling = _scaling(raw)
+    base = positive(raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=10000.0)
     if base == 1.0:
         raise CheckpointError("config.json: rope_theta=1 rotates nothing")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -102,6 +99,13 @@ def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
         raise CheckpointError(
             f"config.json: rope scaling {quoted(kind, 60)} is not supported (known: linear, dynamic, llama3, yarn)"
         )
+    if kind != "default":
+        # transformers turns such a fraction of each head only where it scales, and then no decoder of ours fits it
+        require({**raw, **scaling}, "partial_rotary_factor", (1, None), None)
+    if kind in ("llama3", "yarn") and raw.get(TRAINED) is not None:
+        scaling[TRAINED] = positive(raw, TRAINED)
+    if kind == "llama3" and scaling.get(TRAINED) is None:
+        scaling[TRAINED] = max_positions
     needed, optional = SCALINGS[kind]
     for key in needed:
         positive(scaling, key)
@@ -113,13 +117,32 @@ def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
     return RopeSpec(dim, base, max_positions, scaling)
 
 
+def _scaling(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_scaling``, or ``rope_parameters`` where there is none: never a mixture, as transformers reads them."""
+    for key in ("rope_scaling", "rope_parameters"):
+        found = raw.get(key)
+        if found is None:
+            continue
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"config.json: {key} must be an object, not {quoted(found, 60)}")
+        nested = [name for name, value in found.items() if isinstance(value, Mapping)]
+        if nested:
+            raise CheckpointError(
+                f"config.json: {key} has an object of its own for {quoted(nested[0], 60)}; "
+                "a rotation that differs by layer is not supported"
+            )
+        if found:
+            return dict(found)
+    return {}
+
+
 def longest(spec: RopeSpec, max_positions: int) -> int:
     """Longest sequence a scaled rotation is meant for."""
     factor = float(spec.scaling.get("factor") or 1.0)
     if spec.kind in ("linear", "dynamic"):
         return max(1, min(int(max_positions * factor), MAX_SIZE))
     if spec.kind == "yarn":
-        trained = float(spec.scaling.get("original_max_position_embeddings") or 0)
+        trained = float(spec.scaling.get(TRAINED) or 0)
         return max(max_positions, min(int(trained * factor), MAX_SIZE))
     return max_positions
 

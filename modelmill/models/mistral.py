@@ -14,10 +14,12 @@ __all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
 
 
 def configure(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Sizes from config.json."""
+    """Sizes from config.json; what it does not name is as in MistralConfig."""
     layers = depth(raw, "num_hidden_layers")
-    # Mistral's config has no layer list: a window, where set, holds in every layer
-    return _llama_names.configure(raw, windows=_llama_names.windows({**raw, "max_window_layers": 0}, layers))
+    # MistralConfig knows neither use_sliding_window nor max_window_layers: the window holds in every layer. One with
+    # layer_types is read as Ministral's, as transformers' AutoConfig does: only the layers named sliding have it
+    raw = {"num_key_value_heads": 8, **raw, "use_sliding_window": True, "max_window_layers": 0}
+    return _llama_names.configure(raw, positions=131072, windows=_llama_names.windows(raw, layers))
 
 
 class Model(Decoder):

@@ -26,6 +26,8 @@ def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     hidden = whole(raw, "hidden_size", "n_embd")
     heads = whole(raw, "num_attention_heads", "n_head")
     dim = whole(raw, "kv_channels", default=hidden // heads)
+    if dim % 2:
+        raise CheckpointError(f"config.json: kv_channels={dim} is odd; rotary embeddings need pairs")
     inner = whole(raw, "intermediate_size", "ffn_hidden_size")
     if inner % 2:
         raise CheckpointError(f"config.json: intermediate_size={inner} is odd, but it counts w1 and w2 together")

@@ -16,9 +16,9 @@ __all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
 def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; windows only where ``use_sliding_window`` is true (its default is false)."""
     layers = depth(raw, "num_hidden_layers")
-    raw = {**raw, "use_sliding_window": switch(raw, "use_sliding_window", False)}
+    raw = {"num_key_value_heads": 32, **raw, "use_sliding_window": switch(raw, "use_sliding_window", False)}
     raw.setdefault("max_window_layers", 28)
-    return _llama_names.configure(raw, qkv_bias=True, windows=_llama_names.windows(raw, layers))
+    return _llama_names.configure(raw, positions=32768, qkv_bias=True, windows=_llama_names.windows(raw, layers))
 
 
 class Model(Decoder):

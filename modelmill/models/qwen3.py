@@ -17,10 +17,16 @@ def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; attention biases by ``attention_bias``."""
     layers = depth(raw, "num_hidden_layers")
     bias = switch(raw, "attention_bias", False)
-    raw = {"head_dim": 128, **raw, "use_sliding_window": switch(raw, "use_sliding_window", False)}
+    windowed = switch(raw, "use_sliding_window", False)
+    raw = {"head_dim": 128, "num_key_value_heads": 32, **raw, "use_sliding_window": windowed}
     raw.setdefault("max_window_layers", 28)
     return _llama_names.configure(
-        raw, qkv_bias=bias, out_bias=bias, head_norm=True, windows=_llama_names.windows(raw, layers)
+        raw,
+        positions=32768,
+        qkv_bias=bias,
+        out_bias=bias,
+        head_norm=True,
+        windows=_llama_names.windows(raw, layers),
     )
 
 

@@ -17,18 +17,29 @@ from torch import nn
 
 from modelmill.core.errors import CheckpointError
 
+STRETCHED = ("dynamic", "qwen_ntk")
 RULES = ("fixed", "prompt", "running")
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """dim: rotated channels per head. scaling: the raw ``rope_scaling`` dict. trained: positions of the training."""
+    """dim: rotated channels per head. scaling: the raw ``rope_scaling`` dict. trained: positions of the training.
+
+    Raises CheckpointError for a dim that cannot be rotated so.
+    """
 
     dim: int
     base: float
     trained: int
     scaling: Mapping[str, Any] = field(default_factory=dict)
     ntk_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise CheckpointError(f"heads of {self.dim} channels have no pairs for rotary embeddings to turn")
+        if self.dim == 2 and self.kind in STRETCHED:
+            # the base grows with the power dim / (dim - 2)
+            raise CheckpointError("heads of 2 channels cannot be stretched by dynamic NTK: they need 4 or more")
 
     @property
     def kind(self) -> str:

@@ -56,7 +56,7 @@ class DecoderReference(Reference):
         self.hidden_size = int(config["hidden_size"])
         self.num_layers = int(config["num_hidden_layers"])
         self.num_heads = int(config["num_attention_heads"])
-        self.num_kv_heads = int(config.get("num_key_value_heads") or KV_HEADS.get(self.model_type, self.num_heads))
+        self.num_kv_heads = int(config.get("num_key_value_heads", KV_HEADS.get(self.model_type)) or self.num_heads)
         plain_dim = 128 if self.model_type == "qwen3" else self.hidden_size // self.num_heads
         self.head_dim = int(config.get("head_dim") or plain_dim)
         self.eps = float(config.get("rms_norm_eps", 1e-6))
@@ -65,15 +65,10 @@ class DecoderReference(Reference):
             raise UnknownArchitecture(f"hidden_act {config['hidden_act']!r} is not known here")
         if rope is None:
             length = int(config.get("max_position_embeddings") or LENGTHS[self.model_type])
-            rope = rope_from_config(config, self._rotary_dim(), length)
+            rope = rope_from_config(config, self.head_dim, length)
         self.rope = rope
         self.biased = self._bias_rules()
         self.windows = [self._window(index) for index in range(self.num_layers)]
-
-    def _rotary_dim(self) -> int:
-        options = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
-        part = options.get("partial_rotary_factor") or self.config.get("partial_rotary_factor") or 1.0
-        return int(self.head_dim * part)
 
     def _bias_rules(self) -> dict[str, bool | None]:
         """Module → has a bias. qwen2 has it on q, k, v always; the others where the config says so."""
@@ -87,16 +82,18 @@ class DecoderReference(Reference):
         return {name: rule if rule is None else bool(rule) for name, rule in rules.items()}
 
     def _window(self, index: int) -> int | None:
-        """Sliding window of a layer in tokens, or None for full attention."""
-        if self.model_type == "mistral":
-            return self.config.get("sliding_window", 4096)
-        window = self.config.get("sliding_window")
-        if self.model_type == "llama" or not self.config.get("use_sliding_window", False):
+        """Sliding window of a layer in tokens, or None for full attention.
+
+        A mistral that lists its layers is what the originals call ministral: the list decides.
+        """
+        window = self.config.get("sliding_window", 4096)
+        everywhere = self.model_type == "mistral"
+        if self.model_type == "llama" or not (everywhere or self.config.get("use_sliding_window", False)):
             return None
         kinds = self.config.get("layer_types")
         if kinds is not None:
             return window if kinds[index] == "sliding_attention" else None
-        return window if index >= self.config.get("max_window_layers", 28) else None
+        return window if everywhere or index >= self.config.get("max_window_layers", 28) else None
 
     # -- weights ---------------------------------------------------------------------------------------
     def embed(self, ids: Tensor) -> Tensor:

@@ -130,12 +130,20 @@ def _yarn_temperature(factor: float, slope: float) -> float:
 
 
 def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> Rope:
-    """The Rope of a Hugging Face config: ``rope_theta`` + ``rope_scaling``, or both in ``rope_parameters``."""
+    """The Rope of a Hugging Face config: ``rope_theta`` + ``rope_scaling``, or both in ``rope_parameters``.
+
+    ``partial_rotary_factor`` is not read by these families' own default rotation, and their scaled ones fail on it.
+    """
     options = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kind = str(options.get("rope_type") or options.get("type") or "default")
     theta = options.get("rope_theta") or config.get("rope_theta") or 10000.0
     if config.get("original_max_position_embeddings"):
         options["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    part = options.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    if kind != "default" and part != 1:
+        raise UnknownArchitecture(f"RoPE scaling {kind!r} of {part} of each head is not known here")
+    if any(isinstance(value, Mapping) for value in options.values()):
+        raise UnknownArchitecture("a rotation that differs from layer to layer is not known here")
     if kind not in KINDS[:-1]:
         raise UnknownArchitecture(f"RoPE scaling {kind!r} is not known here; known are {', '.join(KINDS[:-1])}")
     return Rope(dim, float(theta), max_position, kind, options)
