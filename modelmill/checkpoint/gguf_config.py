@@ -92,7 +92,8 @@ def _llama(keys: _Keys) -> dict[str, Any]:
     classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     heads = keys.count("attention.head_count")
     theta = keys.real("rope.freq_base", 10000.0)
-    config = {
+    # <arch>.attention.sliding_window is not read: llama.cpp computes these three with full attention
+    return {
         "architectures": [classes[keys.arch]],
         "hidden_size": keys.count("embedding_length"),
         "intermediate_size": keys.count("feed_forward_length"),
@@ -108,10 +109,6 @@ def _llama(keys: _Keys) -> dict[str, Any]:
         "attention_bias": keys.has("blk.0.attn_q.bias"),
         "mlp_bias": keys.has("blk.0.ffn_up.bias"),
     }
-    window = keys.count("attention.sliding_window", 0)
-    if window:
-        config["sliding_window"] = window
-    return config
 
 
 def _rope_scaling(keys: _Keys, theta: float) -> dict[str, Any] | None:
@@ -122,7 +119,7 @@ def _rope_scaling(keys: _Keys, theta: float) -> dict[str, Any] | None:
             if info.shape != (_head_dim(keys) // 2,):
                 raise CorruptCheckpoint(f"rope_freqs.weight has {list(info.shape)}, not one a frequency")
             factors = raw.get("rope_freqs.weight").float().tolist()
-            return rope_scaling.from_factors(factors, theta, rope_scaling.trained(raw.metadata, keys.arch))
+            return rope_scaling.from_tensor(raw.metadata, keys.arch, factors, theta)
         return rope_scaling.from_metadata(raw.metadata, keys.arch)
     except CheckpointError as error:
         raise type(error)(f"{raw.path}: {error}") from None
@@ -139,6 +136,11 @@ def _qwen(keys: _Keys) -> dict[str, Any]:
         # config.json counts w1 and w2 together, and so do GGUFs of the official converter; this one does not.
         feed_forward *= 2
     context = keys.count("context_length")
+    theta = keys.real("rope.freq_base", 10000.0)
+    if _rope_scaling(keys, theta) is not None:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: scales the positions of a Qwen v1, which modelmill does not compute"
+        )
     return {
         "architectures": ["QWenLMHeadModel"],
         "hidden_size": keys.count("embedding_length"),
@@ -149,7 +151,7 @@ def _qwen(keys: _Keys) -> dict[str, Any]:
         "max_position_embeddings": context,
         "seq_length": context,
         "layer_norm_epsilon": keys.real("attention.layer_norm_rms_epsilon"),
-        "rotary_emb_base": keys.real("rope.freq_base", 10000.0),
+        "rotary_emb_base": theta,
         "rotary_pct": 1.0,
         "use_dynamic_ntk": False,
         "use_logn_attn": False,

@@ -21,8 +21,9 @@ def from_metadata(get: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
     """Linear and YaRN scaling from a GGUF's keys; None where positions are not scaled.
 
     As in llama.cpp, a factor without a type means linear, and a type without a factor means nothing.
-    Raises CheckpointError for a type that no family of ours computes.
+    Raises CheckpointError for a type or a key that no family of ours computes.
     """
+    _refuse_unread(get, arch)
     prefix = f"{arch}.rope.scaling."
     factor = _positive(get, prefix + "factor") or _positive(get, f"{arch}.rope.scale_linear")
     kind = get.get(prefix + "type", "linear")
@@ -43,6 +44,34 @@ def from_metadata(get: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
         if value is not None:
             scaling[ours] = value
     return scaling
+
+
+def _refuse_unread(get: Mapping[str, Any], arch: str) -> None:
+    """Raise CheckpointError for a key that changes the rotation, or cos and sin, in a way not computed here.
+
+    llama.cpp reads these for every architecture and every type. Neutral are: factors of 1; an extrapolation
+    that it would take itself (a negative one, 1 for YaRN, 0 for the rest); a multiplier of 0.
+    """
+    prefix = f"{arch}.rope.scaling."
+    extrapolation = 1.0 if str(get.get(prefix + "type")) == "yarn" else 0.0
+    neutral = {
+        "attn_factor": 1.0,
+        "yarn_attn_factor": 1.0,
+        "yarn_ext_factor": extrapolation,
+        "yarn_log_multiplier": 0.0,
+    }
+    for name, meaningless in neutral.items():
+        value = get.get(prefix + name, meaningless)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+            raise CorruptCheckpoint(f"the GGUF's key {prefix}{name} is {str(value)[:40]!r}, which makes no sense")
+        if value != meaningless and not (name == "yarn_ext_factor" and value < 0):
+            raise CheckpointError(f"the GGUF's key {prefix}{name} is {value:g}, which modelmill does not compute")
+
+
+def from_tensor(get: Mapping[str, Any], arch: str, factors: Sequence[float], theta: float) -> dict[str, Any] | None:
+    """Llama 3's scaling of a GGUF with rope_freqs.weight. Raises as from_metadata and from_factors do."""
+    _refuse_unread(get, arch)
+    return from_factors(factors, theta, trained(get, arch))
 
 
 def trained(get: Mapping[str, Any], arch: str) -> float | None:

@@ -198,6 +198,58 @@ def test_gguf_rope_scaling(scaling: dict[str, Any]) -> None:
     torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
+def test_gguf_yarn_keys_are_read_or_refused() -> None:
+    """Both betas as transformers has them; what would scale cos and sin is refused unless it is at rest."""
+    betas = {"beta_fast": 8.0, "beta_slow": 2.0}
+    model = original("llama", {"rope_scaling": YARN | betas})
+    checkpoint = gguf_checkpoint(model, "llama")
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 24}
+    scaling |= {f"yarn_{name}": value for name, value in betas.items()}
+    idle = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+    plain = dict(checkpoint.raw.metadata)
+
+    def told(**keys: Any) -> Reference:
+        checkpoint.raw.metadata = plain | {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
+        return open_reference(checkpoint)
+
+    ids = torch.randint(3, 97, (30,), generator=torch.Generator().manual_seed(6))
+    ours = logits(told(**scaling, **idle), ids)
+    torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
+    for name in idle:
+        with pytest.raises(UnknownArchitecture, match=f"{name} is 0.5"):
+            told(**scaling | idle | {name: 0.5})
+    with pytest.raises(UnknownArchitecture, match=r"yarn_ext_factor is 1\.0"):
+        told(type="linear", factor=2.0, yarn_ext_factor=1.0)
+    assert told(type="none", factor=2.0).rope.kind == "default"
+    assert told(yarn_ext_factor=-1.0).rope.kind == "default"
+
+
+def test_what_a_config_leaves_out_is_the_original_classes() -> None:
+    """Windows, key-value heads and heads of which a part turns."""
+    transformers = pytest.importorskip("transformers")
+    small = {key: value for key, value in SMALL.items() if not key.endswith("_id")} | {"num_attention_heads": 32}
+    del small["num_key_value_heads"]
+    small["hidden_size"] = 64
+    listed = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    cases = [("mistral", {}), ("mistral", listed), ("mistral", {"sliding_window": None})]
+    cases += [("qwen2", {"use_sliding_window": True, "max_window_layers": 1}), ("qwen3", {}), ("llama", {})]
+    for kind, changes in cases:
+        original_kind = "ministral" if "layer_types" in changes else kind
+        theirs = transformers.AutoConfig.for_model(original_kind, **(small | changes))
+        ours = open_reference(memory_checkpoint({}, small | changes | {"model_type": kind}))
+        layers = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 3
+        size = getattr(theirs, "sliding_window", None)
+        assert ours.windows == [size if layer == "sliding_attention" else None for layer in layers]
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+    model = original("llama", {"partial_rotary_factor": 0.5, "head_dim": 16})
+    ids = torch.randint(3, 97, (15,), generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(logits(reference_of(model), ids), logits_of(model, ids), atol=1e-4, rtol=0)
+    parts = {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    for changes in (parts, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}):
+        with pytest.raises(UnknownArchitecture, match="not known here"):
+            open_reference(memory_checkpoint({}, small | changes | {"model_type": "llama"}))
+
+
 DECODER_MODULES = [
     *("input_norm", "q", "k", "v", "q_rot", "k_rot", "attn", "o_proj", "post_attn_residual"),
     *("mlp_norm", "gate", "up", "act", "down", "output"),

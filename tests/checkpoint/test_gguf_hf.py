@@ -12,10 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from modelmill.accept.reference import open_reference
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
+from modelmill.checkpoint.open import open_checkpoint
 from modelmill.checkpoint.rope_scaling import llama3_factors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch, UnknownArchitecture
+from modelmill.core.find import find
 from tests.checkpoint.checkpoint_factory import (
     LLAMA_CONFIG,
     TOKENS,
@@ -133,6 +136,22 @@ def test_llama3_scaling_is_read_from_its_tensor(tmp_path):
     }
 
 
+def test_factors_beside_the_tensor_are_refused(tmp_path):
+    more = {"rope_freqs.weight": np.ones(4, dtype=np.float32)}
+    extra = {"rope.scaling.attn_factor": ("add_float32", 0.5)}
+    with pytest.raises(CheckpointError, match=r"m\.gguf: .*attn_factor is 0\.5"):
+        present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), extra=extra, more=more))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_a_window_that_no_runtime_computes_is_in_neither_config(tmp_path, arch):
+    """llama.cpp gives these three full attention whatever the key says; engine and reference do the same."""
+    extra = {"attention.sliding_window": ("add_uint32", 16), "attention.key_length": ("add_uint32", 8)}
+    view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), arch, extra))
+    assert not any(find("modelmill.models", arch).configure(view.config).windows)
+    assert open_reference(open_checkpoint(tmp_path / "m.gguf")).windows == [None, None]
+
+
 def test_rope_freqs_of_a_wrong_length_are_corrupt(tmp_path):
     more = {"rope_freqs.weight": np.ones(7, dtype=np.float32)}
     with pytest.raises(CorruptCheckpoint, match=r"rope_freqs\.weight has \[7\]"):
@@ -224,6 +243,9 @@ def test_qwen_v1_keeps_fused_rows_and_counts_both_mlp_halves(tmp_path, stated):
     assert view.config["kv_channels"] == 4
     assert view.config["layer_norm_epsilon"] == 1e-6
     assert (view.config["seq_length"], view.config["use_dynamic_ntk"]) == (64, False)
+    scaled = keys | {"rope.scaling.factor": 2.0}
+    with pytest.raises(UnknownArchitecture, match=r"s\.gguf: scales the positions of a Qwen v1"):
+        present(write_other(tmp_path / "s.gguf", "qwen", gguf.MODEL_ARCH.QWEN, state, scaled))
 
 
 def test_unknown_tensors_keep_their_name_for_the_rename_rules_to_report(tmp_path):
@@ -247,7 +269,7 @@ def test_vocabulary_holds_every_tokenizer_key(tmp_path):
     [
         ({"expert_count": ("add_uint32", 8)}, UnknownArchitecture, "mixture of experts"),
         ({"attention.value_length": ("add_uint32", 4)}, UnknownArchitecture, "4 values"),
-        ({"attention.sliding_window": ("add_string", "x")}, CorruptCheckpoint, "sliding_window is x"),
+        ({"rope.scaling.attn_factor": ("add_float32", 0.5)}, CheckpointError, "attn_factor is 0.5"),
         ({"attention.key_length": ("add_uint32", 0)}, CorruptCheckpoint, "key_length is 0"),
         ({"attention.key_length": ("add_uint64", 1 << 60)}, CorruptCheckpoint, "key_length is"),
         ({"rope.scaling.type": ("add_string", "su"), "rope.scaling.factor": ("add_float32", 2.0)}, None, "'su'"),
@@ -294,9 +316,9 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path):
 
 
 KEYS = [
-    "attention.head_count_kv attention.key_length attention.value_length attention.sliding_window",
+    "attention.head_count_kv attention.key_length attention.value_length rope.scaling.attn_factor",
     "rope.dimension_count_x rope.scaling.type rope.scaling.factor rope.scaling.original_context_length",
-    "rope.scaling.yarn_beta_fast rope.scale_linear expert_count",
+    "rope.scaling.yarn_beta_fast rope.scaling.yarn_ext_factor rope.scale_linear expert_count",
 ]
 nonsense = st.one_of(
     st.tuples(st.just("add_uint64"), st.sampled_from([0, 1, 3, 1 << 20, (1 << 64) - 1])),

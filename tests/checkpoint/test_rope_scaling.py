@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.checkpoint.rope_scaling import from_factors, from_metadata, llama3_factors
+from modelmill.checkpoint.rope_scaling import from_factors, from_metadata, from_tensor, llama3_factors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
 
@@ -109,3 +109,40 @@ def test_scalings_nobody_here_computes_are_refused():
     keys = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}
     with pytest.raises(CheckpointError, match="longrope"):
         from_metadata(keys, "llama")
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+
+
+def scaled(**keys: object) -> dict:
+    return {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
+
+
+@pytest.mark.parametrize("name", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"])
+@pytest.mark.parametrize("base", [{}, {"type": "linear", "factor": 2.0}, YARN], ids=["none", "linear", "yarn"])
+def test_keys_that_change_the_rotation_and_are_not_computed_are_refused(base, name):
+    """The names are those of gguf.constants.Keys.Rope; llama.cpp reads them whatever the type."""
+    import gguf
+
+    assert f"{{arch}}.rope.scaling.{name}" in vars(gguf.constants.Keys.Rope).values()
+    wrong = 0.5
+    with pytest.raises(CheckpointError, match=rf"rope\.scaling\.{name} is 0\.5, which modelmill does not compute"):
+        from_metadata(scaled(**base, **{name: wrong}), "llama")
+    with pytest.raises(CheckpointError, match=name):
+        from_tensor(scaled(**base, **{name: wrong}), "llama", [1.0] * 4, 10000.0)
+    for nonsense in ("x", True, [1.0], float("nan"), float("inf")):
+        with pytest.raises(CorruptCheckpoint, match="makes no sense"):
+            from_metadata(scaled(**base, **{name: nonsense}), "llama")
+
+
+@pytest.mark.parametrize("base", [{}, {"type": "linear", "factor": 2.0}, YARN], ids=["none", "linear", "yarn"])
+@pytest.mark.parametrize("unset", [False, True])
+def test_the_same_keys_at_rest_change_nothing(base, unset):
+    own = -1.0 if unset else float(base.get("type") == "yarn")
+    idle = {"attn_factor": 1.0, "yarn_attn_factor": 1, "yarn_ext_factor": own, "yarn_log_multiplier": 0.0}
+    assert from_metadata(scaled(**base, **idle), "llama") == from_metadata(scaled(**base), "llama")
+
+
+def test_yarn_without_its_extrapolation_is_no_yarn():
+    with pytest.raises(CheckpointError, match="yarn_ext_factor is 0"):
+        from_metadata(scaled(**YARN, yarn_ext_factor=0.0), "llama")

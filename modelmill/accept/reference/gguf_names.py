@@ -132,26 +132,33 @@ def gguf_config(container: Container) -> dict[str, Any]:
             "rotary_emb_base": config["rope_theta"],
             "kv_channels": config["head_dim"],
         }
-    window = facts.get(f"{kind}.attention.sliding_window")
-    return config | {
-        "rms_norm_eps": eps,
-        "sliding_window": window,
-        "use_sliding_window": bool(window),
-        "max_window_layers": 0,
-    }
+    # The window that a file may state is read for none of these three: every GGUF runtime gives them full attention.
+    return config | {"rms_norm_eps": eps}
 
 
 def gguf_rope(container: Container, config: Mapping[str, Any]) -> Rope:
-    """The rotation: scaling by metadata (linear, yarn), or one divisor per frequency (rope_freqs.weight)."""
+    """The rotation: scaling by metadata (linear, yarn), or one divisor per frequency (rope_freqs.weight).
+
+    Raises UnknownArchitecture for the keys that scale cos and sin or shift yarn's ramp, unless they change nothing.
+    """
     facts, kind = container.metadata, config["model_type"]
     dim = int(facts.get(f"{kind}.rope.dimension_count", config["head_dim"]))
     theta, length = config["rope_theta"], config["max_position_embeddings"]
+    stated = {
+        key[len(f"{kind}.rope.scaling.") :]: v for key, v in facts.items() if key.startswith(f"{kind}.rope.scaling.")
+    }
+    scaling = str(stated.get("type", "linear"))
+    for name, idle in (("attn_factor", 1), ("yarn_attn_factor", 1), ("yarn_log_multiplier", 0)):
+        if stated.get(name, idle) != idle:
+            raise UnknownArchitecture(f"the GGUF's rope.scaling.{name} is {stated[name]}, which is not known here")
+    mixed = stated.get("yarn_ext_factor", -1)
+    if mixed >= 0 and mixed != (scaling == "yarn"):
+        raise UnknownArchitecture(f"the GGUF's rope.scaling.yarn_ext_factor is {mixed}, which is not known here")
     if "rope_freqs.weight" in container.names():
         return Rope(dim, theta, length, "factors", factors=container.get("rope_freqs.weight").float())
-    scaling = facts.get(f"{kind}.rope.scaling.type")
-    factor = facts.get(f"{kind}.rope.scaling.factor")
-    if scaling in (None, "none") and factor is None:
+    factor = stated.get("factor") or facts.get(f"{kind}.rope.scale_linear")
+    if scaling == "none" or not factor:
         return Rope(dim, theta, length)
-    trained = facts.get(f"{kind}.rope.scaling.original_context_length")
-    options = {"factor": factor, "original_max_position_embeddings": trained}
-    return Rope(dim, theta, length, str(scaling or "linear"), options)
+    options = {"factor": factor, "original_max_position_embeddings": stated.get("original_context_length")}
+    options |= {name: stated.get(f"yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    return Rope(dim, theta, length, scaling, options)
