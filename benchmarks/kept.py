@@ -39,13 +39,18 @@ def digest_of(parts: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(list(map(str, parts))).encode()).hexdigest()[:10]
 
 
+def files_of(words: Sequence[str]) -> list[str]:
+    """The sha256 of each file that is named in the options of a build."""
+    return [hashlib.sha256(Path(word).read_bytes()).hexdigest() for word in words if Path(word).is_file()]
+
+
 def engine_of(checkpoint: Path, build: Sequence[str], folder: Path) -> Path:
     """Where the engine of these options is, or would be, kept."""
     import torch
 
     from modelmill.checkpoint.open import open_checkpoint
 
-    files = [hashlib.sha256(Path(word).read_bytes()).hexdigest() for word in build if Path(word).is_file()]
+    files = files_of(build)
     facts = (open_checkpoint(checkpoint).quick_fingerprint(), files, torch.__version__, torch.cuda.is_available())
     name = "-".join(word.lstrip("-") for word in build if "/" not in word)[:60]
     return folder / f"{name}-{digest_of(build)}-{digest_of((*facts, sources()))}.engine"

@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.fidelity import kept_logits, measure, windows_of  # noqa: E402
-from benchmarks.kept import built, content_of, note, sources  # noqa: E402
+from benchmarks.kept import built, content_of, files_of, note, sources  # noqa: E402
+from benchmarks.measured import CALIBRATION, articles_of, given_calibration, of_device, standing  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
 FLOAT32 = ("--dtype", "float32")
-CALIBRATION = "cnndm_calibration.jsonl"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,8 +87,7 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     """Build, measure; the row, or None where it stands already."""
     from modelmill.eval.texts import read_text, refuse_calibration
 
-    asked = key_of(options, build)
-    stands = [row for row in read_rows(options.results) if row.get("key") == asked]
+    asked, stands = standing(read_rows(options.results), options, build)
     if stands and not options.again:
         older = "" if stands[-1].get("sources") == sources() else ", of other sources than today's"
         note(f"this row stands already{older}: {shlex.join(build) or 'as it is'} (--again measures once more)")
@@ -102,7 +101,7 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     row: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/quantization.py", *argv]), "key": asked}
     row |= {"checkpoint": options.checkpoint.name, "options": shlex.join(build), "text": options.text.name}
     row |= {"tokens": options.tokens, "window": options.window, "kv_cache_dtype": options.kv_cache_dtype}
-    row["sources"] = sources()
+    row |= {"sources": sources(), "text_sha256": files_of([str(options.text)])[0]}
     if engine is None:
         return row | {"accepted": False} | stamp("")
     loop = opened(engine, options, options.kv_cache_dtype)
@@ -122,29 +121,14 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     row |= {"build_seconds": seconds, "seconds": round(time.perf_counter() - began, 1)}
     device = str(loop.device)
     del loop
-    if options.summaries is not None and not options.whole_inputs:
-        row |= summarized(engine, options)
+    if (articles := articles_of(options)) is not None:
+        row |= summarized(engine, options) | {"articles": articles}
     return row | stamp(device)
-
-
-def key_of(options: argparse.Namespace, build: Sequence[str]) -> str:
-    """What makes two rows the same measurement."""
-    parts = [options.checkpoint.name, *build, options.text.name, options.tokens, options.window, options.kv_cache_dtype]
-    parts += ["whole inputs"] * options.whole_inputs
-    return hashlib.sha256(json.dumps(list(map(str, parts))).encode()).hexdigest()[:12]
 
 
 def dtype_of(build: Sequence[str]) -> Sequence[str]:
     """float32 activations unless the options say otherwise, so that a row shows the recipe alone."""
     return () if "--dtype" in build else FLOAT32
-
-
-def given_calibration(options: argparse.Namespace, build: Sequence[str]) -> Sequence[str]:
-    """--calibration for the build: ours, or the file beside the text; recipes without statistics do not read it."""
-    if "--calibration" in build or not build:
-        return ()
-    beside = options.calibration or options.text.with_name(CALIBRATION)
-    return ("--calibration", str(beside)) if beside.is_file() else ()
 
 
 def summarized(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -215,7 +199,8 @@ def facts_of(artifact: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"recipe": config["quantization"], "method": config.get("method"), "dtype": config["dtype"]}
     found |= {"group": config.get("group_size"), "symmetric": config.get("symmetric"), "kinds": kinds, "accepted": True}
     calibration = manifest.source.get("calibration")
-    found["calibration"] = None if calibration is None else {k: calibration[k] for k in ("name", "samples", "length")}
+    told = ("name", "samples", "length", "sha256")
+    found["calibration"] = None if calibration is None else {k: calibration[k] for k in told}
     return found | {"bytes": sum(entry["bytes"] for entry in manifest.files.values())}
 
 
@@ -243,16 +228,19 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         groups.setdefault((row["checkpoint"], row["text"], row["tokens"], row["window"]), []).append(row)
     for (checkpoint, text, tokens, window), found in groups.items():
         cells = []
+        names = [label_of(row) for row in found]
         for row in sorted(found, key=lambda row: row.get("excess", float("inf"))):
-            name = f"{row['options']}{'' if row['kv_cache_dtype'] == 'auto' else ', KV ' + row['kv_cache_dtype']}"
-            name += ", inputs whole" * bool(row.get("whole_inputs"))
+            name = label_of(row)
+            if names.count(name) > 1:  # what else makes them two measurements
+                calibrated = (row.get("calibration") or {}).get("name")
+                name += f", {of_device(row['device'])}" + (f", calibrated on {calibrated}" if calibrated else "")
             if "perplexity" not in row:
-                cells.append([name or "as it is", "refused", *[None] * 5])
+                cells.append([name, "refused", *[None] * 5])
                 continue
             numbers = [f"{row['perplexity']:.4f}", f"{100 * row['excess']:+.2f} %", f"{row['mean_kl']:.5f}"]
             cells.append(
                 [
-                    name or "as it is",
+                    name,
                     *numbers,
                     f"{100 * row['agreement']:.2f} %",
                     byte_text(row["bytes"]),
@@ -262,6 +250,12 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         title = f"{checkpoint}: {text}, {tokens} tokens in windows of {window}"
         columns = ("build", "perplexity", "over float32", "mean KL", "same next token", "on disk", "seconds")
         table(columns, cells, title=title)
+
+
+def label_of(row: dict[str, Any]) -> str:
+    """What was built and how it was run."""
+    name = f"{row['options']}{'' if row['kv_cache_dtype'] == 'auto' else ', KV ' + row['kv_cache_dtype']}"
+    return name + ", inputs whole" * bool(row.get("whole_inputs")) or "as it is"
 
 
 def told(label: str) -> Any:

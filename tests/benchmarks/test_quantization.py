@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import measured
 from benchmarks import quantization as bench
 from benchmarks.fidelity import Sums, kept_logits, measure, windows_of
 
@@ -154,7 +155,7 @@ def test_another_kv_type_is_another_row(asked: list[str]) -> None:
     plain, build = bench.parse([*asked, "--", "-q", "int8"])
     other, same = bench.parse([*asked, "--kv-cache-dtype", "int8", "--", "-q", "int8"])
     assert build == same
-    assert bench.key_of(plain, build) != bench.key_of(other, same)
+    assert measured.key_of(plain, build) != measured.key_of(other, same)
 
 
 def test_the_text_that_was_calibrated_on_is_refused(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,101 @@
+"""Which rows of results/quantization.jsonl are of the measurement that is asked for.
+
+Names alone do not tell: the same options with another calibration file, text or device are another measurement, and a
+row without the summaries that are asked for is not all of it. Rows that were written when the key held names and
+options only are told apart by what else they say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kept import files_of
+
+CALIBRATION = "cnndm_calibration.jsonl"
+Row = dict[str, Any]
+
+
+def standing(rows: Sequence[Row], options: argparse.Namespace, build: Sequence[str]) -> tuple[str, list[Row]]:
+    """(the key of the row that is asked for, the rows that have all of it).
+
+    A row that stands for another, measured again or with its summaries, has its key: a report has one line for both.
+    """
+    key, older = key_of(options, build), older_key_of(options, build)
+    same = [row for row in rows if row["key"] == key or (row["key"] == older and alike(row, options, build))]
+    newest = [row for row in rows if row["key"] == older][-1:]  # the one that a report shows
+    found = older if newest and newest[0] in same else key
+    return found, [row for row in same if has_summaries(row, options)]
+
+
+def key_of(options: argparse.Namespace, build: Sequence[str]) -> str:
+    """What makes two rows the same measurement: names and options, what the files hold, and the device."""
+    files = files_of([str(options.text), *given_calibration(options, build), *build])
+    return _digest([*_names(options, build), *files, device_of(options)])
+
+
+def older_key_of(options: argparse.Namespace, build: Sequence[str]) -> str:
+    """The key of rows that were written when it held names and options only; ``alike`` tells the rest of them."""
+    return _digest(_names(options, build))
+
+
+def _names(options: argparse.Namespace, build: Sequence[str]) -> list[object]:
+    parts = [options.checkpoint.name, *build, options.text.name, options.tokens, options.window, options.kv_cache_dtype]
+    return parts + ["whole inputs"] * options.whole_inputs
+
+
+def _digest(parts: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(list(map(str, parts))).encode()).hexdigest()[:12]
+
+
+def alike(row: Row, options: argparse.Namespace, build: Sequence[str]) -> bool:
+    """Whether a row of the same names is of the same device, text and calibration, as far as it tells."""
+    words = [*given_calibration(options, build), *build]
+    given = words[words.index("--calibration") + 1] if "--calibration" in words[:-1] else None
+    read = row.get("calibration")  # null: the recipe takes no statistics, or the build was refused
+    named = read is None or (given is not None and read["name"] == Path(given).name)
+    held = read is None or read.get("sha256") in (None, *files_of([given or ""]))
+    text = row.get("text_sha256") in (None, *files_of([str(options.text)]))
+    return named and held and text and of_device(row["device"]) == device_of(options)
+
+
+def has_summaries(row: Row, options: argparse.Namespace) -> bool:
+    """Whether a row tells the ROUGE that is asked for; a refused build has none to tell."""
+    wanted = articles_of(options)
+    if wanted is None or not row.get("accepted"):
+        return True
+    return row.get("articles", wanted) == wanted and row.get("summaries") == min(options.num, wanted["items"])
+
+
+def device_of(options: argparse.Namespace) -> str:
+    """The name of the GPU or CPU that is asked for; how many threads changes a row's seconds, and not what it says."""
+    from modelmill.eval.report import device_name
+    from modelmill.runtime.device import pick_device
+
+    return of_device(device_name(pick_device(options.device)))
+
+
+def of_device(device: str) -> str:
+    """A row's device without its threads."""
+    return re.sub(r", \d+ threads$", "", device)
+
+
+def articles_of(options: argparse.Namespace) -> Row | None:
+    """What is summarized, where ROUGE is asked for and measured."""
+    if options.summaries is None or options.whole_inputs:
+        return None
+    lines = [line for line in options.summaries.read_bytes().splitlines() if line.strip()]
+    return {"sha256": files_of([str(options.summaries)])[0], "items": len(lines)}
+
+
+def given_calibration(options: argparse.Namespace, build: Sequence[str]) -> Sequence[str]:
+    """--calibration for the build: ours, or the file beside the text; recipes without statistics do not read it."""
+    if "--calibration" in build or not build:
+        return ()
+    beside = options.calibration or options.text.with_name(CALIBRATION)
+    return ("--calibration", str(beside)) if beside.is_file() else ()

@@ -1,0 +1,108 @@
+"""Rows that stand already: those of this very measurement, the old ones with them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import measured
+from benchmarks import quantization as bench
+from benchmarks.measured import key_of, of_device, standing
+
+BUILD = ["-q", "int4", "--method", "gptq"]
+ROWS = bench.read_rows(bench.RESULTS)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with the texts that the kept rows name; the device is a CPU."""
+    texts, here = tmp_path / "shared/data/text", tmp_path / "repository"
+    texts.mkdir(parents=True)
+    here.mkdir()
+    for name in ("wikitext2_test_a.txt", "cnndm_calibration.jsonl", "cnndm_eval.jsonl", "other.jsonl"):
+        (texts / name).write_text(f'{{"text": "{name}"}}\n' * 120)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(measured, "device_of", lambda options: {"cuda": "NVIDIA H200"}.get(options.device, "A CPU"))
+    return here
+
+
+def asked(*more: str) -> argparse.Namespace:
+    return bench.parse(["model.gguf", "--text", "../shared/data/text/wikitext2_test_a.txt", *more])[0]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row['options']} {row['date']}" for row in ROWS])
+def test_every_kept_row_is_found_by_its_command(
+    row: dict[str, Any], repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "device_of", lambda options: of_device(row["device"]))
+    options, _ = bench.parse(shlex.split(row["command"])[2:])
+    found, stands = standing(ROWS, options, shlex.split(row["options"]))
+    assert row in stands
+    newest = [each for each in ROWS if each["key"] == row["key"]][-1]
+    assert (found == row["key"]) == (newest in stands), "measured again, it stands for what a report shows"
+
+
+OTHERS: list[tuple[str, ...]] = [
+    ("--device", "cuda"),
+    ("--calibration", "../shared/data/text/other.jsonl"),
+    ("--kv-cache-dtype", "int8"),
+    ("--window", "512"),
+    ("--whole-inputs",),
+]
+
+
+@pytest.mark.parametrize("more", OTHERS, ids=" ".join)
+def test_another_device_or_calibration_is_another_measurement(more: tuple[str, ...], repository: Path) -> None:
+    assert key_of(asked(), BUILD) == key_of(asked(), BUILD)
+    assert key_of(asked(), BUILD) != key_of(asked(*more), BUILD)
+    calibration = {"name": "cnndm_calibration.jsonl", "samples": 1, "length": 1}
+    older = {"key": measured.older_key_of(asked(), BUILD), "calibration": calibration, "device": "A CPU, 2 threads"}
+    assert standing([older], asked(), BUILD) == (older["key"], [older])
+    assert standing([older], asked(*more), BUILD) == (key_of(asked(*more), BUILD), [])
+
+
+@pytest.mark.parametrize("file", ["wikitext2_test_a.txt", "cnndm_calibration.jsonl"])
+@pytest.mark.parametrize("change", ["rewritten", "gone"])
+def test_other_files_under_the_same_names_are_another_measurement(file: str, change: str, repository: Path) -> None:
+    path, digests = repository.parent / "shared/data/text" / file, measured.files_of
+    text, calibration = (
+        digests([str(path.with_name(each))])[0] for each in ("wikitext2_test_a.txt", "cnndm_calibration.jsonl")
+    )
+    read = {"name": "cnndm_calibration.jsonl", "sha256": calibration}
+    told = {"calibration": read, "text_sha256": text, "device": "A CPU"}
+    rows = [{"key": key, **told} for key in (key_of(asked(), BUILD), measured.older_key_of(asked(), BUILD))]
+    assert standing(rows, asked(), BUILD)[1] == rows
+    path.write_text("other") if change == "rewritten" else path.unlink()
+    assert standing(rows, asked(), BUILD)[1] == []
+
+
+def test_summaries_that_are_wanted_must_be_there(repository: Path) -> None:
+    wanted = ("--summaries", "../shared/data/text/cnndm_eval.jsonl")
+    key = key_of(asked(), BUILD)
+    without = {"key": key, "accepted": True, "device": "A CPU"}
+    whole = without | {"summaries": 100}
+    digest = measured.articles_of(asked(*wanted))
+    assert standing([without], asked(*wanted), BUILD) == (key, []), "measured with them, it has one line in a report"
+    assert standing([whole], asked(*wanted), BUILD)[1] == [whole]
+    assert standing([whole], asked(), BUILD)[1] == [whole]
+    assert standing([whole], asked(*wanted, "--num", "110"), BUILD)[1] == []
+    assert standing([whole | {"articles": digest}], asked(*wanted), BUILD)[1] != []
+    other = ("--summaries", "../shared/data/text/other.jsonl")
+    assert standing([whole | {"articles": digest}], asked(*other), BUILD)[1] == []
+    refused = {"key": key, "accepted": False, "device": "A CPU"}
+    assert standing([refused], asked(*wanted), BUILD)[1] == [refused]
+    assert standing([without], asked(*wanted, "--whole-inputs"), BUILD)[1] == []
+
+
+def test_a_report_tells_two_measurements_of_one_build_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    row = next(row for row in ROWS if row["options"] == "-q rptq --bits w8a8")
+    bench.report([row])
+    assert row["device"] not in capsys.readouterr().out
+    bench.report([row, row | {"key": "other", "device": "A CPU, 2 threads"}])
+    told = capsys.readouterr().out
+    assert "NVIDIA H200" in told
+    assert "A CPU" in told
