@@ -30,6 +30,7 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[str, Dialogue] = {}
         self._listeners: dict[str, _Listener] = {}
+        self._closed, self._door = False, threading.Lock()
         self._thread = threading.Thread(target=self._run, name="modelmill-engine", daemon=True)
         self._thread.start()
 
@@ -51,9 +52,10 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(news.put_nowait, item)
 
-        if not self._thread.is_alive():
-            raise ModelmillError("the engine was closed")
-        self._commands.put(lambda: self._add(dialogue, tell))
+        with self._door:  # behind the last command nobody would be heard
+            if self._closed or not self._thread.is_alive():
+                raise ModelmillError("the engine was closed")
+            self._commands.put(lambda: self._add(dialogue, tell))
         try:
             while (item := await news.get()) is not None:
                 if isinstance(item, BaseException):
@@ -78,7 +80,9 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Abort everything and stop the thread; closing twice is closing once."""
-        self._commands.put(None)
+        with self._door:
+            self._closed = True
+            self._commands.put(None)
         self._thread.join()
         self.llm.close()
 

@@ -113,12 +113,12 @@ class LLM:
         return self._pump([self.request(prompt, params, **template)])
 
     def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> Dialogue:
-        """A prompt in any form, or a conversation, as a request that has not been added yet."""
-        return self.language.request(prompt, params, **template)
+        """A prompt in any form, or a conversation, as a request that has not been added yet. Raises RequestError."""
+        return self.language.request(prompt, _one(params), **template)
 
     def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> Dialogue:
         """One conversation as a request. Raises UsageError where the engine has no chat template."""
-        return self.language.chat_request(messages, params, **template)
+        return self.language.chat_request(messages, _one(params), **template)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -256,6 +256,13 @@ def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) 
     if len(params) != count:
         raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one a prompt")
     return list(params)
+
+
+def _one(params: SamplingParams | None) -> SamplingParams | None:
+    """Of one prompt. Raises RequestError for what is none."""
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(f"sampling takes SamplingParams, not {type(params).__name__}")
+    return params
 
 
 @contextlib.contextmanager

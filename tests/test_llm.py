@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,45 @@ def test_a_closed_engine_says_so(engine: Path) -> None:
     closed.close()
     with pytest.raises(ModelmillError, match="closed"):
         asyncio.run(closed.generate("Once upon a time", GREEDY))
+
+
+def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> None:
+    many = AsyncLLM(engine, device="cpu")
+    step, go_on, advance = threading.Event(), threading.Event(), many.llm.advance
+
+    def held(running: Any) -> Any:
+        step.set()
+        assert go_on.wait(20)
+        return advance(running)
+
+    many.llm.advance = held  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            first = asyncio.create_task(many.generate("Once", GREEDY))
+            await asyncio.to_thread(step.wait)
+            closing = asyncio.create_task(asyncio.to_thread(many.close))
+            while many._commands.empty():
+                await asyncio.sleep(0)
+            late = asyncio.create_task(many.generate("Once", GREEDY))
+            await asyncio.sleep(0)
+            go_on.set()
+            await closing
+            for task in (first, late):
+                with pytest.raises(ModelmillError, match="closed"):
+                    await task
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 0, [GREEDY]])
+def test_what_is_no_sampling_is_told_by_a_stream_too(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.stream("Once", params)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.request({"prompt": "Once"}, params)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.chat_request([{"role": "user", "content": "Hi"}], params)
 
 
 def test_asyncio_goes_on_where_one_request_finds_no_memory(engine: Path, llm: LLM) -> None:
