@@ -39,6 +39,8 @@ class Drawings:
             raise UsageError(f"-o {overlay}: no picture format that is written is called {overlay.suffix!r}; take .png")
         elif overlay.resolve() in self._taken:
             raise UsageError(f"-o {overlay} is the picture itself, and would be lost; name another file")
+        else:
+            self._taken.add(overlay.resolve())  # a mask in its folder may come to the same name
 
     def overlay_of(self, path: Path) -> Path | None:
         """Where the overlay of a picture goes; None where none is wanted."""

@@ -128,6 +128,12 @@ def test_nothing_is_written_over_a_picture(engine: Path, photos: Path, tmp_path:
     assert "the picture itself" in told
     assert told.count("\n") == 1
     assert one.read_bytes() == before
+    out = tmp_path / "seg" / "0-0.png"
+    assert asked(engine, one, "--point", "1,1", "-o", out, "--masks", out.parent, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    files = [found["overlay"], *(mask["file"] for mask in found["masks"])]
+    assert len(set(files)) == len(files) == 4, "a mask is not written over its own overlay"
+    assert all(Path(file).is_file() for file in files)
     (tmp_path / "more").mkdir()
     for twin in (photos / "0.bmp", tmp_path / "more" / "0.png"):
         PIL.Image.open(one).save(twin)
