@@ -163,6 +163,7 @@ class RunConfig:
                 raise UsageError(f"--{name.replace('_', '-')} must be a whole number, not {value!r}")
             if value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        _check_types(self)
         _choice(self, "kv_cache_dtype", KV_CHOICES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
@@ -182,6 +183,27 @@ def from_dict(kind: type[T], raw: Mapping[str, Any], where: str) -> T:
 def to_dict(config: Any) -> dict[str, Any]:
     """A JSON-able dict of a config, keys in field order."""
     return asdict(config)
+
+
+def _check_types(config: RunConfig) -> None:
+    """What the command line parses may come from Python as anything."""
+    kinds: dict[str, tuple[Any, str]] = {
+        "device": (str, "cpu, cuda or cuda:N"),
+        "page_size": (int, "a whole number"),
+        "seed": (int, "a whole number"),
+        "gpu_memory_utilization": ((int, float), "a number"),
+        "enable_prefix_caching": (bool, "true or false"),
+        "cuda_graphs": (bool, "true or false"),
+        "kernels": (Mapping, "OP=VARIANT pairs, a dict"),
+    }
+    for name, (kind, told) in kinds.items():
+        value = getattr(config, name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            flag = "kernel" if name == "kernels" else name.replace("_", "-")
+            raise UsageError(f"--{flag} must be {told}, not {value!r}")
+    odd = [item for item in config.kernels.items() if not all(isinstance(each, str) for each in item)]
+    if odd:
+        raise UsageError(f"--kernel takes OP=VARIANT, both texts, not {odd[0]!r}")
 
 
 def _check_smoothing(config: BuildConfig) -> None:

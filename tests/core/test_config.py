@@ -20,6 +20,17 @@ from modelmill.core.errors import UsageError
         ({"max_model_len": True}, "--max-model-len must be a whole number"),
         ({"page_size": 7}, "--page-size"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization"),
+        ({"gpu_memory_utilization": "0.5"}, "--gpu-memory-utilization must be a number, not '0.5'"),
+        ({"gpu_memory_utilization": True}, "--gpu-memory-utilization must be a number"),
+        ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization must be in"),
+        ({"page_size": 16.0}, "--page-size must be a whole number, not 16.0"),
+        ({"seed": "x"}, "--seed must be a whole number, not 'x'"),
+        ({"seed": None}, "--seed must be a whole number"),
+        ({"kernels": "linear=torch"}, "--kernel must be OP=VARIANT pairs, a dict, not 'linear=torch'"),
+        ({"kernels": {"linear": 1}}, "--kernel takes OP=VARIANT"),
+        ({"cuda_graphs": "off"}, "--cuda-graphs must be true or false, not 'off'"),
+        ({"enable_prefix_caching": 1}, "--enable-prefix-caching must be true or false"),
+        ({"device": 0}, "--device must be cpu, cuda or cuda:N, not 0"),
     ],
 )
 def test_what_makes_no_sense(bad: dict[str, Any], told: str) -> None:
