@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.container import Container
-from modelmill.checkpoint.packed import RUN, Form, Packed, nibbles
+from modelmill.checkpoint.packed import RUN, Form, Packed, nibbles, scales, words
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.quote import quoted
 
 PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output, of eight, that each nibble holds."""
@@ -31,14 +32,15 @@ def make(settings: Mapping[str, Any], where: Path) -> Awq:
             f"{where} is an AWQ checkpoint of version {version!r}, gemm can be read; "
             "take it in that version, or the original and build with -q int4 --method awq"
         )
-    if bits != 4:
+    if type(bits) is not int or bits != 4:
         raise CheckpointError(
-            f"{where} is an AWQ checkpoint of {bits} bits, 4 can be read; take the original and build with -q int4"
+            f"{where} is an AWQ checkpoint of {quoted(bits, 60)} bits, 4 can be read; "
+            "take the original and build with -q int4"
         )
     if not isinstance(group, int) or (group != -1 and (group < RUN or group % RUN)):
         raise CheckpointError(
-            f"{where} is an AWQ checkpoint in groups of {group}; groups of −1 or a multiple of {RUN} can be kept; "
-            "take the original and build with -q int4 --group-size 32"
+            f"{where} is an AWQ checkpoint in groups of {quoted(group, 60)}; groups of −1 or a multiple of {RUN} "
+            "can be kept; take the original and build with -q int4 --group-size 32"
         )
     return Awq(where, group)
 
@@ -57,21 +59,22 @@ class Awq:
         return "AWQ, 4 bits" + (" a channel" if self.group == -1 else f" in groups of {self.group}")
 
     def form(self, raw: Container, stem: str) -> Form:
-        here, scales = raw.info(f"{stem}.qweight").shape, raw.info(f"{stem}.scales").shape
-        if len(here) != 2 or len(scales) != 2 or scales[1] != here[1] * 8:
-            raise CorruptCheckpoint(f"{self.where}: {stem}.qweight {list(here)} and scales {list(scales)} do not fit")
+        here, zeros = (words(raw.info(f"{stem}.{part}"), self.where) for part in ("qweight", "qzeros"))
+        grids = scales(raw.info(f"{stem}.scales"), self.where)
+        if grids[1] != here[1] * 8:
+            raise CorruptCheckpoint(f"{self.where}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit")
+        if grids != (zeros[0], zeros[1] * 8):
+            raise CorruptCheckpoint(f"{self.where}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit")
         columns = here[0]
         group = -(-columns // RUN) * RUN if self.group == -1 else self.group
-        if -(-columns // group) != scales[0]:
-            raise CorruptCheckpoint(f"{self.where}: {stem} has {scales[0]} groups for {columns} columns of {group}")
-        return Form(self.label, 4, scales[1], columns, group, offset=True, grid=torch.float32)
+        if -(-columns // group) != grids[0]:
+            raise CorruptCheckpoint(f"{self.where}: {stem} has {grids[0]} groups for {columns} columns of {group}")
+        return Form(self.label, 4, grids[1], columns, group, offset=True, grid=torch.float32)
 
     def packed(self, raw: Container, stem: str, form: Form) -> Packed:  # noqa: ARG002
         codes = _outputs(raw.get(f"{stem}.qweight")).t().contiguous()
         zeros = _outputs(raw.get(f"{stem}.qzeros")).t().to(torch.int32)
         scale = raw.get(f"{stem}.scales").t().contiguous().float()
-        if zeros.shape != scale.shape:
-            raise CorruptCheckpoint(f"{self.where}: {stem}.qzeros {list(zeros.t().shape)} do not fit its scales")
         return Packed(codes, scale, scale * -zeros)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.container import Container
-from modelmill.checkpoint.packed import RUN, Form, Packed, digest_of, nibbles, order_of
+from modelmill.checkpoint.packed import RUN, Form, Packed, digest_of, nibbles, numbers_of, order_of, words
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.quote import quoted
 
 FORMATS = ("pack-quantized", "int-quantized")
 INSTEAD = "take the original checkpoint and build it with -q int4, int8 or fp8"
@@ -30,15 +31,18 @@ def make(settings: Mapping[str, Any], where: Path) -> Compressed:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups or any(not isinstance(each, Mapping) for each in groups.values()):
         raise CheckpointError(f"{where}: its quantization_config names no config_groups; {INSTEAD}")
-    sparse = settings.get("sparsity_config") or {}
-    if sparse and sparse.get("format", "dense") != "dense":
-        raise CheckpointError(f"{where} is stored sparse ({sparse['format']}), which cannot be read; {INSTEAD}")
+    sparse: Any = settings.get("sparsity_config") or {}
+    sparsity = sparse.get("format", "dense") if isinstance(sparse, Mapping) else sparse
+    if sparsity != "dense":
+        raise CheckpointError(f"{where} is stored sparse ({quoted(sparsity, 60)}), which cannot be read; {INSTEAD}")
     if settings.get("kv_cache_scheme"):
         raise CheckpointError(f"{where} brings scales for its KV cache, which cannot be used; {INSTEAD}")
     activations = set()
     for each in groups.values():
         _check(each, str(each.get("format") or settings.get("format")), where)
-        given = each.get("input_activations")
+        given: Any = each.get("input_activations") or {}
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"{where}: its input_activations are {quoted(given, 60)}, no object; {INSTEAD}")
         if given:
             activations.add(f"{given.get('num_bits', 8)} bits, {'per token' if given.get('dynamic') else 'static'}")
     weights = {_told(each["weights"]) for each in groups.values()}
@@ -52,9 +56,9 @@ def _check(group: Mapping[str, Any], form: str, where: Path) -> None:
             f"{where} is a compressed-tensors checkpoint of format {form}, known are {', '.join(FORMATS)}; {INSTEAD}"
         )
     bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy") or "tensor"
-    if kind != "int" or bits not in (4, 8) or strategy not in STRATEGIES:
+    if kind != "int" or type(bits) is not int or bits not in (4, 8) or strategy not in STRATEGIES:
         raise CheckpointError(
-            f"{where} is a compressed-tensors checkpoint of {bits}-bit {kind} weights by {strategy}; "
+            f"{where} is a compressed-tensors checkpoint of {quoted(bits, 60)}-bit {kind} weights by {strategy}; "
             f"int weights of 4 or 8 bits by {', '.join(STRATEGIES)} can be read; {INSTEAD}"
         )
     size = weights.get("group_size")
@@ -97,8 +101,8 @@ class Compressed:
     def form(self, raw: Container, stem: str) -> Form:
         here = set(raw.names())
         if f"{stem}.weight_packed" in here:
-            rows, columns = (int(n) for n in raw.get(f"{stem}.weight_shape").flatten().tolist())
-            stored = raw.info(f"{stem}.weight_packed").shape
+            rows, columns = self._stated(raw, stem)
+            stored = words(raw.info(f"{stem}.weight_packed"), self.where)
             known = {(rows, -(-columns // 8)): 4, (rows, -(-columns // 4)): 8}
             if stored not in known:
                 raise CheckpointError(
@@ -108,8 +112,9 @@ class Compressed:
             bits = known[stored]
         else:
             info = raw.info(f"{stem}.weight")
-            if info.dtype != "int8" or len(info.shape) != 2:
-                raise CheckpointError(f"{self.where}: {stem}.weight is {info.dtype}, int8 can be read; {INSTEAD}")
+            if info.dtype != "int8" or len(info.shape) != 2 or 0 in info.shape:
+                told = f"{info.dtype} {list(info.shape)}"
+                raise CheckpointError(f"{self.where}: {stem}.weight is {told}, matrices of int8 can be read; {INSTEAD}")
             (rows, columns), bits = info.shape, 8
         groups = self._groups(raw, stem, rows)
         group = -(-columns // groups)
@@ -119,8 +124,11 @@ class Compressed:
         elif group % RUN or -(-columns // group) != groups:
             raise CheckpointError(f"{self.where}: {stem} has {groups} groups for {columns} columns; {INSTEAD}")
         offset = f"{stem}.weight_zero_point" in here
+        if offset and raw.info(f"{stem}.weight_zero_point").dtype not in ("int8", "int32"):
+            found = raw.info(f"{stem}.weight_zero_point").dtype
+            raise CorruptCheckpoint(f"{self.where}: {stem}.weight_zero_point is {found}, int8 and int32 can be read")
         half = raw.info(f"{stem}.weight_scale").dtype == "float16" and not offset
-        order = digest_of(self._order(raw, stem, group))
+        order = digest_of(self._order(raw, stem, columns, group))
         return Form(self.label, bits, rows, columns, group, offset, torch.float16 if half else torch.float32, order)
 
     def packed(self, raw: Container, stem: str, form: Form) -> Packed:
@@ -133,7 +141,7 @@ class Compressed:
             codes = raw.get(f"{stem}.weight")
         groups = -(-form.columns // form.group)
         scale = raw.get(f"{stem}.weight_scale").reshape(-1, groups).expand(form.rows, groups)
-        order = self._order(raw, stem, form.group)
+        order = self._order(raw, stem, form.columns, form.group)
         if order is not None:
             codes = codes[:, order]
         offset = None
@@ -143,13 +151,21 @@ class Compressed:
             offset = scale.float() * (-(zero + 8) if form.bits == 4 else -zero)
         return Packed(codes.contiguous(), scale.to(form.grid).contiguous(), offset, order)
 
+    def _stated(self, raw: Container, stem: str) -> tuple[int, int]:
+        """Rows and columns as weight_shape tells them."""
+        name = f"{stem}.weight_shape"
+        stated = raw.get(name).flatten().tolist() if raw.info(name).numel == 2 else []
+        if len(stated) != 2 or not all(isinstance(n, (int, float)) and 1 <= n < 2**31 and n % 1 == 0 for n in stated):
+            raise CorruptCheckpoint(f"{self.where}: {name} tells no rows and columns; download the checkpoint again")
+        return int(stated[0]), int(stated[1])
+
     def _groups(self, raw: Container, stem: str, rows: int) -> int:
-        shape = raw.info(f"{stem}.weight_scale").shape
-        count = 1
-        for size in shape:
-            count *= size
-        if count != 1 and (count % rows or shape[0] != rows):
-            raise CorruptCheckpoint(f"{self.where}: {stem}.weight_scale {list(shape)} does not fit {rows} rows")
+        info = raw.info(f"{stem}.weight_scale")
+        count, shape = info.numel, info.shape
+        if not info.torch_dtype.is_floating_point or count == 0 or (count != 1 and (count % rows or shape[0] != rows)):
+            raise CorruptCheckpoint(
+                f"{self.where}: {stem}.weight_scale, {info.dtype} {list(shape)}, does not fit {rows} rows"
+            )
         return max(count // rows, 1)
 
     def _zeros(self, raw: Container, stem: str, form: Form) -> torch.Tensor:
@@ -161,13 +177,13 @@ class Compressed:
             return fields.to(torch.int32) - (1 << (form.bits - 1))
         if stored.numel() not in (1, form.rows * groups):
             raise CorruptCheckpoint(f"{self.where}: {stem}.weight_zero_point {list(stored.shape)} does not fit")
-        return stored.to(torch.int32).reshape(-1, groups).expand(form.rows, groups)
+        return stored.to(torch.int32).reshape(-1, 1 if stored.numel() == 1 else groups).expand(form.rows, groups)
 
-    def _order(self, raw: Container, stem: str, group: int) -> torch.Tensor | None:
+    def _order(self, raw: Container, stem: str, columns: int, group: int) -> torch.Tensor | None:
         name = f"{stem}.weight_g_idx"
         if name not in set(raw.names()):
             return None
-        groups = raw.get(name)
+        groups = numbers_of(raw, name, columns, self.where)
         if bool((groups < 0).any()):  # written for every module, filled only where columns were reordered
             return None
         try:

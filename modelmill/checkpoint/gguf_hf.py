@@ -184,7 +184,8 @@ def _renamed(name: str, layout: Layout) -> tuple[str, str]:
     stem, _, suffix = name.rpartition(".")
     parts = stem.split(".", 2)
     layer = ""
-    if len(parts) == 3 and parts[0] == "blk" and parts[1].isascii() and parts[1].isdigit():
+    # no model has a million layers, and Python refuses to read a number of thousands of digits
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isascii() and parts[1].isdigit() and len(parts[1]) < 7:
         layer, stem = parts[1], f"blk.{parts[2]}"
     found = layout.names.get(stem)
     if found is None or suffix not in ("weight", "bias") or stem.startswith("blk.") != bool(layer):

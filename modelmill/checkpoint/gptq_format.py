@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.container import Container
-from modelmill.checkpoint.packed import RUN, Form, Packed, digest_of, nibbles, order_of
+from modelmill.checkpoint.packed import RUN, Form, Packed, digest_of, nibbles, numbers_of, order_of, scales, words
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.quote import quoted
 
 FORMATS = ("gptq", "gptq_v2")
 BITS = (4, 8)
@@ -30,12 +31,14 @@ def make(settings: Mapping[str, Any], where: Path) -> Gptq:
             f"{where} is a GPTQ checkpoint of format {form!r}, known are {', '.join(FORMATS)}; "
             "take it in one of these, or the original and build with -q int4"
         )
-    if bits not in BITS:
-        raise CheckpointError(f"{where} is a GPTQ checkpoint of {bits} bits, 4 and 8 can be read; {_instead(bits)}")
+    if type(bits) is not int or bits not in BITS:
+        raise CheckpointError(
+            f"{where} is a GPTQ checkpoint of {quoted(bits, 60)} bits, 4 and 8 can be read; {_instead(bits)}"
+        )
     if not isinstance(group, int) or (group != -1 and (group < RUN or group % RUN)):
         raise CheckpointError(
-            f"{where} is a GPTQ checkpoint in groups of {group}; groups of −1 or a multiple of {RUN} can be kept; "
-            "take the original and build with -q int4 --group-size 32"
+            f"{where} is a GPTQ checkpoint in groups of {quoted(group, 60)}; groups of −1 or a multiple of {RUN} "
+            "can be kept; take the original and build with -q int4 --group-size 32"
         )
     return Gptq(where, bits, group, bool(settings.get("sym", True)), 1 if form == "gptq" else 0)
 
@@ -63,15 +66,17 @@ class Gptq:
         return f"GPTQ, {self.bits} bits{_in_groups(self.group)}"
 
     def form(self, raw: Container, stem: str) -> Form:
-        here = raw.info(f"{stem}.qweight").shape
-        scales = raw.info(f"{stem}.scales").shape
-        if len(here) != 2 or len(scales) != 2 or scales[1] != here[1]:
-            raise CorruptCheckpoint(f"{self.where}: {stem}.qweight {list(here)} and scales {list(scales)} do not fit")
+        here = words(raw.info(f"{stem}.qweight"), self.where)
+        grids, zeros = scales(raw.info(f"{stem}.scales"), self.where), words(raw.info(f"{stem}.qzeros"), self.where)
+        if grids[1] != here[1]:
+            raise CorruptCheckpoint(f"{self.where}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit")
+        if (zeros[0], zeros[1] * 32 // self.bits) != grids:
+            raise CorruptCheckpoint(f"{self.where}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit")
         columns = here[0] * 32 // self.bits
         group = -(-columns // RUN) * RUN if self.group == -1 else self.group
-        if -(-columns // group) != scales[0]:
+        if -(-columns // group) != grids[0]:
             raise CheckpointError(
-                f"{self.where}: {stem} has {scales[0]} groups for {columns} columns, not groups of {group} at "
+                f"{self.where}: {stem} has {grids[0]} groups for {columns} columns, not groups of {group} at "
                 f"{self.bits} bits as the config says; modules of other settings cannot be read, take the original"
             )
         grid = torch.float16 if self.symmetric and raw.info(f"{stem}.scales").dtype == "float16" else torch.float32
@@ -82,8 +87,6 @@ class Gptq:
         codes = nibbles(raw.get(f"{stem}.qweight").t().contiguous(), self.bits)  # [N, K]
         zeros = nibbles(raw.get(f"{stem}.qzeros"), self.bits).t().to(torch.int32) + self.added  # [N, G]
         scale = raw.get(f"{stem}.scales").t().contiguous()
-        if zeros.shape != scale.shape:
-            raise CorruptCheckpoint(f"{self.where}: {stem}.qzeros {list(zeros.t().shape)} do not fit its scales")
         middle = 1 << (self.bits - 1)
         if self.symmetric and bool((zeros != middle).any()):
             raise CorruptCheckpoint(
@@ -103,9 +106,7 @@ class Gptq:
         name = f"{stem}.g_idx"
         if name not in _names(raw):
             return None
-        groups = raw.get(name)
-        if len(groups) != columns:
-            raise CorruptCheckpoint(f"{self.where}: {name} has {len(groups)} entries for {columns} columns")
+        groups = numbers_of(raw, name, columns, self.where)
         try:
             return order_of(groups, group)
         except ValueError:

@@ -153,7 +153,7 @@ def config_of(language: Mapping[str, Any], eyes: Joined, settings: Mapping[str, 
     }
     qformer = {
         "width": asking,
-        "depth": _count(eyes.names(), r"Qformer\.bert\.encoder\.layer\.(\d+)\..*"),
+        "depth": _count(eyes.names(), r"Qformer\.bert\.encoder\.layer\.(\d{1,6})\..*"),
         "heads": 12,
         "inner": _shape(eyes, "Qformer.bert.encoder.layer.0.intermediate_query.dense.weight", 2)[0],
         "seen": width,
@@ -209,8 +209,8 @@ def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _shape(eyes: Joined, name: str, dims: int) -> tuple[int, ...]:
     shape = eyes.info(name).shape
-    if len(shape) != dims:
-        raise TensorMismatch(f"{name} has shape {list(shape)} where {dims} dimensions are needed")
+    if len(shape) != dims or 0 in shape:
+        raise TensorMismatch(f"{name} has shape {list(shape)} where {dims} dimensions above 0 are needed")
     return shape
 
 

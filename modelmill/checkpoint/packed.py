@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.core.errors import CorruptCheckpoint
 
 RUN = 32
 """Columns share their scale in multiples of this where a matrix can be kept as it is."""
@@ -73,10 +77,40 @@ class Packed:
         return wide if self.order is None else wide[:, self.order.argsort()]
 
 
-def nibbles(words: torch.Tensor, bits: int) -> torch.Tensor:
+def words(info: TensorInfo, where: Path) -> tuple[int, int]:
+    """[R, C] of a matrix of packed words. Raises CorruptCheckpoint where it is none of int32."""
+    return _matrix(info, where, info.dtype == "int32", "int32")
+
+
+def scales(info: TensorInfo, where: Path) -> tuple[int, int]:
+    """[R, C] of a matrix of scales. Raises CorruptCheckpoint where it is none of floating-point numbers."""
+    return _matrix(info, where, info.torch_dtype.is_floating_point, "floating-point")
+
+
+def _matrix(info: TensorInfo, where: Path, fits: bool, kind: str) -> tuple[int, int]:
+    if not fits or len(info.shape) != 2 or 0 in info.shape:
+        raise CorruptCheckpoint(
+            f"{where}: {info.name} is {info.dtype} {list(info.shape)} where a matrix of {kind} numbers is needed; "
+            "download the checkpoint again"
+        )
+    return info.shape[0], info.shape[1]
+
+
+def numbers_of(raw: Container, name: str, columns: int, where: Path) -> torch.Tensor:
+    """The group number [K] of each column. Raises CorruptCheckpoint where these are not ``columns`` whole numbers."""
+    info = raw.info(name)
+    if info.shape != (columns,):
+        count = info.shape[0] if len(info.shape) == 1 else list(info.shape)
+        raise CorruptCheckpoint(f"{where}: {name} has {count} entries for {columns} columns")
+    if info.dtype not in ("int32", "int64"):
+        raise CorruptCheckpoint(f"{where}: {name} is {info.dtype} where whole numbers are needed")
+    return raw.get(name)
+
+
+def nibbles(stored: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [R, C] → uint8 [R, C · 32/bits]: the fields of each word, the lowest first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    fields = (words[:, :, None] >> shifts) & ((1 << bits) - 1)
+    fields = (stored[:, :, None] >> shifts) & ((1 << bits) - 1)
     return fields.flatten(1).to(torch.uint8)
 
 

@@ -250,6 +250,7 @@ def test_qwen_v1_keeps_fused_rows_and_counts_both_mlp_halves(tmp_path, stated):
 
 def test_unknown_tensors_keep_their_name_for_the_rename_rules_to_report(tmp_path):
     more = {"blk.0.attn_sinks.weight": np.ones(4, np.float32), "blk.x.attn_q.weight": np.ones(4, np.float32)}
+    more["blk." + "1" * 5000 + ".attn_norm.weight"] = np.ones(4, np.float32)  # more digits than Python reads
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), more=more))
     assert set(more) <= set(view.names())
 

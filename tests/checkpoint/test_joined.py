@@ -123,6 +123,22 @@ def test_shapes_that_lie(folder: Path) -> None:
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize("shape", [(1, 0, 48), (1, 17, 0), (0, 17, 48)], ids=str)
+def test_places_that_are_none(folder: Path, shape: tuple[int, ...]) -> None:
+    state = torch.load(folder / FILES[0], weights_only=True)
+    torch.save(state | {"pos_embed": torch.zeros(shape)}, folder / FILES[0])
+    with pytest.raises(TensorMismatch, match="pos_embed"):
+        open_checkpoint(folder)
+
+
+def test_a_layer_of_more_digits_than_python_reads(folder: Path) -> None:
+    state = torch.load(folder / FILES[1], weights_only=True)
+    inner = state.get("model", state)
+    inner[f"Qformer.bert.encoder.layer.{'1' * 5000}.output.dense.weight"] = torch.zeros(1)
+    torch.save(state, folder / FILES[1])
+    assert open_checkpoint(folder).config["reader"]["qformer"]["depth"] > 0
+
+
 def test_a_projection_of_another_width(folder: Path) -> None:
     wrong = {"model": {"llama_proj.weight": torch.zeros(48, 32), "llama_proj.bias": torch.zeros(48)}}
     torch.save(wrong, folder / FILES[2])

@@ -179,6 +179,8 @@ def ct_weights(**changes: Any) -> dict[str, Any]:
     [
         (GPTQ | {"bits": 2}, "2 bits.*-q int4"),
         (GPTQ | {"bits": 3}, "3 bits.*-q int4"),
+        (GPTQ | {"bits": 4.0}, "4.0 bits.*-q int4"),
+        (AWQ | {"bits": 4.0}, "4.0 bits.*-q int4"),
         (GPTQ | {"group_size": 16}, "groups of 16.*--group-size 32"),
         (GPTQ | {"checkpoint_format": "marlin"}, "marlin.*gptq_v2"),
         (AWQ | {"bits": 8}, "8 bits.*-q int4"),
@@ -188,7 +190,10 @@ def ct_weights(**changes: Any) -> dict[str, Any]:
         (CT | {"format": "float-quantized"}, "float-quantized.*fp8"),
         (CT | {"config_groups": {}}, "no config_groups"),
         (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+        (CT | {"sparsity_config": "x"}, "stored sparse .'x'"),
+        (ct(4, strategy="group", group=128, symmetric=True, form="pack-quantized", input_activations="x"), "no object"),
         (ct_weights(num_bits=3), "3-bit int"),
+        (ct_weights(num_bits=[4]), "4.-bit int"),
         (ct_weights(type="float"), "4-bit float"),
         (ct_weights(strategy="block"), "by block"),
         (ct_weights(group_size=16), "groups of 16"),
@@ -223,3 +228,66 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
     packed = writers.compressed(drawn, 4, symmetric=True)
     with pytest.raises(CheckpointError, match="holds no 16 × 300 codes"):
         opened(tmp_path / "f", CT, packed | {"weight_shape": torch.tensor([16, 300])}).form(NAME)
+
+
+def _shapes(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The same numbers in other shapes, fewer of them, and in other types."""
+    flat = tensor.flatten()
+    ranks = [flat, flat[0], tensor[None], tensor[..., None], flat[:0], tensor[:0], tensor[..., :0], tensor[..., :-1]]
+    kinds = [torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
+    odd = [torch.full_like(tensor, float("nan"))] if tensor.is_floating_point() else [tensor - 1, tensor * 0]
+    return [*ranks, *(tensor.to(kind) for kind in kinds), torch.full(tensor.shape, float("nan")), *odd]
+
+
+@pytest.mark.parametrize("container", ["gptq", "gptq of 8 bits", "awq", "compressed", "compressed int8"])
+def test_damaged_parts_are_named_and_never_end_in_a_traceback(tmp_path: Path, container: str) -> None:
+    """Each part alone in another shape or type: it is read, or refused in one line."""
+    bits = 8 if "8" in container else 4
+    drawn = writers.draw(16, 256, 128, bits=bits, seed=bits)
+    settings: dict[str, Any]
+    if container.startswith("gptq"):
+        settings, parts = GPTQ | {"bits": bits, "sym": False}, writers.gptq(drawn, bits)
+    elif container == "awq":
+        settings, parts = AWQ, writers.awq(drawn)
+    else:
+        settings = ct(bits, strategy="group", group=128, symmetric=False, form="pack-quantized")
+        parts = writers.compressed(drawn, bits, symmetric=False, pack=bits == 4, pack_zeros=bits == 4)
+        parts |= {"weight_g_idx": torch.from_numpy(drawn.of).to(torch.int32)}
+    refused = 0
+    for suffix, tensor in parts.items():
+        for number, changed in enumerate(_shapes(tensor)):
+            found = opened(tmp_path / f"{suffix}-{number}", settings, parts | {suffix: changed})
+            told = ""
+            try:
+                assert found.get(NAME).shape == (16, 256)
+            except CheckpointError as problem:
+                told = str(problem)
+                refused += 1
+            assert "\n" not in told
+    assert refused >= 9 * len(parts)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "changed", "said"),
+    [
+        ("weight_shape", torch.tensor([16, 256, 1]), "tells no rows and columns"),
+        ("weight_shape", torch.tensor([float("nan"), 256.0]), "tells no rows and columns"),
+        ("weight_shape", torch.tensor([0, 256]), "tells no rows and columns"),
+        ("weight_packed", torch.zeros(16, 32), "weight_packed is float32"),
+        ("weight_g_idx", torch.tensor([0] * 128 + [1] * 127, dtype=torch.int32), "255 entries for 256"),
+        ("weight_g_idx", torch.zeros(256, 2, dtype=torch.int32), "entries for 256 columns"),
+    ],
+)
+def test_what_compressed_parts_must_be(tmp_path: Path, suffix: str, changed: torch.Tensor, said: str) -> None:
+    parts = writers.compressed(writers.draw(16, 256, 128, symmetric=True, seed=1), 4, symmetric=True)
+    with pytest.raises(CorruptCheckpoint, match=said):
+        opened(tmp_path, CT, parts | {suffix: changed}).form(NAME)
+
+
+def test_one_zero_point_for_a_whole_tensor(tmp_path: Path) -> None:
+    drawn = writers.draw(16, 256, 128, bits=8, seed=2)
+    drawn.zeros[:] = 130
+    parts = writers.compressed(drawn, 8, symmetric=False, pack=False, pack_zeros=False)
+    settings = ct(8, strategy="group", group=128, symmetric=False, form="int-quantized")
+    found = opened(tmp_path, settings, parts | {"weight_zero_point": torch.tensor([2], dtype=torch.int8)})
+    assert np.array_equal(found.get(NAME).double().numpy(), drawn.weight)
