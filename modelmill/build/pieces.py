@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from modelmill.build.keep import KEEP, Kept, find_kept, source_shape
 from modelmill.build.kinds import dtype_of
+from modelmill.checkpoint.container import listed
 from modelmill.checkpoint.open import Checkpoint
-from modelmill.checkpoint.rename import Resolved, result_info
+from modelmill.checkpoint.rename import Resolved, Rule, plan_renames, result_info
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import TensorMismatch
 from modelmill.nn.linear import Linear
@@ -48,6 +51,36 @@ class Piece:
     def dtype(self) -> torch.dtype:
         """The type that a tensor which no recipe changes is stored in."""
         return next(iter(self.stored.values()))[1]
+
+
+def renames_of(checkpoint: Checkpoint, family: ModuleType, sizes: Any) -> list[Resolved]:
+    """The family's rules with this checkpoint's names. Raises TensorMismatch for missing and left-over tensors."""
+    rules = family.rules(sizes)
+    drops = [*family.drops(sizes), *map(re.escape, _surplus(checkpoint, rules, family.PREFIXES))]
+    return plan_renames(rules, drops, checkpoint.names(), family.PREFIXES)
+
+
+def _surplus(checkpoint: Checkpoint, rules: Sequence[Rule], prefixes: Sequence[str]) -> list[str]:
+    """Biases of zeros that nobody reads: AutoGPTQ writes one beside each packed matrix, of the model's or not.
+
+    Raises TensorMismatch where such a bias holds something else.
+    """
+    read = {source for rule in rules for source in rule.sources if source.endswith(".bias")}
+    read |= {source.removeprefix(prefix) for source in read for prefix in prefixes}
+    read |= {prefix + source for source in read for prefix in prefixes}
+    here = set(checkpoint.names())
+    found = []
+    for name in checkpoint.names():
+        matrix = name.removesuffix("bias") + "weight"
+        if not name.endswith(".bias") or name in read or matrix not in here or checkpoint.form(matrix) is None:
+            continue
+        if bool((checkpoint.get(name) != 0).any()):
+            raise TensorMismatch(
+                f"{listed([name])} beside a packed matrix is a bias that {checkpoint.model_type} has not, and not "
+                "zero; does config.json belong to these weights (model_type, attention_bias)?"
+            )
+        found.append(name)
+    return found
 
 
 def quantized_of(model: nn.Module, config: BuildConfig) -> set[str]:

@@ -18,11 +18,11 @@ from modelmill.build.auto import AUTO, Found, resolve_auto
 from modelmill.build.calibration import Source, find_source
 from modelmill.build.keep import resolve_keep
 from modelmill.build.kinds import LANGUAGE, check_options, described, kind_of, still_memory
-from modelmill.build.pieces import TOWER, Piece, how_held, piece_of, pieces_of, quantized_of
+from modelmill.build.pieces import TOWER, Piece, how_held, piece_of, pieces_of, quantized_of, renames_of
 from modelmill.build.resolve import check_generation, find_family, resolved
 from modelmill.build.shown import has_eyes, with_pictures
 from modelmill.checkpoint.open import Checkpoint
-from modelmill.checkpoint.rename import Resolved, plan_renames
+from modelmill.checkpoint.rename import Resolved
 from modelmill.core.config import BuildConfig, to_dict
 from modelmill.core.errors import UsageError
 from modelmill.core.size import byte_text
@@ -221,7 +221,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
         return _still_plan(checkpoint, config, family, sizes)
     check_generation(checkpoint)
     config, kept = resolve_keep(checkpoint, config)
-    renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
+    renames = renames_of(checkpoint, family, sizes)
     config, found = resolve_auto(checkpoint, config, family, sizes, renames, progress)
     recipe = Layered(config, sizes.layers) if config.quantization == AUTO else make_recipe(config)
     limit = getattr(sizes, "limit", None) or sizes.max_len
@@ -262,7 +262,7 @@ def _still_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType,
     if recipe is not None:
         reasons["quantization"] = still_reason(config)
     shelf.resolve(config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels)
-    renames = plan_renames(family.rules(sizes), family.drops(sizes), checkpoint.names(), family.PREFIXES)
+    renames = renames_of(checkpoint, family, sizes)
     model = family.Model(sizes)
     pieces = tuple(pieces_of(checkpoint, config, recipe, model, renames, family))
     return Plan(checkpoint, config, family, sizes, 1, pieces, {}, reasons, recipe)

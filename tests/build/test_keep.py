@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from modelmill.artifact.store import open_artifact
 from modelmill.build.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
-from modelmill.core.errors import CheckpointError, CorruptArtifact, UsageError
+from modelmill.core.errors import CheckpointError, CorruptArtifact, TensorMismatch, UsageError
 from modelmill.ops import shelf
 from modelmill.weights import dense, held, int4, int8_group, stacked
 from tests.accept.judged import judged, save_tiny
@@ -116,6 +118,48 @@ def test_gptq_is_kept(tmp_path: Path, bits: int, symmetric: bool, dtype: str) ->
     kind = "int4" if bits == 4 else "int8_group"
     assert artifact.manifest.weights["layers.0.attn.qkv_proj"] == kind
     assert artifact.manifest.weights["head"] == "dense"
+
+
+def with_biases(make: Any, value: float) -> Any:
+    """AutoGPTQ's bias beside each packed matrix, whether the family has it or not."""
+
+    def made(shape: tuple[int, int], seed: int) -> tuple[Tensors, np.ndarray]:
+        parts, weight = make(shape, seed)
+        bias = torch.zeros(shape[0], dtype=torch.float16)
+        bias[-1] = value if seed == 3 else 0
+        return parts | {"bias": bias}, weight
+
+    return made
+
+
+def test_biases_of_zeros_that_the_family_has_not_are_left_out(tmp_path: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    folder, meant = foreign(tmp_path / "hf", settings, with_biases(gptq(4, symmetric=True), 0.0))
+    artifact = check(folder, tmp_path / "e", meant)
+    assert not any(name.endswith("bias") for name in artifact.names())
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_a_bias_that_the_family_has_not_is_named_where_it_is_not_zero(tmp_path: Path, value: float) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    folder, _ = foreign(tmp_path / "hf", settings, with_biases(gptq(4, symmetric=True), value))
+    with pytest.raises(TensorMismatch, match=r"layers\.0\.self_attn\.o_proj\.bias beside a packed matrix") as told:
+        make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+    assert "\n" not in str(told.value)
+
+
+def test_biases_that_the_family_has_are_kept_and_zeros_elsewhere_are_named(tmp_path: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    folder, _ = foreign(tmp_path / "hf", settings, with_biases(gptq(4, symmetric=True), 0.5))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
+    plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+    kept = {piece.resolved.target for piece in plan.pieces if piece.resolved.target.endswith("bias")}
+    assert kept == {f"layers.{i}.attn.{name}.bias" for i in range(LAYERS) for name in ("qkv_proj", "o_proj")}
+    tensors = load_file(folder / "model.safetensors") | {"model.norm.bias": torch.zeros(HIDDEN)}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(TensorMismatch, match=r"no place for: model\.norm\.bias"):
+        make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
 
 
 def test_orders_that_differ_are_held_apart_and_equal_ones_together(tmp_path: Path) -> None:
