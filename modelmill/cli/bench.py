@@ -151,8 +151,10 @@ def _check(args: Args) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if any(size < 1 for size in args.batch_size):
-        raise UsageError("--batch-size takes whole numbers from 1 on")
+    if args.warmup < 0:
+        raise UsageError(f"--warmup must be at least 0, not {args.warmup}")
+    if not args.batch_size or any(size < 1 for size in args.batch_size):
+        raise UsageError("--batch-size takes whole numbers from 1 on, at least one")
     if args.dataset is not None and args.trace is not None:
         raise UsageError("give one of --dataset and --trace")
     if args.what != "throughput" and (args.dataset or (args.trace and args.what != "serve")):

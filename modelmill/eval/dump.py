@@ -20,6 +20,7 @@ def dump(loop: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, T
     A module's output has a row for each token; where it gives several tensors they are NAME.0, NAME.1, … . ids
     themselves are written as ``ids`` [T] int64. Raises UsageError where nothing matches or the file cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     known = [name for name, _ in loop.model.named_modules() if name]
@@ -34,8 +35,8 @@ def dump(loop: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, T
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, str(path))
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:  # the latter of a folder, for one
+        raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
     return tensors
 
 

@@ -188,6 +188,7 @@ def test_run_samples_n_and_beams(cli: Cli, engine: Path) -> None:
         (("--prompt", "x", "--top-p", "0"), "top_p"),
         (("--prompt", "x", "--quantization", "int8"), "quantization"),
         (("--prompt", "x", "--dump", "layers.0.atn.mix", "f"), "matches no module"),
+        (("--prompt", "x", "--dump", "layers.0.*", "/"), "cannot write /"),
         (("--file", "none.jsonl"), "cannot read"),
     ],
 )
@@ -418,6 +419,9 @@ def test_bench_startup(cli: Cli, engine: Path) -> None:
         ("startup", "--reference", "hf"),
         ("latency", "--runs", "0"),
         ("latency", "--batch-size", "0"),
+        ("latency", "--batch-size", ","),
+        ("latency", "--runs", "3", "--warmup", "-5"),
+        ("throughput", "--warmup", "-1"),
         ("nonsense",),
     ],
 )
