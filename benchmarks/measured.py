@@ -26,10 +26,11 @@ def standing(rows: Sequence[Row], options: argparse.Namespace, build: Sequence[s
 
     A row that stands for another, measured again or with its summaries, has its key: a report has one line for both.
     """
-    key, older = key_of(options, build), older_key_of(options, build)
-    same = [row for row in rows if row["key"] == key or (row["key"] == older and alike(row, options, build))]
-    newest = [row for row in rows if row["key"] == older][-1:]  # the one that a report shows
-    found = older if newest and newest[0] in same else key
+    key, names = key_of(options, build), names_of(options, build)
+    named = (row for row in rows if row.get("names", row["key"]) == names)
+    same = [row for row in rows if row["key"] == key] or [row for row in named if alike(row, options, build)]
+    newest = [row for row in rows if row["key"] == same[-1]["key"]][-1:] if same else []  # which a report shows
+    found = same[-1]["key"] if newest and newest[0] is same[-1] else key
     return found, [row for row in same if has_summaries(row, options)]
 
 
@@ -39,8 +40,8 @@ def key_of(options: argparse.Namespace, build: Sequence[str]) -> str:
     return _digest([*_names(options, build), *files, device_of(options)])
 
 
-def older_key_of(options: argparse.Namespace, build: Sequence[str]) -> str:
-    """The key of rows that were written when it held names and options only; ``alike`` tells the rest of them."""
+def names_of(options: argparse.Namespace, build: Sequence[str]) -> str:
+    """The names and options alone, which once were a row's key; ``alike`` tells the rest of such rows."""
     return _digest(_names(options, build))
 
 
@@ -57,7 +58,9 @@ def alike(row: Row, options: argparse.Namespace, build: Sequence[str]) -> bool:
     """Whether a row of the same names is of the same device, text and calibration, as far as it tells."""
     words = [*given_calibration(options, build), *build]
     given = words[words.index("--calibration") + 1] if "--calibration" in words[:-1] else None
-    read = row.get("calibration")  # null: the recipe takes no statistics, or the build was refused
+    read = row.get("calibration")
+    if read is None and not row.get("accepted") and "names" in row:
+        return False  # refused with this calibration; without one the recipe takes none, and any other is alike
     named = read is None or (given is not None and read["name"] == Path(given).name)
     held = read is None or read.get("sha256") in (None, *files_of([given or ""]))
     text = row.get("text_sha256") in (None, *files_of([str(options.text)]))

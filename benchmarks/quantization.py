@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.fidelity import kept_logits, measure, windows_of  # noqa: E402
 from benchmarks.kept import built, content_of, files_of, note, sources  # noqa: E402
-from benchmarks.measured import CALIBRATION, articles_of, given_calibration, of_device, standing  # noqa: E402
+from benchmarks.measured import CALIBRATION, articles_of, given_calibration, names_of, of_device, standing  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
 FLOAT32 = ("--dtype", "float32")
@@ -101,7 +101,7 @@ def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> d
     row: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/quantization.py", *argv]), "key": asked}
     row |= {"checkpoint": options.checkpoint.name, "options": shlex.join(build), "text": options.text.name}
     row |= {"tokens": options.tokens, "window": options.window, "kv_cache_dtype": options.kv_cache_dtype}
-    row |= {"sources": sources(), "text_sha256": files_of([str(options.text)])[0]}
+    row |= {"sources": sources(), "names": names_of(options, build), "text_sha256": files_of([str(options.text)])[0]}
     if engine is None:
         return row | {"accepted": False} | stamp("")
     loop = opened(engine, options, options.kv_cache_dtype)

@@ -60,7 +60,7 @@ def test_another_device_or_calibration_is_another_measurement(more: tuple[str, .
     assert key_of(asked(), BUILD) == key_of(asked(), BUILD)
     assert key_of(asked(), BUILD) != key_of(asked(*more), BUILD)
     calibration = {"name": "cnndm_calibration.jsonl", "samples": 1, "length": 1}
-    older = {"key": measured.older_key_of(asked(), BUILD), "calibration": calibration, "device": "A CPU, 2 threads"}
+    older = {"key": measured.names_of(asked(), BUILD), "calibration": calibration, "device": "A CPU, 2 threads"}
     assert standing([older], asked(), BUILD) == (older["key"], [older])
     assert standing([older], asked(*more), BUILD) == (key_of(asked(*more), BUILD), [])
 
@@ -74,10 +74,23 @@ def test_other_files_under_the_same_names_are_another_measurement(file: str, cha
     )
     read = {"name": "cnndm_calibration.jsonl", "sha256": calibration}
     told = {"calibration": read, "text_sha256": text, "device": "A CPU"}
-    rows = [{"key": key, **told} for key in (key_of(asked(), BUILD), measured.older_key_of(asked(), BUILD))]
-    assert standing(rows, asked(), BUILD)[1] == rows
+    names = measured.names_of(asked(), BUILD)
+    rows = [{"key": names, **told}, {"key": key_of(asked(), BUILD), "names": names, **told}]
+    for row in rows:
+        assert standing([row], asked(), BUILD) == (row["key"], [row])
     path.write_text("other") if change == "rewritten" else path.unlink()
     assert standing(rows, asked(), BUILD)[1] == []
+
+
+@pytest.mark.parametrize(("accepted", "stands"), [(True, True), (False, False)])
+def test_a_recipe_without_statistics_is_the_same_with_any_calibration(
+    accepted: bool, stands: bool, repository: Path
+) -> None:
+    row = {"key": key_of(asked(), BUILD), "names": measured.names_of(asked(), BUILD), "accepted": accepted}
+    row |= {"calibration": None, "device": "A CPU"}
+    other = asked("--calibration", "../shared/data/text/other.jsonl")
+    assert standing([row], other, BUILD) == ((row["key"], [row]) if stands else (key_of(other, BUILD), []))
+    assert standing([row], asked("--device", "cuda"), BUILD)[1] == []
 
 
 def test_summaries_that_are_wanted_must_be_there(repository: Path) -> None:
