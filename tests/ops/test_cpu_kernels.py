@@ -242,6 +242,39 @@ def test_float16_values_all_survive(isa: str) -> None:
         assert torch.equal(tensor.view(-1, 8).nan_to_num(7.0), part.float().nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("k", [1, 16, 19, 64])
+def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
+    """As weights and as activations: each code k times, so that a row's sum is k times its value."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    wanted = every.float() * k
+    assert int(wanted.isnan().sum()) == 2
+    codes, one = every.view(torch.uint8)[:, None].expand(256, k).contiguous().view(every.dtype), torch.ones(1)
+    run = KERNELS["fp8_linear"].run
+    as_weights = run(torch.ones(1, k), codes, torch.ones(256), None, torch.float32)[0]
+    as_inputs = run(codes, torch.ones(1, k).to(every.dtype), one, one, torch.float32)[:, 0]
+    for got in (as_weights, as_inputs):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("place", [0, 17, 31])
+def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, isa: str) -> None:
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(place))
+    x[0, place] = value
+    order = torch.arange(64, dtype=torch.int32)
+    args = (x, order, None, None, 8, 32)
+    (q, step), (wanted, steps) = KERNELS["cluster_quant"].run(*args), shelf.reference("cluster_quant")(*args)
+    torch.testing.assert_close(step, steps, rtol=1e-6, atol=0, equal_nan=True)
+    assert not steps[0, 0].isfinite()
+    assert bool((q[0, :32] == 0).all()), "a cast of NaN is not defined"
+    assert bool(((q.int() - wanted.int()).abs() <= 1)[:, 32:].all())
+    product = KERNELS["clustered_linear"].run(
+        q, torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 2), None, 32, step, None, None, torch.float32
+    )
+    assert product[0].isnan().all()
+    assert product[1].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activations_at_the_ends_of_the_range(dtype: torch.dtype, isa: str) -> None:
     ends = [0.0, -0.0, 1e-6, 20.0, -20.0, 87.0, -87.0, 88.0, -88.0, 100.0, -100.0, 6e4, -6e4, float("nan")]

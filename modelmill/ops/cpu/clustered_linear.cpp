@@ -2,6 +2,8 @@
 #include "simd.h"
 #include "threads.h"
 
+#include <algorithm>
+
 namespace mill {
 
 // 8 sums side by side. dot(acc, q, w): acc[i] += Σ of four (q + 128) · w. Signed inputs are stored with 128 added,
@@ -174,6 +176,21 @@ inline void clustered(const Inputs& x, const Clustered& w, int64_t rows, int64_t
     });
 }
 
+// The largest magnitude; NaN where a value is no number (it loses every comparison).
+inline float extent(const float* x, int64_t n) {
+    vf found = zero(), bad = zero();
+    each(n, [&](int64_t i, int c) {
+        const vf v = take(x + i, c);
+        found = max(max(v, sub(zero(), v)), found);
+        bad = fma(v, zero(), bad);  // 0, or NaN where a value is not finite
+    });
+    if (sum(bad) == 0.0f) return top(found);
+    float most = 0.0f;
+    for (int64_t i = 0; i < n && most == most; i++)
+        if (x[i] != x[i] || std::fabs(x[i]) > most) most = std::fabs(x[i]);
+    return most;
+}
+
 }  // namespace mill
 
 // out[rows, n] (dtype) of q [rows, columns] int8. dynamic: step is [rows, groups]; half: scale and offset are float16.
@@ -239,15 +256,20 @@ extern "C" void cluster_quant(int8_t* q, float* steps, const void* x, const int3
                 for (int64_t g = 0; g < columns; g += group) {
                     float by = 0.0f;
                     if (!factor) {
-                        float top = 1e-6f;
-                        for (int64_t i = g; i < g + group; i++) top = std::fabs(turned[i]) > top ? std::fabs(turned[i]) : top;
+                        float top = extent(turned + g, group);
+                        top = top < 1e-6f ? 1e-6f : top;
                         by = most / top;
                         steps[(m * columns + g) / group] = top / most;
+                        if (!std::isfinite(top)) {  // the step tells it; no byte stands for what it is multiplied by
+                            std::fill_n(target + g, group, static_cast<int8_t>(0));
+                            continue;
+                        }
                     }
                     for (int64_t i = g; i < g + group; i++) {
                         float value = std::nearbyint(turned[i] * (factor ? factor[i] : by));
                         if (zero) value += static_cast<float>(zero[i]);
-                        value = value < least ? least : value > most ? most : value;
+                        value = value > least ? value : least;  // NaN too: a cast of it would not be defined
+                        value = value < most ? value : most;
                         target[i] = order[i] < 0 ? 0 : static_cast<int8_t>(value);
                     }
                 }
