@@ -6,8 +6,9 @@ done away from the engine's loop, and nothing of it is kept beyond the answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ BLANK = r"BLANK: /\n?[ ]{1,12}|\n/"
 def check(grammar: Grammar) -> None:
     """Raises RequestError, one line, for what is no grammar or is too large for one."""
     lib = _library()
-    problem = lib.LLMatcher.validate_grammar(_compiled(grammar, lib), limits=_limits(lib))
+    with _refusing(grammar):
+        problem = lib.LLMatcher.validate_grammar(_form(grammar, lib), limits=_limits(lib))
     # warnings are about annotations that change nothing (format: …)
     if problem and not problem.startswith("WARNING"):
         if grammar.kind == "calls":
@@ -68,9 +70,9 @@ class Guides:
 
     def make(self, grammar: Grammar, ends: Iterable[int]) -> Guide:
         """A guide for one answer that ends at ``ends``. Raises RequestError."""
-        matcher = self._lib.LLMatcher(
-            self._tokens, _compiled(grammar, self._lib), limits=_limits(self._lib), log_level=0
-        )
+        with _refusing(grammar):
+            form = _form(grammar, self._lib)
+            matcher = self._lib.LLMatcher(self._tokens, form, limits=_limits(self._lib), log_level=0)
         if matcher.is_error():
             raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(matcher.get_error())}")
         mine = set(ends)
@@ -146,17 +148,25 @@ class _Words:
         return ids
 
 
-def _compiled(grammar: Grammar, lib: Any) -> str:
-    """llguidance's own form. Raises RequestError, for what the library cannot even read, too."""
+@contextlib.contextmanager
+def _refusing(grammar: Grammar) -> Iterator[None]:
+    """What the library cannot even read is the grammar's fault: a RequestError."""
+    what = NAMES[grammar.kind]
     try:
-        return _form(grammar, lib)
+        yield
     except UnicodeError:
-        raise RequestError(f"the {NAMES[grammar.kind]} holds half of a surrogate pair, which is no character") from None
+        raise RequestError(f"the {what} holds half of a surrogate pair, which is no character") from None
     except ValueError as error:  # a number beyond its 64 bits
-        raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(str(error))}") from None
+        raise RequestError(f"the {what} cannot be used: {_short(str(error))}") from None
+    except BaseException as error:
+        # a panic of Rust is no Exception in Python: it would end more than this request
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"the {what} cannot be used: its reader gave up") from None
 
 
 def _form(grammar: Grammar, lib: Any) -> str:
+    """llguidance's own form."""
     if len(grammar.text) > LONGEST:
         raise RequestError(f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters, up to {LONGEST} are taken")
     if grammar.kind == "regex":

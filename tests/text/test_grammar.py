@@ -89,6 +89,16 @@ def test_what_is_no_grammar(kind: str, text: str) -> None:
     assert len(str(told.value)) < 400
 
 
+def test_a_panic_of_the_library_is_a_refusal() -> None:
+    """It cuts what it quotes of a schema at byte 100, be there a character's middle or not."""
+    schema = {"properties": "object", "$ref": {}, "pattern": ["é" * 200]}
+    text = json.dumps(schema, ensure_ascii=False)
+    for shift in range(4):
+        with pytest.raises(RequestError) as told:
+            grammars.check(Grammar("json", text.replace("$ref", "$ref" + "x" * shift)))
+        assert len(str(told.value)) < 400
+
+
 WORDS = ["type", "properties", "items", "enum", "const", "anyOf", "$ref", "pattern", "minimum", "required"]
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["object", "#", "\ud800", "é"])
 KEYS = st.sampled_from(WORDS) | st.text(max_size=4)
