@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ Examples:
 
 JOBS = ("messages", "prompt_token_ids", "prompt", "text")
 """What a line of --file may hold, one of them."""
+OF_ALL = {each.name for each in fields(SamplingParams)} | {"image", "images", "system", "cache_salt", "max_new_tokens"}
+"""Said on the command line for all lines of a file."""
 
 MAX_TOKENS = 512
 """The longest answer where neither --max-tokens nor the engine's generation_config says otherwise."""
@@ -104,14 +106,15 @@ def _jobs_of_file(path: Path) -> list[dict[str, Any]]:
     jobs = []
     for number, value in read_jsonl(path):
         kinds = [key for key in JOBS if key in value]
-        unknown = sorted(set(value) - set(JOBS))
+        # what else a data set tells of its lines is left alone, what would change the answer is not
+        unread = sorted(set(value) & OF_ALL)
         if not kinds:
             raise UsageError(f"{path}, line {number}: has none of {', '.join(JOBS)}")
         if len(kinds) > 1:
             raise UsageError(f"{path}, line {number}: has {' and '.join(kinds)}; give one of them")
-        if unknown:
+        if unread:
             raise UsageError(
-                f"{path}, line {number}: nothing reads {', '.join(map(repr, unknown))}; "
+                f"{path}, line {number}: nothing reads {', '.join(map(repr, unread))}; "
                 "how answers are made is said on the command line, for all of them"
             )
         jobs.append(value)

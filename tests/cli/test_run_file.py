@@ -19,7 +19,7 @@ IDS = {"prompt_token_ids": [1, 403, 407]}
         (IDS, ("--system", "be short"), "--system goes before a prompt"),
         ({"text": "Once"}, ("--system", "be short"), "--system goes before a prompt"),
         ({"prompt": "Once", "temperature": 0.5}, (), "line 1: nothing reads 'temperature'"),
-        ({"prompt": "Once", "sytem": "x", "id": 1}, (), "nothing reads 'id', 'sytem'"),
+        ({"prompt": "Once", "system": "x", "max_tokens": 1, "id": 1}, (), "nothing reads 'max_tokens', 'system'"),
         ({"prompt": "Once", "text": "Twice"}, (), "line 1: has prompt and text; give one"),
         ({"promt": "Once"}, (), "line 1: has none of"),
     ],
@@ -33,6 +33,12 @@ def test_nothing_is_dropped(
     assert (code, out) == (2, "")
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_what_a_data_set_tells_of_its_lines_is_left_alone(cli: Any, engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "asks.jsonl"
+    file.write_text('{"id": 7, "category": "stories", "text": "Once upon"}\n')
+    assert cli("run", engine, "--file", file, "--max-tokens", 1, "--json")[0] == 0
 
 
 def test_a_system_message_before_a_prompt_of_a_file(cli: Any, engine: Path, tmp_path: Path) -> None:
