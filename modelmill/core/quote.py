@@ -12,3 +12,9 @@ def quoted(value: object, most: int = 200) -> str:
     except RecursionError:
         text = "something nested beyond all bounds"
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def one_line(text: str, most: int) -> str:
+    """A message of somebody else's without line breaks, cut to ``most`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"

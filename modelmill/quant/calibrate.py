@@ -128,7 +128,7 @@ def judge(weight: torch.Tensor, held: HeldWeight, recipe: Recipe, statistics: St
         peak = statistics.max_abs
         channels = peak.argsort(descending=True)[:OUTLIERS].tolist()
         median = float(peak.median().clamp(min=1e-30))
-        facts["outliers"] = [[channel, _short(float(peak[channel]) / median)] for channel in channels]
+        facts["outliers"] = [[channel, short(float(peak[channel]) / median)] for channel in channels]
     return facts
 
 
@@ -138,12 +138,13 @@ def output_error(weight: torch.Tensor, other: HeldWeight, statistics: Statistics
     if statistics is not None and hasattr(other, "seen"):
         right = statistics.rows @ weight.T
         found = seen(other, statistics.rows) @ other.dense().T
-        return _short(float((found - right).norm() / right.norm().clamp(min=1e-30)))
+        return short(float((found - right).norm() / right.norm().clamp(min=1e-30)))
     if statistics is None:
-        return _short(float(off.norm() / weight.norm().clamp(min=1e-30)))
+        return short(float(off.norm() / weight.norm().clamp(min=1e-30)))
     lost, whole = (float(((w @ statistics.hessian) * w).sum()) for w in (off, weight))
-    return _short((max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0)
+    return short((max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0)
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
+    """Three digits."""
     return float(f"{value:.3g}")

@@ -15,7 +15,7 @@ import torch
 from modelmill.core.config import BuildConfig
 from modelmill.quant import smooth
 from modelmill.quant.block import SITES, Block, Flow
-from modelmill.quant.calibrate import collect, output_error
+from modelmill.quant.calibrate import collect, output_error, short
 from modelmill.quant.recipe import Prepared, Statistics
 from modelmill.weights.w8a8 import AS_THEY_ARE, Held
 
@@ -104,8 +104,3 @@ def static(weight: torch.Tensor, held: Any, statistics: Statistics) -> Any:
         if error < least:
             best, least = tried, error
     return best
-
-
-def short(value: float) -> float:
-    """Three digits."""
-    return float(f"{value:.3g}")

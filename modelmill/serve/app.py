@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from modelmill import __version__
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError
+from modelmill.core.quote import one_line
 from modelmill.serve import errors
 from modelmill.serve.complaint import complaint
 from modelmill.serve.described import describe
@@ -113,7 +114,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     if told.status == 500 and isinstance(error, ModelmillError):
         # it says what this machine or this engine lacks, and nothing of the request; a bug is logged by _Unraised
         data = {"request_id": request.scope.get("modelmill.request_id"), "error": type(error).__name__}
-        _log.error("cannot", extra={"data": {**data, "why": errors.one_line(str(error))}})
+        _log.error("cannot", extra={"data": {**data, "why": one_line(str(error), errors.SAID)}})
     return answer(told)
 
 

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError, TokenizerError, UsageError
+from modelmill.core.quote import one_line
 from modelmill.serve.engine import Busy, Ending, NotReady
 from modelmill.serve.ticket import WorkerLost
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+SAID = 500
+"""Most characters of a message."""
 _WORD = re.compile(r"[a-z_]+")
 
 
@@ -59,16 +62,10 @@ def of(error: BaseException, known: frozenset[str] = frozenset()) -> ApiError:
     if isinstance(error, CapacityError):
         return ApiError(503, text, SERVER, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):
-        return invalid(one_line(text), _named(text, known), _code(text))
+        return invalid(one_line(text, SAID), _named(text, known), _code(text))
     if isinstance(error, ModelmillError):
         return ApiError(500, "the engine cannot do this; the server's log says why", SERVER)
     return ApiError(500, "something went wrong in the server; its log says what", SERVER)
-
-
-def one_line(text: str, most: int = 500) -> str:
-    """A message without line breaks, cut where it is longer."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def _named(text: str, known: frozenset[str]) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from modelmill.core.errors import MissingDependency, RequestError
+from modelmill.core.quote import one_line
 from modelmill.core.types import Grammar
 from modelmill.text.messages import check_data
 from modelmill.text.tokens import Tokenizer, well_formed
@@ -21,6 +22,8 @@ from modelmill.text.tokens import Tokenizer, well_formed
 LONGEST = 1 << 18
 """Most characters of a schema, pattern or grammar."""
 CHOICES = 1024
+SAID = 200
+"""Most characters told of what the library said."""
 NAMES = {
     "json": "JSON schema",
     "regex": "regex",
@@ -43,7 +46,7 @@ def check(grammar: Grammar) -> None:
     if problem and not problem.startswith("WARNING"):
         if grammar.kind == "calls":
             _check_each(grammar)
-        raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(problem)}")
+        raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {one_line(problem, SAID)}")
 
 
 def _check_each(grammar: Grammar) -> None:
@@ -74,7 +77,7 @@ class Guides:
             form = _form(grammar, self._lib)
             matcher = self._lib.LLMatcher(self._tokens, form, limits=_limits(self._lib), log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {_short(matcher.get_error())}")
+            raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {one_line(matcher.get_error(), SAID)}")
         mine = set(ends)
         if not mine.intersection(self._ends):
             raise RequestError("structured output needs an end of the answer; leave ignore_eos out")
@@ -157,7 +160,7 @@ def _refusing(grammar: Grammar) -> Iterator[None]:
     except UnicodeError:
         raise RequestError(f"the {what} holds half of a surrogate pair, which is no character") from None
     except ValueError as error:  # a number beyond its 64 bits
-        raise RequestError(f"the {what} cannot be used: {_short(str(error))}") from None
+        raise RequestError(f"the {what} cannot be used: {one_line(str(error), SAID)}") from None
     except BaseException as error:
         # a panic of Rust is no Exception in Python: it would end more than this request
         if type(error).__name__ != "PanicException":
@@ -239,11 +242,6 @@ def _library() -> Any:
     except ModuleNotFoundError:
         raise MissingDependency("structured output needs llguidance: pip install 'modelmill[serve]'") from None
     return llguidance
-
-
-def _short(text: str, most: int = 200) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def _set(bits: np.ndarray, ids: Iterable[int]) -> None:
