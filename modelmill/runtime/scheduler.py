@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from modelmill.core.types import MEAN
+from modelmill.runtime.foresight import most_pages
 from modelmill.runtime.pace import Pace
 from modelmill.runtime.pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
@@ -76,6 +77,8 @@ class Scheduler:
         self.preemptions = 0
         self.budget = limits.tokens
         self.pace: Pace | None = None
+        self._released = 0
+        self._refused: tuple[Sequence, int] | None = None  # whom pages would not last for, and after which release
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence by its order of service."""
@@ -225,6 +228,7 @@ class Scheduler:
         other.row = self.tables.join(other.pages)
 
     def _release(self, seq: Sequence) -> None:
+        self._released += 1
         # last pages first, so that the beginnings of prefixes are evicted last
         for page in reversed(seq.pages):
             self.pool.drop(page)
@@ -305,8 +309,7 @@ class Scheduler:
                 return
             cached = self._match(seq)
             need = -(-seq.length // size) - len(cached)
-            # one page beside for each that runs: whoever joins should not be thrown out at the next full page
-            if need + len(self.running) > self.pool.available and self.running:
+            if self.running and not self._lasting(seq, need):
                 for page in reversed(cached):
                     self.pool.drop(page)
                 return
@@ -323,6 +326,24 @@ class Scheduler:
             if count > 0 and self._reserve(seq, count, plan, picked, True):
                 picked[seq] = count
                 left -= count
+
+    def _lasting(self, seq: Sequence, need: int) -> bool:
+        """Whether pages last where ``seq`` joins, which takes ``need`` new ones at first.
+
+        One page beside for each that runs, so that whoever joins is not thrown out at the next full page; and, where it
+        is known when answers end, as many as they will hold until then: what is thrown out is computed twice.
+        """
+        pool = self.pool
+        # as long as nobody has given pages back, who was refused is refused again
+        if need + len(self.running) > pool.available or self._refused == (seq, self._released):
+            return False
+        if seq.beam is not None or any(s.beam is not None for s in self.running):
+            return True
+        twice = max(0, sum(len(s.pages) for s in self.running) - (pool.count - pool.available))
+        if most_pages((*self.running, seq), self.limits.page_size) - twice <= pool.count:
+            return True
+        self._refused = seq, self._released
+        return False
 
     def join(self, seq: Sequence) -> None:
         """Among the running ones, in order of service."""

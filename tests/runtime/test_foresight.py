@@ -1,0 +1,85 @@
+"""Pages of the worst moment ahead, and a scheduler that throws nobody out where it can be known."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelmill.core.types import Request
+from modelmill.runtime.foresight import ends_at_limit, most_pages
+from modelmill.runtime.pages import PagePool
+from modelmill.runtime.scheduler import Limits, Scheduler
+from modelmill.runtime.sequence import RopeRule, Sequence
+from tests.runtime import tiny
+
+RULE = RopeRule("fixed", lambda _: 0)
+
+
+def sequence(prompt: int, answer: int, arrival: int = 0, **params: Any) -> Sequence:
+    wanted = tiny.params(**({"max_tokens": answer, "ignore_eos": True} | params))
+    request = Request(id=str(arrival), prompt=(5,) * prompt, params=wanted, eos_ids=(2,))
+    return Sequence(request, 0, arrival, RULE, limit=prompt + answer)
+
+
+def held(works: list[tuple[int, int]], size: int, step: int) -> int:
+    """Pages after so many steps, of those that have not ended."""
+    return sum(-(-(prompt + step) // size) for prompt, answer in works if answer >= step)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 100)), min_size=1, max_size=30), st.sampled_from([1, 16]))
+def test_the_worst_moment_is_found(works: list[tuple[int, int]], size: int) -> None:
+    exact = max(held(works, size, step) for step in range(1 + max(answer for _, answer in works)))
+    found = most_pages([sequence(*work) for work in works], size)
+    # last pages count as half full: off by half a page each at most, and by one for rounding
+    assert abs(found - exact) <= len(works) / 2 + 2
+
+
+def test_answers_that_may_end_are_taken_as_they_are() -> None:
+    known, unknown = sequence(33, 400), sequence(33, 400, ignore_eos=False)
+    assert ends_at_limit(known)
+    assert not ends_at_limit(unknown)
+    assert not ends_at_limit(sequence(33, 400, stop=("x",)))
+    assert not ends_at_limit(sequence(33, 400, stop_token_ids=(9,)))
+    assert most_pages([unknown], 16) == 0, "nothing is known"
+    assert most_pages([unknown, known], 16) == most_pages([known], 16) + 3
+    assert most_pages([known], 16) > 25
+    assert most_pages([], 16) == 0
+
+
+def serve(scheduler: Scheduler, works: list[tuple[int, int]], **params: Any) -> tuple[int, int]:
+    """Steps until all have ended, each after its limit, and the most that ran at once."""
+    for number, work in enumerate(works):
+        scheduler.add(sequence(*work, number, **params))
+    steps, most = 0, 0
+    while scheduler.running or scheduler.waiting:
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert plan.work, "a step of nothing"
+        scheduler.advance(plan)
+        steps, most = steps + 1, max(most, len(scheduler.running))
+        for seq, _ in plan.work:
+            if seq.pending:
+                seq.tokens.append(7)
+                seq.pending = 0
+                if seq.length >= seq.limit:
+                    scheduler.remove(seq)
+    return steps, most
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nobody_is_thrown_out_where_it_is_known_when_answers_end(seed: int) -> None:
+    draw = random.Random(seed)
+    works = [(draw.randrange(1, 300), draw.randrange(20, 200)) for _ in range(60)]
+    limits, pages = Limits(1024, 64, 16, prefix=False, mixed=256), 160
+    known, unknown = (Scheduler(limits, PagePool(pages), 32) for _ in range(2))
+    steps, most = serve(known, works)
+    more, _ = serve(unknown, works, ignore_eos=False)
+    assert known.preemptions == 0
+    assert unknown.preemptions > 0, "the pool is too large for this test"
+    assert most > 8
+    assert steps <= 1.1 * more
+    assert known.pool.available == pages
