@@ -15,6 +15,11 @@ __device__ inline void cluster_meet() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The same, and what they stored before is seen behind it.
+__device__ inline void cluster_share() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Arrive at the same barrier of another block of the cluster, or of this one. What this thread stored is not thereby
 // seen there, which would cost a fence each time: for stages that products have read, and nobody has written.
 __device__ inline void arrive_at(u32 barrier, u32 rank) {

@@ -1,22 +1,26 @@
-"""Prefill attention over a paged KV cache with Hopper's own instructions (paged_attention.cu); decoding is not served.
+"""Prefill attention over a paged KV cache with Hopper's own instructions (paged_attention.cu).
 
-A step that mixes prompts and single queries is shared: the kernel takes whole tiles of 128 queries, of which a single
-query would fill one row, so those are left to the variant behind this one, where there is one.
+Of decoding only pages of int8 are served (paged_decode8). A step that mixes prompts and single queries is shared: the
+kernel takes whole tiles of 128 queries, of which a single query would fill one row, so those are left to the variant
+behind this one, where there is one. With pages of int8 it is the other way round: that one has the prompts.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import struct
 from collections.abc import Callable
 
 import torch
 
-from modelmill.ops.cuda import build, launch
+from modelmill.ops.cuda import build, launch, paged_decode8
 
 LOG2E = 1.4426950408889634
 SHARES = True
 FEW_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
 FEW_TOKENS = 128  # up to here starting the copies takes longer than all else
+_TRITON = importlib.util.find_spec("triton") is not None
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of paged_attention.cu.
 QUERIES, KEYS, STAGES, THREADS = 128, 128, 2, 384
@@ -27,7 +31,8 @@ CACHED_BYTES = 32 << 20
 
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    return build.serves(kind, "paged_attention", _macros(torch.bfloat16, 128, 16))
+    common = _macros(torch.bfloat16, 128, 16)
+    return build.serves(kind, "paged_attention", common) or paged_decode8.available(kind)
 
 
 def supports(
@@ -44,7 +49,14 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to 1,024 sequences."""
+    """Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to 1,024 sequences.
+
+    Over pages of int8 the single queries of a step, alone or among prompts.
+    """
+    if k_scale is not None:
+        around = (block_tables, query_start, context_lens)
+        several = max_query == 1 or (block_tables.shape[0] > 1 and _TRITON)
+        return several and paged_decode8.serves(q, k_cache, v_cache, around, k_scale, v_scale)
     page_size, dim = k_cache.shape[2:]
     if max_query <= FEW_QUERIES or q.shape[0] <= FEW_TOKENS or q.dtype not in TYPES or not q.is_cuda:
         return False
@@ -80,8 +92,13 @@ def run(
 ) -> torch.Tensor:
     """As the reference; ``rest``, a run that also takes max_query = 1 and ``out``, fills in the single queries.
 
-    Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
+    Over pages of int8 it fills in the others, told so by ``singles``. Rows of padding sequences (context_len 0) are
+    zero; rows of no sequence are undefined.
     """
+    if k_scale is not None and v_scale is not None:
+        caches, indices = (k_cache, v_cache, k_scale, v_scale), (block_tables, query_start, context_lens)
+        sizes = (max_query, max_context, scale, window)
+        return _over_int8(q, caches, indices, sizes, rest)
     tokens, heads, dim = q.shape
     pages, kv_heads, page_size, _ = k_cache.shape
     batch, columns = block_tables.shape
@@ -103,6 +120,22 @@ def run(
         around = (block_tables, query_start, context_lens, 1, max_context, scale, window)
         rest(q, k_cache, v_cache, *around, out=out)
     return out
+
+
+def _over_int8(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sizes: tuple[int, int, float, int | None],
+    rest: Callable[..., torch.Tensor] | None,
+) -> torch.Tensor:
+    """sizes: most queries of a sequence, most keys, the scores' scale, the window."""
+    max_query, max_context, scale, window = sizes
+    out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+    if max_query > 1:
+        prompts = rest or importlib.import_module("modelmill.ops.triton.paged_attention").run
+        prompts(q, *caches[:2], *indices, *sizes, *caches[2:], out=out, singles=False)
+    return paged_decode8.run(q, caches, indices, max_context, scale, window, out)
 
 
 def _kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.Kernel:

@@ -66,10 +66,12 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    singles: bool = True,
 ) -> torch.Tensor:
     """As the reference. Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
 
     out: filled and returned where given; with max_query 1 only in the rows of single queries, others are left alone.
+    singles: whether single queries beside longer stretches are filled in.
     """
     tokens, heads, dim = q.shape
     if out is None:
@@ -80,7 +82,7 @@ def run(
     mixed = max_query > 1 and block_tables.shape[0] > 1
     if max_query > 1:
         _prefill(tensors, (max_query, max_context), scale * LOG2E, window, mixed)
-    if max_query == 1 or mixed:
+    if max_query == 1 or (mixed and singles):
         _decode(tensors, max_context, scale * LOG2E, window)
     return out
 

@@ -1,0 +1,135 @@
+"""Decoding over pages of int8 in whole numbers: what lies beside the context must not matter, and every edge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelmill.ops import shelf
+from modelmill.ops.cuda import build, paged_attention, paged_decode8
+from modelmill.ops.paged_attention import paged_attention as reference
+from tests.ops.compiled import compiles_without_spills
+
+LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # of the whole, in the norm: the output's own rounding
+
+
+@given(st.integers(1, 9000), st.integers(1, 40_000), st.integers(1, 200))
+def test_splits_are_powers_of_two_with_keys_for_all_warps(pairs: int, keys: int, multiprocessors: int) -> None:
+    splits = paged_decode8.splits_of(pairs, keys, multiprocessors)
+    assert splits in (1, 2, 4, 8)
+    assert splits == 1 or pairs * splits <= paged_decode8.BLOCKS * multiprocessors
+    assert splits == 1 or keys > (splits - 1) * paged_decode8.KEYS * paged_decode8.WARPS
+
+
+@pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not here")
+@pytest.mark.parametrize(("dim", "page", "splits"), [(128, 16, 1), (128, 8, 2), (64, 128, 8)])
+def test_compiles_without_spills(dim: int, page: int, splits: int, tmp_path: Path) -> None:
+    dtype = torch.float16 if dim == 64 else torch.bfloat16
+    compiles_without_spills("paged_decode8.cu", paged_decode8._macros(dtype, dim, page, splits), tmp_path / "out")
+
+
+def _arguments(
+    lengths: list[tuple[int, int]],
+    heads: int = 4,
+    dim: int = 128,
+    page: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None,
+) -> dict[str, Any]:
+    """Scales of NaN but for the tokens that exist; page tables that name nonsense past the context."""
+    generator = torch.Generator().manual_seed(len(lengths) + dim + page)
+    counts = [-(-context // page) for _, context in lengths]
+    pages = sum(counts) + 3
+    order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
+    tables = torch.randint(-9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32)
+    scales = torch.full((2, pages, heads, page), float("nan"))
+    for b, (_, context) in enumerate(lengths):
+        tables[b, : counts[b]] = order[b]
+        drawn = torch.rand(2, counts[b] * page, heads, generator=generator) * 0.03 + 0.001
+        drawn[1, ::5] = 1e-8
+        drawn[:, context:] = float("nan")
+        scales[:, order[b].long()] = drawn.view(2, counts[b], page, heads).transpose(2, 3)
+    caches = torch.randint(-128, 128, (2, pages, heads, page, dim), generator=generator, dtype=torch.int8).cuda()
+    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    q = torch.randn(int(starts[-1]), heads + 1, dim, generator=generator)[:, :heads] * 2
+    scales = scales.cuda()
+    return {
+        "q": q.to("cuda", dtype),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "block_tables": tables.cuda(),
+        "query_start": starts.cuda(),
+        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device="cuda"),
+        "max_query": max(n for n, _ in lengths),
+        "max_context": max(c for _, c in lengths),
+        "scale": dim**-0.5,
+        "window": window,
+        "k_scale": scales[0],
+        "v_scale": scales[1],
+    }
+
+
+def _check(args: dict[str, Any]) -> None:
+    reason = paged_attention.available("cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    assert paged_attention.supports(**args)
+    run = shelf.resolve("cuda").paged_attention
+    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
+    try:
+        got = run(**args).double()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    floats = ("q", "k_scale", "v_scale")
+    truth = reference(**{k: v.double() if k in floats else v for k, v in args.items()})
+    assert not got.isnan().any()
+    singles = args["query_start"].diff() == 1
+    rows = args["query_start"][:-1][singles].long()
+    got, truth = (got[rows], truth[rows]) if args["max_query"] > 1 else (got, truth)
+    assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
+    assert all(torch.equal(run(**args).double()[rows], got) for _ in range(3)), "the bits change from call to call"
+
+
+EDGES = [(1, n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 500, 1025)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("page", [8, 16, 32, 64, 128])
+def test_every_edge_and_page_size(page: int, dim: int, dtype: torch.dtype) -> None:
+    _check(_arguments(EDGES, dim=dim, page=page, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 33, 128, 5000])
+def test_windows(window: int) -> None:
+    _check(_arguments(EDGES, window=window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[(1, 5000)], [(1, 4096)] * 3, [(1, 900)] * 70, [(1, 40)] * 300], ids=len)
+def test_few_and_many_sequences(lengths: list[tuple[int, int]]) -> None:
+    _check(_arguments(lengths, heads=8))
+
+
+@pytest.mark.gpu
+def test_padding_and_prompts_beside_it() -> None:
+    _check(_arguments([(1, 30), (1, 0), (1, 131), (1, 0)]))
+    _check(_arguments([(30, 30), (1, 131), (129, 400), (1, 1), (1, 999)]))
+    _check(_arguments([(30, 30), (2, 131)] + [(1, 77)] * 20, dim=64))
+
+
+@pytest.mark.gpu
+def test_what_is_no_number_stays_none() -> None:
+    args = _arguments([(1, 100), (1, 200)])
+    args["q"][1, 2, 5] = float("inf")
+    got = shelf.resolve("cuda").paged_attention(**args).view(2, 4, 128)
+    assert got[1, 2].isnan().all()
+    assert not got[0].isnan().any()
+    assert not got[1, 3].isnan().any()
