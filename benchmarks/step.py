@@ -114,7 +114,7 @@ def spread(times: list[float]) -> dict[str, Any]:
 
 def greedy(model: nn.Module, step: Step) -> torch.Tensor:
     """The step down to the ids."""
-    return model(step).argmax(-1)
+    return step.ops.argmax(model(step))
 
 
 def kept(model: nn.Module, kv_dtype: str) -> torch.dtype:

@@ -138,7 +138,7 @@ def _replay(model: nn.Module, step: Step, plan: Plan, choices: Choices) -> Calla
     tuned = replace(step, ops=ops)
 
     def run() -> torch.Tensor:
-        return model(tuned).argmax(-1)
+        return tuned.ops.argmax(model(tuned))
 
     run()  # compiles
     return recorded(run)

@@ -110,7 +110,7 @@ def step_of(loop: Any, work: Work) -> Step:
 
 def _on_gpu(model: nn.Module, step: Step, work: Work, ceilings: Ceilings, dtype: str) -> tuple[Profile, Tracks]:
     def launch(given: Step) -> torch.Tensor:
-        return model(given).argmax(-1)
+        return given.ops.argmax(model(given))
 
     with watching(model, step.ops) as counted:
         launch(replace(step, ops=counted.ops))
