@@ -41,11 +41,10 @@ def incomparable(name: str) -> Row:
 
 
 def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> Row:
-    """Compare two tensors of one shape, of any dtype and device."""
-    right = reference.detach().to("cpu", torch.float64).reshape(-1)
-    left = ours.detach().to("cpu", torch.float64).reshape(-1)
+    """Compare two tensors of one shape, of any dtype and device; computed where ``reference`` lies."""
     if ours.shape != reference.shape:
         return incomparable(name)
+    right, left = _wide(reference, reference).reshape(-1), _wide(ours, reference).reshape(-1)
     if not right.numel():
         return Row(name, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     error = (left - right).abs()
@@ -71,6 +70,11 @@ def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> Row:
     )
 
 
+def _wide(tensor: Tensor, at: Tensor) -> Tensor:
+    """In float64 where ``at`` lies."""
+    return tensor.detach().to(at.device).double()
+
+
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else INFINITE
 
@@ -92,7 +96,7 @@ class Agreement:
 
 def centred(logits: Tensor) -> Tensor:
     """Logits in float64 less each row's mean, which softmax does not see: [T, vocab]."""
-    wide = logits.detach().to("cpu", torch.float64)
+    wide = _wide(logits, logits)
     return wide - wide.mean(-1, keepdim=True)
 
 
@@ -110,7 +114,7 @@ def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> Agreement:
     exact = centred(reference)
     best = exact.topk(2, dim=-1)
     sure = (best.values[:, 0] - best.values[:, 1]) > margin * exact.std(-1)
-    wide = ours.detach().to("cpu", torch.float64)
+    wide = _wide(ours, reference)
     same = (wide.argmax(-1) == best.indices[:, 0]) & wide.isfinite().all(-1)
     wrong = (sure & ~same).nonzero()
     first = int(wrong[0]) if len(wrong) else None
@@ -119,15 +123,14 @@ def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> Agreement:
 
 def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
     """KL(reference ‖ ours) in nats per row: logits [T, vocab] → [T], infinite where ours is not finite."""
-    exact = reference.detach().to("cpu", torch.float64).log_softmax(-1)
-    guess = ours.detach().to("cpu", torch.float64).log_softmax(-1)
+    exact, guess = _wide(reference, reference).log_softmax(-1), _wide(ours, reference).log_softmax(-1)
     each = (exact.exp() * (exact - guess)).sum(-1).clamp(min=0.0)
     return torch.where(each.isnan(), torch.full_like(each, INFINITE), each)
 
 
 def perplexity(logits: Tensor, targets: Tensor) -> float:
     """exp of the mean negative log likelihood of targets [T] under logits [T, vocab]; NaN becomes inf."""
-    chances = logits.detach().to("cpu", torch.float64).log_softmax(-1)
-    each = -chances.gather(-1, targets.to("cpu", torch.long)[:, None])
+    chances = _wide(logits, logits).log_softmax(-1)
+    each = -chances.gather(-1, targets.to(chances.device, torch.long)[:, None])
     mean = float(each.mean()) if each.numel() else 0.0
     return math.exp(min(mean, 700.0)) if math.isfinite(mean) else INFINITE
