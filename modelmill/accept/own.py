@@ -35,13 +35,9 @@ Scales = Mapping[str, Tensor]
 
 
 def own_reference(reference: Reference, model: Any, kinds: Mapping[str, str]) -> Reference:
-    """``reference`` computing with the weights of the layers (and of a quantized head) that ``model`` holds."""
-    plain_layer, plain_norm = reference.layer_weights, reference.norm_weights
+    """``reference`` computing with the norms (and the quantized head) that ``model`` holds; its layers: own_weights."""
+    plain_norm = reference.norm_weights
     made = copy.copy(reference)
-
-    def layer_weights(index: int) -> LayerWeights:
-        weights = plain_layer(index)
-        return weights | {name: _same(held, weights[name]) for name, held in held_weights(model, index, weights)}
 
     def norm_weights(index: int | None, name: str) -> Affine:
         plain = plain_norm(index, name)
@@ -54,11 +50,15 @@ def own_reference(reference: Reference, model: Any, kinds: Mapping[str, str]) ->
         logits = torch.cat([given @ block.to(made.dtype).T for block in dense_blocks(model.head.held)], -1)
         return {"final_norm": ModuleIO((x,), normed), "logits": ModuleIO((normed,), logits)}
 
-    made.layer_weights = layer_weights  # type: ignore[method-assign]
     made.norm_weights = norm_weights  # type: ignore[method-assign]
     if kinds.get("head", "dense") != "dense":
         made.head = head  # type: ignore[method-assign]
     return made
+
+
+def own_weights(plain: LayerWeights, held: LayerWeights) -> LayerWeights:
+    """A layer's weights as the engine holds them, in the reference's dtype."""
+    return plain | {name: _same(mine, plain[name]) for name, mine in held.items()}
 
 
 def held_weights(model: Any, index: int, weights: LayerWeights) -> Iterator[tuple[str, Affine]]:
@@ -81,15 +81,16 @@ def held_weights(model: Any, index: int, weights: LayerWeights) -> Iterator[tupl
 
 
 def weight_rows(
-    reference: Reference, model: Any, kinds: Mapping[str, str], dtype: str, folded: Mapping[int, Scales], index: int
-) -> Iterator[tuple[str, str, Row, Bound]]:
+    weights: LayerWeights, held_by_name: LayerWeights, kinds: Mapping[str, str], dtype: str, scales: Scales, index: int,
+    kv: Any,
+) -> Iterator[tuple[str, str, Row, Bound]]:  # fmt: skip
     """(path, module, row, bound) of every tensor of a layer: what is held against what the checkpoint holds.
 
-    Behind a quantized matrix stands its worst row and tile, as ``….weight.parts``.
+    scales: what a recipe folded in, by site. kv: the model's KVShape. Behind a quantized matrix stands its worst row
+    and tile, as ``….weight.parts``.
     """
-    weights, scales = reference.layer_weights(index), folded.get(index, {})
     places = {name: (path, site) for path, (names, site) in LINEARS.items() for name in names}
-    for name, held in held_weights(model, index, weights):
+    for name, held in held_by_name.items():
         path, site = places.get(name, (NORMS.get(name, name), ""))
         kind = kinds.get(f"layers.{index}.{path}", "dense")
         several = name in places and len(LINEARS[path][0]) > 1
@@ -98,7 +99,7 @@ def weight_rows(
         right = weights[name].weight
         # smoothing makes columns of quiet channels smaller than a step: what is held is compared as it is multiplied
         smoothed = kind == "w8a8" and site in scales
-        ours = unfolded(name, "" if smoothed else site, held, scales, model.kv)
+        ours = unfolded(name, "" if smoothed else site, held, scales, kv)
         fits = ours.weight.shape == right.shape
         right = right * scales[site] if fits and smoothed else right
         if fits and kind in PARTS:
@@ -155,13 +156,3 @@ def spoken(kinds: Mapping[str, str]) -> dict[str, str]:
 def is_low_bit(kinds: Mapping[str, str]) -> bool:
     """Whether an engine is judged in two halves: it holds weights coarser than int8."""
     return bool(set(kinds.values()) - {"dense", "int8"})
-
-
-def true_streams(reference: Reference, ids: list[list[int]], starts: list[int]) -> list[Tensor]:
-    """The checkpoint's own residual streams [T, H] at the end, for what quantization cost in all."""
-    streams = [reference.embed(torch.tensor(one)) for one in ids]
-    for index in range(reference.num_layers):
-        weights = reference.layer_weights(index)
-        for row, start in enumerate(starts):
-            streams[row] = reference.run_layer(index, weights, streams[row], start)["output"].output
-    return streams

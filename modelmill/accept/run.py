@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.cost import cost_rows
 from modelmill.accept.ends import head_findings, table_findings
 from modelmill.accept.engine import Bench
 from modelmill.accept.finding import Finding
-from modelmill.accept.own import is_low_bit, own_reference, spoken, weight_rows
-from modelmill.accept.reference import Reference, open_reference
+from modelmill.accept.own import is_low_bit, spoken
+from modelmill.accept.reference import open_reference
+from modelmill.accept.rounding import Rounding
 from modelmill.accept.sequences import judge_sequences
 from modelmill.accept.stages import row_of, short
 from modelmill.artifact.quantization import read_quantization
@@ -97,11 +97,18 @@ def compare_engine(
     kept = loop.artifact.manifest.build["quantization"] == "keep"
     own = is_low_bit(kinds) and not kept
     rounded = not kept and bool(set(kinds.values()) - {"dense"})
-    if own:
-        reference = own_reference(true, model, kinds)
     sequences = [list(s) for s in ids]
     # the first is the probe, all prompt; of the others the last quarter is decoded token by token
     starts = [len(sequences[0]), *(max(1, len(s) * 3 // 4) for s in sequences[1:])]
+    dtype = loop.artifact.manifest.build["dtype"]
+    rounding = None
+    if rounded:
+        quantized = read_quantization(loop.artifact)
+        rounding = Rounding(
+            true, model, kinds, dtype, list(zip(sequences, starts, strict=True)), own=own,
+            folded={layer: scales for layer, (_, scales) in quantized.items()}, told=bool(quantized),
+        )  # fmt: skip
+        reference = rounding.reference()
     bench = Bench(loop, reference, sequences[0], list(zip(sequences[1:], starts[1:], strict=True)), own=own or kept)
     told("modules")
     last = bench.modules()
@@ -110,28 +117,19 @@ def compare_engine(
     told("norms")
     bench.norms()
     told("sequences")
-    whole = judge_sequences(loop, reference, sequences, starts, [last, *bench.streams_of_others], true if own else None)
-    stored = table_findings(true, model, loop.artifact.manifest.build["dtype"])
-    findings = [*stored, *(_weights(loop, true) if rounded else ()), *bench.findings]
-    report = _report(loop, findings, whole)
-    if rounded and not report["recipe"]:
-        report["recipe"] = cost_rows(true, model, kinds, sequences[0], starts[0])
+    if rounding is not None:
+        rounding.rest()
+    exact = (true, rounding.streams) if rounding is not None and own else None
+    whole = judge_sequences(loop, reference, sequences, starts, [last, *bench.streams_of_others], exact)
+    findings = list(table_findings(true, model, dtype))
+    if rounding is not None:
+        findings += [*rounding.findings, *head_findings(true, model, loop.artifact.manifest.weights, dtype)]
+    report = _report(loop, [*findings, *bench.findings], whole)
+    if rounding is not None and not report["recipe"]:
+        report["recipe"] = rounding.cost
     if progress is not None:
         progress("acceptance: done", len(stages), len(stages))
     return report
-
-
-def _weights(loop: Loop, true: Reference) -> list[Finding]:
-    """What the engine's layers, and its head, hold against the checkpoint."""
-    assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
-    manifest, model = loop.artifact.manifest, loop.runner.model
-    dtype = manifest.build["dtype"]
-    folded = {layer: scales for layer, (_, scales) in read_quantization(loop.artifact).items()}
-    found = []
-    for index in range(true.num_layers):
-        rows = weight_rows(true, model, manifest.weights, dtype, folded, index)
-        found += [Finding(path, index, module, row, bound) for path, module, row, bound in rows]
-    return [*found, *head_findings(true, model, manifest.weights, dtype)]
 
 
 def _quantization(loop: Loop) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
-from modelmill.accept.own import spoken, true_streams
+from modelmill.accept.own import spoken
 from modelmill.accept.reference import Reference
 from modelmill.accept.tolerances import ROUNDED, LogitsBound, logits_bound
 from modelmill.runtime.loop import Loop
@@ -29,12 +29,13 @@ def judge_sequences(
     ids: list[list[int]],
     starts: list[int],
     streams: list[Tensor],
-    true: Reference | None = None,
+    true: tuple[Reference, list[Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Free runs in one batch against the reference's logits: every number, what is "broken", and whether it is "ok".
 
     starts: length of each sequence's prompt. streams: the reference's residual streams [T, H] at the end. true: the
-    checkpoint's reference where ``reference`` has the engine's weights: what quantization cost is told from it.
+    checkpoint's reference and its streams, where ``reference`` has the engine's weights: what quantization cost is told
+    from it.
     """
     rows = [[i for i in range(len(s)) if i >= start or i % EVERY == 0] for s, start in zip(ids, starts, strict=True)]
     mine, right = _logits(loop, ids, starts, rows), _ends(reference, streams, rows)
@@ -53,7 +54,7 @@ def judge_sequences(
         f"the next token differs at row {clear.first}, where it is clear": not clear.complete,
         f"perplexity {loss[0]:.5g} for {loss[1]:.5g}": not change <= bound.rel_l2,
     }
-    exact = right if true is None else _ends(true, true_streams(true, ids, starts), rows)
+    exact = right if true is None else _ends(*true, rows)
     return {
         "agreement": float((mine.argmax(-1) == exact.argmax(-1)).float().mean()),
         "rel_l2": row.rel_l2,

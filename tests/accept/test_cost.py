@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.cost import cost_rows
+from modelmill.accept.cost import layer_cost
+from modelmill.accept.own import held_weights
 from modelmill.accept.reference import open_reference
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
@@ -51,7 +52,9 @@ def test_the_error_is_that_of_the_outputs(llama: Path, tmp_path: Path) -> None:
     artifact = open_artifact(tmp_path / "e")
     reference, model = open_reference(open_checkpoint(llama)), load(artifact, "cpu")
     ids = list(range(3, 40))
-    row: dict[str, Any] = cost_rows(reference, model, artifact.manifest.weights, ids, len(ids))[0]
+    plain, stream = reference.layer_weights(0), reference.embed(torch.tensor(ids))
+    trace, held_by_name = reference.run_layer(0, plain, stream, len(ids)), dict(held_weights(model, 0, plain))
+    row: dict[str, Any] = next(layer_cost(0, plain, held_by_name, trace, model, artifact.manifest.weights))
     x = reference.run_norm(0, "input_norm", reference.embed(torch.tensor(ids))).double()
     weights = reference.layer_weights(0)
     right = torch.cat([weights[name].weight for name in ("q", "k", "v")]).double()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops.cuda import products
+from modelmill.ops.cuda import norm_order, products
 from tests.ops.nvcc import compiles_without_spills, needed
 
 MULTIPROCESSORS = st.integers(1, 300)
@@ -65,6 +65,15 @@ def test_many_rows_compile_without_spills(gated: int, tmp_path: Path) -> None:
 
 
 @needed
-@pytest.mark.parametrize("form", ["TOKEN=1 EACH=0 SHIFT=0 ADD=0 BLOCKS=4", "TOKEN=0 EACH=1 SHIFT=1 ADD=1 BLOCKS=2"])
-def test_norms_in_another_order_compile_without_spills(form: str, tmp_path: Path) -> None:
-    compiles_without_spills("norm_order.cu", ("WIDTH=4096", "COLUMNS=4096", *form.split()), tmp_path / "out")
+@pytest.mark.parametrize("what", ["TOKEN=1 EACH=0 SHIFT=0 ADD=0", "TOKEN=0 EACH=1 SHIFT=1 ADD=1"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_norms_in_another_order_compile_without_spills(what: str, pieces: int, tmp_path: Path) -> None:
+    form = norm_order.cut(4096, 4096, 4, pieces, busy=1024 // pieces)
+    sizes = (f"PIECES={pieces}", f"BLOCKS={form.blocks}", f"STAGES={form.stages}")
+    compiles_without_spills("norm_order.cu", ("WIDTH=4096", "COLUMNS=4096", *what.split(), *sizes), tmp_path / "out")
+
+
+@needed
+@pytest.mark.parametrize("what", ["TOKEN=1 EACH=0 SHIFT=0 ADD=0 FP8", "TOKEN=0 EACH=1 SHIFT=1 ADD=1"])
+def test_norms_of_a_row_in_another_order_compile_without_spills(what: str, tmp_path: Path) -> None:
+    compiles_without_spills("norm_row.cu", ("WIDTH=4096", "COLUMNS=8192", "ALONE=1", *what.split()), tmp_path / "out")

@@ -109,3 +109,36 @@ def test_the_scale_undoes_the_factor(kind: torch.dtype) -> None:
     step = scale[:, None] * 0.5 if kind is torch.int8 else (y.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
     assert bool(((back - y).abs() <= step * 1.001).all())
     assert scale[0] == pytest.approx(1e-6 / limits(kind, 8, shifted=False)[1])  # the row of zeros
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(1, 4096, 4352), (1, 64, 64), (7, 8192, 8192), (130, 1040, 512)])
+def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]) -> None:
+    """The kernel for one row at a time beside that for groups of rows; sums of squares are added in other orders."""
+    from modelmill.ops.cuda import norm_order
+
+    rows, width, columns = sizes
+    generator = torch.Generator("cuda").manual_seed(rows + columns)
+    x, residual = (torch.randn(rows, width, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.randn(width, generator=generator, device="cuda").bfloat16()
+    order = torch.randint(-1, width, (columns,), generator=generator, device="cuda", dtype=torch.int32)
+    factor = torch.rand(columns, generator=generator, device="cuda") * 40
+    zero = torch.randint(-9, 9, (columns,), generator=generator, device="cuda", dtype=torch.int32)
+    for kind, per_column in [
+        (torch.int8, (factor, zero, order)),
+        (torch.int8, (factor[:1].clone(), None, order)),
+        (torch.float8_e4m3fn, (None, None, order)),
+        (torch.int8, (None, None, order)),
+    ]:
+        for held in (None, residual):
+            assert norm_order.fits(x, weight, kind, per_column)
+            together = (4 if per_column[1] is None else 2) * (1 if held is None else 2)
+            form = norm_order.cut(width, columns, together, busy=512)
+            sums = [None if held is None else held.clone() for _ in range(2)]
+            few = norm_order.norm(x, sums[0], weight, 1e-5, kind, per_column, 8)
+            many = norm_order.norm(x, sums[1], weight, 1e-5, kind, per_column, 8, form)
+            apart = (few[0].view(torch.int8).int() - many[0].view(torch.int8).int()).abs()
+            assert int(apart.max()) <= 1
+            assert float(apart.float().mean()) < 2e-3
+            assert few[1] is None or torch.allclose(few[1], many[1], rtol=5e-3)  # type: ignore[arg-type]
+            assert held is None or torch.equal(sums[0], sums[1])  # type: ignore[arg-type]

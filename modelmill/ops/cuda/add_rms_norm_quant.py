@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm of many rows to 8 bits in another order of columns; all else is Triton's."""
+"""Residual add and RMSNorm to 8 bits in another order of columns; all else is Triton's."""
 
 from __future__ import annotations
 

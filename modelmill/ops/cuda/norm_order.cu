@@ -1,177 +1,242 @@
 // RMSNorm of many rows, of x or of x + residual, rounded to 8 bits with its columns in another order: a row is read and
-// written once. What is exchanged between columns goes through shared memory in 16 bits, in which it was rounded anyway.
+// written once. What is exchanged between columns goes through shared memory.
 //
-// A block takes every so-many-th row. Its threads hold 16 columns of a row each as they are read, and 16 columns as they
-// are written, of which order, factor and zero-point stay in registers from row to row. The next row is on its way
-// while one is computed.
+// A column that is gathered costs a shared-memory access wherever it lies, and gathered words collide in their banks.
+// So several rows are exchanged at once: what a column has of them fills one word. With one factor for all columns the
+// values are rounded to bytes first, and a word holds four rows; with a factor or a zero-point a column, which belong to
+// the column as it is written, the word holds two rows in 16 bits, to which they were rounded anyway.
+//
+// A block takes every so-many-th group of rows, which the copy engine brings to shared memory STAGES groups ahead: in
+// registers a group ahead would not fit. Its threads hold PIECES times 8 columns of each row as they are read and as many
+// as they are written, of which place, factor and zero-point stay in registers from group to group.
 //
 // Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD, TOKEN (a scale a token), EACH (a
-// factor a column), SHIFT (zero-points), BLOCKS (of a multiprocessor), FP8, HALF (float16 for bfloat16).
-#include "numbers.cuh"
+// factor a column), SHIFT (zero-points), BLOCKS (of a multiprocessor), STAGES, PIECES (1 or 2),
+// FP8, HALF (float16 for bfloat16).
+#include "eight_bits.cuh"
+#include "hopper.cuh"
 
-constexpr int THREADS = (WIDTH > COLUMNS ? WIDTH : COLUMNS) / 16, PADDED = (THREADS + 31) / 32 * 32, WARPS = PADDED / 32;
-constexpr int READERS = WIDTH / 16, WRITERS = COLUMNS / 16;
+constexpr bool BYTES = !EACH && !SHIFT;
+constexpr int ROWS = BYTES ? 4 : 2;
+constexpr int MINE = 8 * PIECES; // columns of a thread
+constexpr int READERS = WIDTH / MINE, WRITERS = COLUMNS / MINE;
+constexpr int THREADS = READERS > WRITERS ? READERS : WRITERS, PADDED = (THREADS + 31) / 32 * 32, WARPS = PADDED / 32;
+constexpr int SHARE = 32 / ROWS; // lanes that a row gets where warps' results are put together
+constexpr int ROW_BYTES = WIDTH * 2, GROUP_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = (ADD ? 2 : 1) * GROUP_BYTES;
 
 struct Work {
     const uint4 *x, *weight;
     uint4 *total; // ADD: the residual, written over with the sum
-    uint4 *values;
-    float *scale;                // TOKEN
-    const float *factor;         // [1], or with EACH [COLUMNS]
-    const int *zero, *order;     // [COLUMNS]
-    long long rows, x_stride, total_stride; // strides in 16 bytes
+    u32 *values;
+    float *scale;            // TOKEN
+    const float *factor;     // [1], or with EACH [COLUMNS]
+    const int *zero, *order; // [COLUMNS]
+    long long rows;
     float eps, most;
 };
-static_assert(sizeof(Work) == 96, "norm_order.py packs 96 bytes");
+static_assert(sizeof(Work) == 80, "norm_order.py packs 80 bytes");
 
-// As numbers.cuh's ``high``, by a shift: in float16 the compiler makes other code of the two, and this is what was measured.
-__device__ inline float upper(u32 pair) { return low(pair >> 16); }
-
-// Products of pairs, rounded once: of two 16-bit numbers that is what float32 and a rounding give.
-__device__ inline u32 times(u32 a, u32 b) {
-    u32 both;
-    asm("mul.rn." TYPE "x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-    return both;
+// Four words of four bytes with rows and columns exchanged.
+__device__ inline void transpose(u32 (&w)[4]) {
+    const u32 a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
+    const u32 c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
+    w[0] = __byte_perm(a, b, 0x5410), w[1] = __byte_perm(a, b, 0x7632);
+    w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// The larger sizes of two pairs: without their signs, numbers are in the order of their bits.
-__device__ inline u32 larger_sizes(u32 a, u32 b) {
-    return __vmaxu2(a, b & 0x7FFF7FFFu);
-}
-
-__device__ inline float warp_most(float x) {
+// The warp's sums of each row; lane l ends with that of row l / SHARE. The lanes divide the rows while they add, so that
+// several sums cost little more than one.
+__device__ inline float row_sums(float (&sum)[ROWS], int lane) {
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-    return x;
+    for (int rows = ROWS, step = 16; rows > 1; rows /= 2, step /= 2)
+#pragma unroll
+        for (int i = 0; i < rows / 2; ++i) {
+            const bool upper = lane & step;
+            const float given = upper ? sum[i] : sum[i + rows / 2], kept = upper ? sum[i + rows / 2] : sum[i];
+            sum[i] = kept + __shfl_xor_sync(~0u, given, step);
+        }
+    float all = sum[0];
+#pragma unroll
+    for (int step = SHARE / 2; step > 0; step /= 2) all += __shfl_xor_sync(~0u, all, step);
+    return all;
 }
 
-// Two values as e4m3, the first in the lower byte.
-__device__ inline u32 fp8_pair(float first, float second) {
-    u16 both;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
-    return both;
-}
-
-// Four bytes of four floats that were raised to 1.5 · 2²³: their lowest bits are whole numbers.
-__device__ inline u32 bytes(float a, float b, float c, float d) {
-    const u32 ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
-    const u32 cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
-    return __byte_perm(ab, cd, 0x5410);
-}
-
-// What a thread keeps of its 16 columns of the values.
-struct Columns {
-    u32 place[8]; // offsets in a row of two columns each; of a column that is none, that of the zero behind it
-    float factor[EACH ? 16 : 1], zero[SHIFT ? 16 : 1];
-};
-
-// A column of the values, not yet a byte.
-__device__ inline float column(const Columns &kept, const unsigned char *row, int i, float by, float most) {
-    const u32 offset = i % 2 == 0 ? kept.place[i / 2] & 0xFFFF : kept.place[i / 2] >> 16;
-    const float y = low(*reinterpret_cast<const u16 *>(row + offset));
-    const float factor = EACH ? kept.factor[EACH ? i : 0] : by;
-#ifdef FP8
-    return fminf(fmaxf(y * factor, -most), most);
-#else
-    // From 2²³ to 2²⁴ a float32 is a whole number, with 1 in its last bit: what is put there is rounded half to even.
-    const float whole = 12582912.0f;
-    float raised = __fmaf_rn(y, factor, whole);
-    if (SHIFT) raised += kept.zero[SHIFT ? i : 0];
-    return TOKEN ? raised : fminf(fmaxf(raised, whole - most - SHIFT), whole + most);
-#endif
+// Where a column lies in the exchange, in words: a thread writes four at once, beside its neighbours' four.
+__device__ inline u32 place(int column) {
+    return column < 0 ? WIDTH : (column % 8 / 4 * (WIDTH / 8) + column / 8) * 4 + column % 4;
 }
 
 extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __grid_constant__ Work work) {
-    __shared__ __align__(16) unsigned char rows[2][WIDTH * 2 + 16]; // behind a row stands a zero
-    __shared__ float sums[2][WARPS], tops[2][WARPS];
+    extern __shared__ __align__(128) unsigned char stages[]; // STAGES groups of rows, then the exchange
+    __shared__ __align__(8) u64 arrived[STAGES];
+    __shared__ float sums[ROWS][WARPS];
+    __shared__ u32 tops[ROWS][WARPS];
+    u32 *exchange = reinterpret_cast<u32 *>(stages + STAGES * STAGE_BYTES); // behind the columns a zero, for one that is none
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
     const bool reads = t < READERS, writes = t < WRITERS;
     const uint4 nothing = {0, 0, 0, 0};
-    // pieces of 8 columns, t and READERS + t: neighbours read side by side
-    const uint4 scale0 = reads ? work.weight[t] : nothing, scale1 = reads ? work.weight[READERS + t] : nothing;
-    Columns kept;
+    u32 w[4 * PIECES]; // of the columns as read: piece t, and READERS further the next
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        u32 both = 0;
-        for (int j = 0; j < 2; ++j) {
-            const int column = 16 * t + 2 * i + j, from = writes ? work.order[column] : -1;
-            both |= static_cast<u32>(2 * (from < 0 ? WIDTH : from)) << (16 * j);
-            if (EACH) kept.factor[EACH ? 2 * i + j : 0] = from < 0 ? 0.0f : work.factor[column];
-            if (SHIFT) kept.zero[SHIFT ? 2 * i + j : 0] = from < 0 ? 0.0f : static_cast<float>(work.zero[column]);
-        }
-        kept.place[i] = both;
+    for (int i = 0; i < PIECES; ++i) {
+        const uint4 piece = reads ? work.weight[i * READERS + t] : nothing;
+        w[4 * i] = piece.x, w[4 * i + 1] = piece.y, w[4 * i + 2] = piece.z, w[4 * i + 3] = piece.w;
     }
-    if (t < 2) *reinterpret_cast<u32 *>(rows[t] + WIDTH * 2) = 0;
+    u32 places[MINE / 2]; // of two columns each as written, in bytes
+    float factor[EACH ? MINE : 1], zero[SHIFT ? MINE : 1];
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        const int from = writes ? work.order[MINE * t + i] : -1;
+        const u32 offset = 4 * place(from);
+        places[i / 2] = i % 2 == 0 ? offset : places[i / 2] | offset << 16;
+        if (EACH) factor[EACH ? i : 0] = from < 0 ? 0.0f : work.factor[MINE * t + i];
+        if (SHIFT) zero[SHIFT ? i : 0] = from < 0 ? 0.0f : static_cast<float>(work.zero[MINE * t + i]);
+    }
+    const long long stride = static_cast<long long>(gridDim.x) * ROWS;
+    long long first = static_cast<long long>(blockIdx.x) * ROWS;
+    if (t == 0) {
+        exchange[WIDTH] = 0;
+        for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(arrived + i), 1);
+        barriers_ready();
+    }
+    __syncthreads();
     after_those_in_front();
     const float fixed = TOKEN || EACH ? 1.0f : work.factor[0];
-    uint4 x0 = nothing, x1 = nothing, r0 = nothing, r1 = nothing;
-    auto fetch = [&](long long row) {
-        if (row >= work.rows || !reads) return;
-        x0 = work.x[row * work.x_stride + t], x1 = work.x[row * work.x_stride + READERS + t];
-        if (ADD) r0 = work.total[row * work.total_stride + t], r1 = work.total[row * work.total_stride + READERS + t];
+    auto fetch = [&](long long group, int stage) { // by one thread
+        if (group >= work.rows) return;
+        const u32 bytes = static_cast<u32>(min(work.rows - group, static_cast<long long>(ROWS))) * ROW_BYTES;
+        const u32 barrier = shared_address(arrived + stage), target = shared_address(stages + stage * STAGE_BYTES);
+        arrive_expecting(barrier, (ADD ? 2 : 1) * bytes);
+        load_bytes(target, work.x + group * (WIDTH / 8), bytes, barrier);
+        if (ADD) load_bytes(target + GROUP_BYTES, work.total + group * (WIDTH / 8), bytes, barrier);
     };
-    fetch(blockIdx.x);
-    int turn = 0;
-    for (long long row = blockIdx.x; row < work.rows; row += gridDim.x, turn ^= 1) {
-        u32 v[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
-        if (ADD) {
-            const u32 r[8] = {r0.x, r0.y, r0.z, r0.w, r1.x, r1.y, r1.z, r1.w};
+    if (t == 0)
+        for (int i = 0; i < STAGES; ++i) fetch(first + i * stride, i);
+    int stage = 0;
+    u32 parity = 0;
+    for (; first < work.rows; first += stride) {
+        wait(shared_address(arrived + stage), parity);
+        const uint4 *row = reinterpret_cast<const uint4 *>(stages + stage * STAGE_BYTES);
+        u32 v[ROWS][4 * PIECES];
+        float sum[ROWS];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = rounded_pair(low(v[i]) + low(r[i]), upper(v[i]) + upper(r[i]));
-            if (reads) {
-                work.total[row * work.total_stride + t] = make_uint4(v[0], v[1], v[2], v[3]);
-                work.total[row * work.total_stride + READERS + t] = make_uint4(v[4], v[5], v[6], v[7]);
+        for (int i = 0; i < ROWS; ++i) {
+            sum[i] = 0.0f;
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p) {
+                const int piece = p * READERS + t;
+                // rows behind the last are whatever lies there: nothing of them is written
+                const uint4 x = reads ? row[i * (WIDTH / 8) + piece] : nothing;
+                u32 *four = v[i] + 4 * p;
+                four[0] = x.x, four[1] = x.y, four[2] = x.z, four[3] = x.w;
+                if (ADD) {
+                    const uint4 other = reads ? row[(ROWS + i) * (WIDTH / 8) + piece] : nothing;
+                    const u32 o[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) four[j] = rounded_pair(low(four[j]) + low(o[j]), high(four[j]) + high(o[j]));
+                    if (reads && first + i < work.rows)
+                        work.total[(first + i) * (WIDTH / 8) + piece] = make_uint4(four[0], four[1], four[2], four[3]);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum[i] += low(four[j]) * low(four[j]) + high(four[j]) * high(four[j]);
             }
         }
-        fetch(row + gridDim.x);
-        float sum = 0.0f;
+        const float own = row_sums(sum, lane);
+        if (lane % SHARE == 0) sums[lane / SHARE][warp] = own;
+        __syncthreads(); // the stage was read by all
+        if (t == 0) fetch(first + STAGES * stride, stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+        float all = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum += low(v[i]) * low(v[i]) + upper(v[i]) * upper(v[i]);
-        sum = warp_sum(sum);
-        if (lane == 0) sums[turn][warp] = sum;
-        __syncthreads();
-        sum = 0.0f;
+        for (int i = 0; i < WARPS; i += SHARE)
+            if (i + lane % SHARE < WARPS) all += sums[lane / SHARE][i + lane % SHARE];
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) sum += sums[turn][i];
-        const float spread = rsqrtf(sum / WIDTH + work.eps);
-        const u32 w[8] = {scale0.x, scale0.y, scale0.z, scale0.w, scale1.x, scale1.y, scale1.z, scale1.w};
-        u32 tops_here = 0;
+        for (int step = SHARE / 2; step > 0; step /= 2) all += __shfl_xor_sync(~0u, all, step);
+        const float spread = rsqrtf(all / WIDTH + work.eps);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            v[i] = times(rounded_pair(low(v[i]) * spread, upper(v[i]) * spread), w[i]);
-            if (TOKEN) tops_here = larger_sizes(tops_here, v[i]);
+        for (int i = 0; i < ROWS; ++i) {
+            const float by = __shfl_sync(~0u, spread, i * SHARE);
+            u32 top = 0;
+#pragma unroll
+            for (int j = 0; j < 4 * PIECES; ++j) {
+                v[i][j] = times(rounded_pair(low(v[i][j]) * by, high(v[i][j]) * by), w[j]);
+                if (TOKEN) top = larger_sizes(top, v[i][j]);
+            }
+            if (TOKEN) {
+                top = __reduce_max_sync(~0u, max(top & 0xFFFF, top >> 16));
+                if (lane == 0) tops[i][warp] = top;
+            }
         }
-        float top = fmaxf(low(tops_here), upper(tops_here));
+        float by[ROWS];
+        if (TOKEN) {
+            __syncthreads();
+            u32 top = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; i += SHARE)
+                if (i + lane % SHARE < WARPS) top = max(top, tops[lane / SHARE][i + lane % SHARE]);
+#pragma unroll
+            for (int step = SHARE / 2; step > 0; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
+            const float size = fmaxf(low(top), 1e-6f), inverse = __fdiv_rn(work.most, size);
+            if (warp == 0 && lane % SHARE == 0 && first + lane / SHARE < work.rows)
+                work.scale[first + lane / SHARE] = __fdiv_rn(size, work.most);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) by[i] = __shfl_sync(~0u, inverse, i * SHARE);
+        } else {
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) by[i] = fixed;
+        }
+        u32 word[MINE];
+#pragma unroll
+        for (int j = 0; j < MINE; ++j) {
+            if constexpr (BYTES) {
+                float y[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    y[i] = scaled(j % 2 == 0 ? low(v[i % ROWS][j / 2]) : high(v[i % ROWS][j / 2]), by[i % ROWS], 0.0f, work.most);
+                word[j] = bytes(y[0], y[1], y[2], y[3]);
+            } else {
+                word[j] = __byte_perm(v[0][j / 2], v[1][j / 2], j % 2 == 0 ? 0x5410 : 0x7632);
+            }
+        }
         if (reads) {
-            reinterpret_cast<uint4 *>(rows[turn])[t] = make_uint4(v[0], v[1], v[2], v[3]);
-            reinterpret_cast<uint4 *>(rows[turn])[READERS + t] = make_uint4(v[4], v[5], v[6], v[7]);
-        }
-        if (TOKEN) {
-            top = warp_most(top);
-            if (lane == 0) tops[turn][warp] = top;
+#pragma unroll
+            for (int j = 0; j < MINE; j += 4)
+                reinterpret_cast<uint4 *>(exchange)[j % 8 / 4 * (WIDTH / 8) + j / 8 * READERS + t] =
+                    make_uint4(word[j], word[j + 1], word[j + 2], word[j + 3]);
         }
         __syncthreads();
-        float by = fixed;
-        if (TOKEN) {
-            top = 1e-6f;
 #pragma unroll
-            for (int i = 0; i < WARPS; ++i) top = fmaxf(top, tops[turn][i]);
-            by = __fdiv_rn(work.most, top);
-            if (t == 0) work.scale[row] = __fdiv_rn(top, work.most);
+        for (int j = 0; j < MINE; ++j) {
+            const u32 offset = j % 2 == 0 ? places[j / 2] & 0xFFFF : places[j / 2] >> 16;
+            word[j] = *reinterpret_cast<const u32 *>(reinterpret_cast<const unsigned char *>(exchange) + offset);
         }
-        u32 out[4];
+        u32 out[ROWS][MINE / 4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float a = column(kept, rows[turn], 4 * i, by, work.most);
-            const float b = column(kept, rows[turn], 4 * i + 1, by, work.most);
-            const float c = column(kept, rows[turn], 4 * i + 2, by, work.most);
-            const float d = column(kept, rows[turn], 4 * i + 3, by, work.most);
-#ifdef FP8
-            out[i] = fp8_pair(a, b) | fp8_pair(c, d) << 16;
-#else
-            out[i] = bytes(a, b, c, d);
-#endif
+        for (int four = 0; four < MINE / 4; ++four) {
+            if constexpr (BYTES) {
+                u32 square[4] = {word[4 * four], word[4 * four + 1], word[4 * four + 2], word[4 * four + 3]};
+                transpose(square);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[i % ROWS][four] = square[i];
+            } else {
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    float y[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const int column = 4 * four + j;
+                        const float value = i == 0 ? low(word[column]) : high(word[column]);
+                        y[j] = scaled(value, EACH ? factor[EACH ? column : 0] : by[i], zero[SHIFT ? column : 0], work.most);
+                    }
+                    out[i][four] = bytes(y[0], y[1], y[2], y[3]);
+                }
+            }
         }
-        if (writes) work.values[row * WRITERS + t] = make_uint4(out[0], out[1], out[2], out[3]);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            if (!writes || first + i >= work.rows) continue;
+            u32 *values = work.values + (first + i) * (COLUMNS / 4) + t * (MINE / 4);
+            if constexpr (PIECES == 2) *reinterpret_cast<uint4 *>(values) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
+            else *reinterpret_cast<uint2 *>(values) = make_uint2(out[i][0], out[i][1]);
+        }
     }
 }

@@ -1,4 +1,4 @@
-"""RMSNorm of many rows to 8 bits in another order of columns (norm_order.cu); all else is Triton's."""
+"""RMSNorm to 8 bits in another order of columns (norm_order.cu); all else is Triton's."""
 
 from __future__ import annotations
 
