@@ -161,8 +161,20 @@ ONE_ROW += [(8, False, False, True, 1), (8, True, False, False, 1), (4, True, Tr
 @needed
 @pytest.mark.parametrize("kind", [one_row.Kind(*each) for each in ONE_ROW])
 def test_products_of_one_row_compile_without_spills(kind: one_row.Kind, tmp_path: Path) -> None:
+    groups = 1 if kind.wide else 4096 // 128 * kind.groups
     for dtype, gated in ((torch.bfloat16, not kind.integer), (torch.float32 if kind.integer else torch.float16, False)):
-        compiles_without_spills("one_row.cu", one_row.macros(kind, 5, dtype, gated=gated), tmp_path / "out")
+        plan = one_row.planned(kind, (4096, 4096), 4096 // groups, groups, dtype, gated=gated)
+        compiles_without_spills("one_row.cu", plan.macros, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", [one_row.Kind(*each) for each in ONE_ROW])
+@pytest.mark.parametrize("columns", [32, 576, 4096, 11008, 14336, 28672])
+def test_blocks_of_one_row_have_room_and_are_alone(kind: one_row.Kind, columns: int) -> None:
+    """More than half of a multiprocessor's 228 KB, no more than a block may have, up to the widths of 70B models."""
+    groups = 1 if kind.wide else -(-columns // 128) * kind.groups
+    shape = one_row.shape_of(kind, columns, groups)
+    assert shape is not None
+    assert 114 << 10 < one_row.shared(kind, shape) <= 227 << 10
 
 
 @needed

@@ -10,7 +10,8 @@ from modelmill.ops.cuda import build, one_row
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
     common = one_row.Kind(8, integer=False, offset=False, wide=True)
-    return build.serves(kind, "one_row", one_row.macros(common, 5, torch.bfloat16, gated=False))
+    plan = one_row.planned(common, (4096, 4096), 4096, 1, torch.bfloat16, gated=False)
+    return build.serves(kind, "one_row", plan.macros)
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

@@ -1,34 +1,44 @@
-// Products of one row of x with 4- or 8-bit weights, as fast as the weights come from memory.
+// Products of one row of x with 4- or 8-bit weights through the 8-bit tensor cores, as fast as the weights come from
+// memory.
 //
-// A block stays on its multiprocessor and takes 16 rows of the weight (a tile) after another. One warp has the copy
-// engine bring them into a ring of shared memory, 1,024 bytes of each row at a time: that needs no registers and does not
-// wait for the kernel in front, so that the ring is full when x is there, and memory is never idle between kernels. The
-// other warps multiply, each its pieces of 128 columns, with the weight as the left operand of the tensor cores; x is the
-// first column of the right one.
+// x is made whole numbers: 128 columns (a piece) share a power of two, and each value is up to four signed digits of base
+// 256 ("planes"), 27 or 31 bits below the piece's largest. A right operand has eight columns, and one row of x would fill
+// one: the planes fill four, and cost nothing. What it saves is all of the weights' conversion. Of 4-bit codes the product
+// takes a word as it is and once more with its upper halves masked away:
+//     low · x_low + high · x_high = low · (x_low − x_high / 16) + byte · (x_high / 16).
+// x in integers (INTEGER) is one plane, or two with 4-bit weights. Sums of a piece are whole numbers below 2^22.
 //
-// Weights of x's kind (INTEGER 0): y = scale · part + offset · (sum of x), of weights as numbers
-// (int4_codes.cuh). Integers (INTEGER 1): y = step · (scale · part + offset · (sum of q)), parts and sums in int32 and below
-// 2^24, which float32 holds exactly.
+// The left operand is four words of one row of the weight, as one load brings them to a thread: the hardware takes the
+// second and the fourth for another row, eight below. So of the right operand's columns four hold what the first and the
+// third word are multiplied with, and four what the second and the fourth: one half of the result for each is what counts.
+// Where a piece has several groups (GROUPS 2 or 4: 64 or 32 columns) the other four columns are another group's; two rows
+// of the weight go into one operand then, and words are moved for it.
 //
-// Where a piece has several groups (GROUPS 2 or 4: 64 or 32 columns, 4 bits), each has a column of the right operand of
-// its own: there are eight, and the threads of a quad hold different groups' columns.
+// A block stays on its multiprocessor and takes 16 rows of the weight (a tile) after another. A warp has its own parts of
+// all rows, 128 bytes wide (lines), and its own ring in shared memory: it asks the copy engine for a line as soon as it is
+// done with another, and waits for nobody. The ring is full before x is there. The last warp to be done with a tile adds up.
 //
-// The loader and what a warp makes of a piece have files of their own. Macros: BITS (of a weight), GROUPS (of a piece: 1, 2,
-// 4), INTEGER, GATED (eight rows of a tile are of the gate, the others the same of the half below), OFFSET, STAGES (of the
-// ring: as many as there is room for, one_row.py), and those of narrow_types.cuh and numbers.cuh.
-#include "int4_codes.cuh"
-#include "mma.cuh"
+// The copy engine's 128-byte swizzle puts 16-byte cell c of row r at c ^ (r % 8). A thread's rows are such that the eight
+// threads that are served at once read eight different groups of banks.
+//
+// Macros: BITS (of a weight), GROUPS (of a piece: 1, 2, 4), INTEGER, GATED (eight rows of a tile are of the gate, the
+// others the same of the half below), OFFSET, WIDE (scales are float32), WARPS, STAGES (of a warp's ring), HELD (tiles whose
+// scales and sums are in shared memory), SINGLE (a warp has at most one line of a row: x stays in registers), PAIRS (a
+// line's two groups lie in one word), FLOAT or HALF (the output's type).
 #include "narrow_types.cuh"
-#include "ring.cuh"
+#include "planes.cuh"
 
-// Known to one_row.py. Scales arrive up to three tiles ahead; four tiles' sums may wait to be added up, one more than a warp
-// can be ahead of the others.
-constexpr int WARPS = 16, MULTIPLIERS = 32 * WARPS, ROWS = 16, TILES_OF_SCALES = 3, TILES_OF_SUMS = 4;
-// Bytes of a piece; of a row at a time, a piece for each warp; of a row of a box, of which a chunk is one or two wide.
-constexpr int PIECE = BITS * 16, CHUNK = WARPS * PIECE, PITCH = 1024, BOXES = CHUNK / PITCH;
-constexpr u32 STAGE = ROWS * CHUNK, BOX = ROWS * PITCH;
+constexpr int ROWS = 16;
+constexpr int PIECES = 8 / BITS;                    // of a line
+constexpr int B_WORDS = GROUPS == 1 ? 4 : 8;        // of x that a thread multiplies a piece with
+constexpr u32 LINE = ROWS * 128;
+constexpr int PLANES = INTEGER ? PIECES : 4;
+constexpr int DEEP = BITS == 4 ? 26 : 30; // bits of the largest value of a piece
+constexpr int AT_ONCE = SINGLE ? 1 : 3;   // lines of x that a warp loads before it looks at one
 static_assert(GROUPS == 1 || (BITS == 4 && !INTEGER), "threads hold different groups' columns");
-constexpr bool SUMS = INTEGER ? OFFSET : (OFFSET || BITS == 4);
+static_assert(!PAIRS || (GROUPS == 1 && BITS == 4 && !WIDE), "two groups of 16 bits in a word");
+static_assert(BITS == 4 || !OFFSET, "bytes have signs");
+constexpr bool SUMS = BITS == 4;
 
 struct Work {
     const void *x;               // [K], 16 bits, or int8
@@ -37,40 +47,335 @@ struct Work {
     const float *constant;       // [N] or null
     const Out *bias;             // [N] or null
     Out *out;
-    int rows, bytes, columns, groups;
+    int rows, columns, groups;
     int shift; // pieces that share a scale, as a power of two
-    int tiles;
-};
-static_assert(sizeof(Work) == 80, "one_row.py packs 80 bytes");
-
-struct Barriers {
-    u64 full[STAGES], empty[STAGES], scales[TILES_OF_SCALES], scaled[TILES_OF_SCALES], summed[TILES_OF_SUMS];
+    int tiles, lines;
 };
 
 extern __shared__ __align__(1024) unsigned char shared[];
 
-// Where everything lies in shared memory, behind the ring.
-struct Layout {
-    unsigned char *x; // permuted (16 bits) or as it is; pieces in a row
-    float *sums;      // of each group of a piece
-    float *steps;     // of each group
-    float *kept;      // [TILES_OF_SUMS][WARPS][ROWS]
-    unsigned char *grids; // [TILES_OF_SCALES][scales of ROWS rows, offsets]
-    Barriers *barriers;
-    u32 ring;
+static_assert(sizeof(Work) == 80, "one_row.py packs 80 bytes");
+
+struct Barriers {
+    u64 full[WARPS][STAGES], scales[HELD];
+    u32 count[HELD];
 };
 
-__device__ inline u32 barrier_of(const u64 &barrier) { return shared_address(&barrier); }
+// Where things lie in shared memory, in bytes: the warps' rings, then what has a size that is known, then the rest.
+constexpr u32 BARRIERS = WARPS * STAGES * LINE, KEPT = BARRIERS + (sizeof(Barriers) + 15) / 16 * 16;
+constexpr u32 ENTRIES = KEPT + HELD * WARPS * ROWS * 4; // sums [HELD][WARPS][ROWS] end here
+
+struct Shares {
+    u32 x;     // [pieces][2][PLANES][4] cells of 16 columns; how those lie: store_planes
+    u32 steps; // [pieces][2] float32: of the lower two planes, of the upper two
+    u32 sums;  // [pieces][GROUPS] float32
+    u32 grids; // [HELD][scales of ROWS rows, offsets]
+};
+
+template <typename T>
+__device__ inline T &shared_at(u32 place) {
+    return *reinterpret_cast<T *>(shared + place);
+}
+
+__device__ inline u32 full_of(int warp, int stage) {
+    return shared_address(shared) + BARRIERS + (warp * STAGES + stage) * 8;
+}
+
+__device__ inline u32 scales_full(int slot) { return shared_address(shared) + BARRIERS + (WARPS * STAGES + slot) * 8; }
+
+__device__ inline Shares laid_out(const Work &w) {
+    const u32 pieces = w.lines * PIECES;
+    const u32 steps = ENTRIES + pieces * PLANES * 128, sums = steps + 8 * pieces;
+    return {ENTRIES, steps, sums, (sums + (SUMS ? 4 * pieces * GROUPS : 0) + 15) / 16 * 16};
+}
 
 // First row in memory of half a tile: rows 0 … 7 or 8 … 15.
 __device__ inline int first_row(const Work &w, int tile, int half) {
     return GATED ? tile * 8 + half * (w.rows / 2) : tile * 16 + half * 8;
 }
 
-#include "one_row_loader.cuh"
-#include "one_row_piece.cuh"
+// By one thread.
+__device__ inline void load_scales(const Work &w, const Shares &to, int tile, int slot) {
+    const u32 each = 8 * w.groups * sizeof(Grid), full = scales_full(slot);
+    const u32 target = shared_address(shared) + to.grids + slot * (OFFSET ? 4 : 2) * each;
+    arrive_expecting(full, each * (OFFSET ? 4 : 2));
+    for (int half = 0; half < 2; ++half) {
+        const long long at = static_cast<long long>(first_row(w, tile, half)) * w.groups;
+        load_bytes(target + half * each, w.scale + at, each, full);
+        if (OFFSET) load_bytes(target + (2 + half) * each, w.offset + at, each, full);
+    }
+}
 
-__device__ inline void finish(const Work &w, const float *kept, int tile) {
+// The line that a warp asks for next; by one thread. What lies behind a row's end is brought as zeros.
+struct Ahead {
+    int tile, line, stage;
+};
+
+__device__ inline void load_line(const TensorMap &map, const Work &w, Ahead &next) {
+    if (next.tile < w.tiles) {
+        const u32 warp = threadIdx.x / 32, full = full_of(warp, next.stage);
+        const u32 target = shared_address(shared) + (warp * STAGES + next.stage) * LINE;
+        arrive_expecting(full, LINE);
+        if (GATED) {
+            load_box(target, map, full, next.line * 32, next.tile * 8, 0); // of both halves
+        } else {
+            load_box(target, map, full, next.line * 32, next.tile * 16);
+        }
+    }
+    if (++next.stage == STAGES) next.stage = 0;
+    next.line += WARPS;
+    if (next.line >= w.lines) next.line = threadIdx.x / 32, next.tile += gridDim.x;
+}
+
+// Byte i of four words, side by side, for each i.
+__device__ inline void transpose(const u32 (&from)[4], u32 (&to)[4]) {
+    const u32 a = __byte_perm(from[0], from[1], 0x5140), b = __byte_perm(from[2], from[3], 0x5140);
+    const u32 c = __byte_perm(from[0], from[1], 0x7362), d = __byte_perm(from[2], from[3], 0x7362);
+    to[0] = __byte_perm(a, b, 0x5410), to[1] = __byte_perm(a, b, 0x7632);
+    to[2] = __byte_perm(c, d, 0x5410), to[3] = __byte_perm(c, d, 0x7632);
+}
+
+// Four whole numbers to the planes of a piece: columns 4 · lane …
+__device__ inline void store_planes(const Shares &to, int number, int (&whole)[4], int lane) {
+    if (BITS == 4) { // lower halves of a run's bytes are its columns 0 … 15, upper ones 16 … 31
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int upper = __shfl_down_sync(~0u, whole[i], 4);
+            if (lane % 8 < 4) whole[i] = 16 * whole[i] - upper;
+        }
+    }
+    u32 digits[4], planes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) digits[i] = (static_cast<u32>(whole[i]) + 0x00808080u) ^ 0x00808080u;
+    transpose(digits, planes);
+    // a thread of place p multiplies words 0 … 3 of its two loads, or of their lower and upper halves
+    const int half = BITS == 4 ? lane / 4 % 2 : lane / 16, place = BITS == 4 ? lane / 8 : lane / 4 % 4, word = lane % 4;
+    const int cell = GROUPS == 1 ? word % 2 : half, at = GROUPS == 1 ? half * 2 + word / 2 : word;
+    const u32 first = to.x + number * PLANES * 128 + (cell * PLANES * 4 + place) * 16 + at * 4;
+#pragma unroll
+    for (int n = 0; n < PLANES; ++n) shared_at<u32>(first + n * 64) = planes[n];
+}
+
+// The sum of 128 / GROUPS columns, of which this thread has four, by the first thread of each.
+__device__ inline void store_sum(const Shares &to, int number, float sum, int lane) {
+#pragma unroll
+    for (int by = 16 / GROUPS; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
+    if (lane % (32 / GROUPS) == 0) shared_at<float>(to.sums + 4 * (number * GROUPS + lane / (32 / GROUPS))) = sum;
+}
+
+// Columns of x in 16 bits.
+__device__ inline void stage_numbers(const Shares &to, int number, uint2 four, int lane) {
+    const u32 a = four.x & 0x7FFF7FFFu, b = four.y & 0x7FFF7FFFu;
+    const u32 most = __reduce_max_sync(~0u, max(max(a & 0xFFFF, a >> 16), max(b & 0xFFFF, b >> 16)));
+    const u32 largest = __float_as_uint(value(static_cast<u16>(most))) >> 23;
+    const u32 exponent = max(largest, 31u); // below, values are 0 at any precision
+    const float up = __uint_as_float((253 + DEEP - exponent) << 23);
+    const float values[4] = {value(four.x & 0xFFFF), value(four.x >> 16), value(four.y & 0xFFFF),
+                             value(four.y >> 16)};
+    int whole[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) whole[i] = __float2int_rn(values[i] * up);
+    store_planes(to, number, whole, lane);
+    if (lane == 0) {
+        const u32 bits = (exponent + 1 - DEEP - (BITS == 4 ? 4 : 0)) << 23;
+        const float step = __uint_as_float(largest == 255 ? 0x7FC00000u : bits); // what is no number stays none
+        shared_at<float2>(to.steps + 8 * number) = {step, 65536.0f * step};
+    }
+    if (SUMS) store_sum(to, number, (values[0] + values[1]) + (values[2] + values[3]), lane);
+}
+
+// Columns of integers.
+__device__ inline void stage_integers(const Work &w, const Shares &to, int number, u32 four, int lane) {
+    const float step = w.step[min(number >> w.shift, w.groups - 1)];
+    int whole[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) whole[i] = static_cast<int>(four << (24 - 8 * i)) >> 24;
+    store_planes(to, number, whole, lane);
+    if (lane == 0) shared_at<float2>(to.steps + 8 * number) = {BITS == 4 ? 0.0625f * step : step, 0.0f};
+    if (SUMS) store_sum(to, number, step * static_cast<float>(__dp4a(static_cast<int>(four), 0x01010101, 0)), lane);
+}
+
+// What this warp will multiply with, by itself.
+__device__ inline void stage_x(const Work &w, const Shares &to) {
+    const int lane = threadIdx.x % 32;
+    for (int line = threadIdx.x / 32; line < w.lines; line += AT_ONCE * WARPS) {
+        uint2 got[AT_ONCE][PIECES];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE * PIECES; ++i) { // none beyond the last line: there are no columns
+            const int column = ((line + i / PIECES * WARPS) * PIECES + i % PIECES) * 128 + 4 * lane;
+            uint2 &four = got[i / PIECES][i % PIECES];
+            four = {0, 0};
+            if (column < w.columns) {
+                if (INTEGER) {
+                    four.x = static_cast<const u32 *>(w.x)[column / 4];
+                } else {
+                    four = static_cast<const uint2 *>(w.x)[column / 4];
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE * PIECES; ++i) {
+            const int mine = line + i / PIECES * WARPS, number = mine * PIECES + i % PIECES;
+            if (mine >= w.lines) break;
+            if (INTEGER) {
+                stage_integers(w, to, number, got[i / PIECES][i % PIECES].x, lane);
+            } else {
+                stage_numbers(to, number, got[i / PIECES][i % PIECES], lane);
+            }
+        }
+    }
+    __syncwarp();
+}
+
+// The planes of a piece that a thread multiplies with, those of column lane / 4 of the right operand.
+__device__ inline void planes_of(u32 (&b)[B_WORDS], const Shares &to, int number, int lane) {
+    const int quad = lane / 4, place = lane % 4, plane = quad % 4;
+    const u32 piece = to.x + number * PLANES * 128;
+    uint4 got = {0, 0, 0, 0};
+    if (GROUPS == 1) {
+        if (plane < PLANES) got = shared_at<uint4>(piece + ((quad / 4 * PLANES + plane) * 4 + place) * 16);
+        b[0] = got.x, b[1] = got.y, b[2] = got.z, b[3] = got.w;
+        return;
+    }
+    const bool mine = GROUPS == 2 ? place / 2 == quad / 4 : place % 2 == quad / 4;
+#pragma unroll
+    for (int half = 0; half < B_WORDS / 4; ++half) {
+        if (mine) got = shared_at<uint4>(piece + ((half * PLANES + plane) * 4 + place) * 16);
+        b[4 * half] = got.x, b[4 * half + 1] = got.y, b[4 * half + 2] = got.z, b[4 * half + 3] = got.w;
+    }
+}
+
+// Sums of two planes together: below 2^31.
+__device__ inline float joined(int lower, int upper) { return static_cast<float>(256 * upper + lower); }
+
+struct Sums {
+    float low, high; // of this thread's two rows, some of their columns and planes
+    float offsets;   // of row lane % 16
+};
+
+struct Scales {
+    float low, high;
+};
+
+__device__ inline Scales scales_of(const Work &w, u32 grid, int group) {
+    const u32 at = grid + min(group, w.groups - 1) * sizeof(Grid);
+    return {grid_value(shared_at<Grid>(at)), grid_value(shared_at<Grid>(at + 8 * w.groups * sizeof(Grid)))};
+}
+
+__device__ inline void add(Sums &sums, float low, float high, Scales by, float step) {
+    sums.low = fmaf(by.low * step, low, sums.low);
+    sums.high = fmaf(by.high * step, high, sums.high);
+}
+
+struct Four {
+    u32 word[4];
+};
+
+__device__ inline Four four(uint4 from) { return {{from.x, from.y, from.z, from.w}}; }
+
+__device__ inline Four masked(Four from) {
+    return {{from.word[0] & 0x0F0F0F0Fu, from.word[1] & 0x0F0F0F0Fu, from.word[2] & 0x0F0F0F0Fu, from.word[3] & 0x0F0F0F0Fu}};
+}
+
+__device__ inline void multiply(int (&d)[4], const Four &a, u32 b0, u32 b1) {
+    multiply_bytes(d, a.word[0], a.word[1], a.word[2], a.word[3], b0, b1);
+}
+
+// One row in a piece of one group: two loads of 8-bit weights, or one of 4-bit ones as it is and masked.
+__device__ inline float row_part(const Four &first, const Four &second, const u32 (&b)[B_WORDS], bool upper) {
+    int d[4] = {0, 0, 0, 0};
+    multiply(d, BITS == 4 ? masked(first) : first, b[0], b[1]);
+    multiply(d, BITS == 4 ? first : second, b[2], b[3]);
+    return joined(upper ? d[2] : d[0], upper ? d[3] : d[1]);
+}
+
+// Two rows in a piece of several groups, two groups at a time.
+__device__ inline void add_groups(Sums &sums, const Four &low, const Four &high, const u32 (&b)[B_WORDS], const Work &w,
+                                  u32 grid, int number, float step) {
+    const int place = threadIdx.x % 4;
+#pragma unroll
+    for (int set = 0; set < GROUPS / 2; ++set) {
+        int d[4] = {0, 0, 0, 0};
+        const u32 mine = GROUPS < 4 || place / 2 == set ? ~0u : 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            multiply_bytes(d, low.word[j] & 0x0F0F0F0Fu, high.word[j] & 0x0F0F0F0Fu, low.word[j], high.word[j],
+                           b[j % B_WORDS] & mine, b[(4 + j) % B_WORDS] & mine);
+        const int group = number * GROUPS + 2 * set + place / 2;
+        add(sums, joined(d[0], d[1]), joined(d[2], d[3]), scales_of(w, grid, group), step);
+    }
+}
+
+// A thread's rows of a tile are this one and the one 8 below.
+__device__ inline int row_of(int quad) { return quad / 2 + quad % 2 * 4; }
+
+// Where a thread reads, in bytes: of a line its two cells of a row; of a tile's scales its row's, and its row's offsets
+// (thread t has row t % 16 in piece t / 16 of the line); of a line's steps and sums its own.
+struct Places {
+    u32 cells[2], grid, offsets, step, sum;
+};
+
+__device__ inline Places places_of(const Work &w, const Shares &to, int lane) {
+    const int row = row_of(lane / 4), cell = (lane % 4) ^ row; // row < 8
+    Places places;
+    places.cells[0] = row * 128 + cell * 16, places.cells[1] = row * 128 + (cell ^ 4) * 16;
+    places.grid = row * w.groups * sizeof(Grid);
+    places.offsets = ((OFFSET ? ROWS : 0) + lane % 16) * w.groups * sizeof(Grid);
+    places.step = to.steps + lane % 2 * 4, places.sum = to.sums + lane / 16 * 4 * GROUPS;
+    remembered(places.cells[0]), remembered(places.cells[1]), remembered(places.grid), remembered(places.offsets);
+    remembered(places.step), remembered(places.sum);
+    return places;
+}
+
+// What the offsets come to.
+__device__ inline float offsets_of(const Work &w, const Places &places, u32 grids, int line, int lane) {
+    const int number = 2 * line + lane / 16;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+        const int group = PAIRS ? number : GROUPS == 1 ? number >> w.shift : number * GROUPS + i;
+        const float offset = grid_value(
+            shared_at<Grid>(grids + places.offsets + (PAIRS ? group : min(group, w.groups - 1)) * sizeof(Grid)));
+        sum = fmaf(OFFSET ? offset : -8.0f * offset, shared_at<float>(places.sum + 4 * (2 * line * GROUPS + i)), sum);
+    }
+    return sum;
+}
+
+__device__ inline void multiply_line(Sums &sums, u32 slot, u32 (&b)[PIECES][B_WORDS], const Work &w, const Shares &to,
+                                     const Places &places, u32 grids, int line, int lane) {
+    Four low[2], high[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        low[i] = four(shared_at<uint4>(slot + places.cells[i]));
+        high[i] = four(shared_at<uint4>(slot + places.cells[i] + 1024));
+    }
+    const u32 grid = grids + places.grid, below = 8 * w.groups * sizeof(Grid);
+    Scales known[2] = {};
+    if (PAIRS) {
+        const u32 both[2] = {shared_at<u32>(grid + 4 * line), shared_at<u32>(grid + below + 4 * line)};
+        known[0] = {widened(static_cast<u16>(both[0])), widened(static_cast<u16>(both[1]))};
+        known[1] = {widened(static_cast<u16>(both[0] >> 16)), widened(static_cast<u16>(both[1] >> 16))};
+    }
+    if (!SINGLE) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) planes_of(b[i], to, line * PIECES + i, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const int number = line * PIECES + i;
+        const float step = shared_at<float>(places.step + 8 * number);
+        if (GROUPS > 1) {
+            add_groups(sums, low[i], high[i], b[i], w, grid, number, step);
+        } else {
+            const bool upper = lane % 4 >= 2;
+            const float part = row_part(low[i], low[1], b[i], upper), other = row_part(high[i], high[1], b[i], upper);
+            add(sums, part, other, PAIRS ? known[i] : scales_of(w, grid, number >> w.shift), step);
+        }
+    }
+    if (SUMS) sums.offsets += offsets_of(w, places, grids, line, lane);
+}
+
+__device__ inline void finish(const Work &w, u32 kept, int tile) {
     const int mine = threadIdx.x % 32;
     if (mine >= (GATED ? 8 : 16)) return;
     float sum[2] = {0.0f, 0.0f};
@@ -78,7 +383,7 @@ __device__ inline void finish(const Work &w, const float *kept, int tile) {
     for (int half = 0; half < (GATED ? 2 : 1); ++half) {
         const int row = GATED ? first_row(w, tile, half) + mine : tile * 16 + mine;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum[half] += kept[warp * ROWS + 8 * half + mine];
+        for (int warp = 0; warp < WARPS; ++warp) sum[half] += shared_at<float>(kept + 4 * (warp * ROWS + 8 * half + mine));
         if (w.constant) sum[half] += w.constant[row];
         if (w.bias) sum[half] += out_value(w.bias[row]);
     }
@@ -87,102 +392,84 @@ __device__ inline void finish(const Work &w, const float *kept, int tile) {
     w.out[tile * (GATED ? 8 : 16) + mine] = result;
 }
 
-__device__ inline void multiply_all(const Work &w, const Layout &to) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, place = lane % 4;
-    const int chunks = (w.bytes + CHUNK - 1) / CHUNK, pieces = (w.columns + 127) / 128;
-    after_those_in_front();
-    stage_x(w, to, pieces);
-    int stage = 0, slot = 0, turn = 0;
-    u32 parity = 0, scale_parity = 0;
-    const int apart = ROWS * w.groups;
-    for (int tile = blockIdx.x; tile < w.tiles; tile += gridDim.x, ++turn) {
-        wait(barrier_of(to.barriers->scales[slot]), scale_parity);
-        const Grid *grids = reinterpret_cast<const Grid *>(to.grids) + slot * (OFFSET ? 2 : 1) * apart + quad * w.groups;
-        // a chunk's pieces go from warp to warp: where they are fewer at a row's end, each has fewer in its turn
-        // (5 and WARPS share no divisor: after 16 tiles every warp has had every place)
-        const int mine = (warp + 5 * turn) % WARPS;
-        const unsigned char *at = shared + mine * PIECE / PITCH * BOX + quad * PITCH + 16 * place + mine * PIECE % PITCH;
-        float low = 0.0f, high = 0.0f;
-        for (int number = mine, chunk = 0; chunk < chunks; number += WARPS, ++chunk) {
-            wait(barrier_of(to.barriers->full[stage]), parity);
-            if (number < pieces) {
-                const unsigned char *row = at + stage * STAGE;
-                const float4 part = part_of(row, row + 8 * PITCH, to.x, number, place, quad == place * GROUPS / 4);
-                if (GROUPS == 1) {
-                    const int group = number >> w.shift;
-                    const float sum = SUMS ? to.sums[number] : 0.0f, step = INTEGER ? to.steps[group] : 1.0f;
-                    low += scaled(grids + group, apart, part.x, sum, step);
-                    high += scaled(grids + 8 * w.groups + group, apart, part.z, sum, step);
-                } else {
-                    const float lows[2] = {part.x, part.y}, highs[2] = {part.z, part.w};
+// This warp's sums of a tile, to the others'; whether they were the last.
+__device__ inline bool keep(Sums sums, int slot, int warp, int lane) {
+    const int row = row_of(lane / 4);
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int group = number * GROUPS + 2 * place + i;
-                        if (2 * place < GROUPS && group < w.groups) {
-                            low += scaled(grids + group, apart, lows[i], to.sums[group], 1.0f);
-                            high += scaled(grids + 8 * w.groups + group, apart, highs[i], to.sums[group], 1.0f);
-                        }
-                    }
-                }
-            }
+    for (int by = 1; by <= 2; by *= 2) // the other planes and words, or groups
+        sums.low += __shfl_xor_sync(~0u, sums.low, by), sums.high += __shfl_xor_sync(~0u, sums.high, by);
+    if (SUMS) {
+        sums.offsets += __shfl_xor_sync(~0u, sums.offsets, 16);
+        sums.low += __shfl_sync(~0u, sums.offsets, row), sums.high += __shfl_sync(~0u, sums.offsets, row + 8);
+    }
+    if (lane % 4 == 0) {
+        const u32 kept = KEPT + ((slot * WARPS + warp) * ROWS + row) * 4;
+        shared_at<float>(kept) = sums.low, shared_at<float>(kept + 32) = sums.high;
+    }
+    __syncwarp();
+    u32 before = 0;
+    if (lane == 0) before = counted(&shared_at<Barriers>(BARRIERS).count[slot], WARPS - 1);
+    return __shfl_sync(~0u, before, 0) == WARPS - 1;
+}
+
+__device__ inline void multiply_all(const TensorMap &map, const Work &w, const Shares &to, Ahead next) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 b[PIECES][B_WORDS];
+    if (SINGLE) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) planes_of(b[i], to, warp * PIECES + i, lane);
+    }
+    const Places places = places_of(w, to, lane);
+    const u32 ring = warp * STAGES * LINE, each = (OFFSET ? 2 : 1) * ROWS * w.groups * sizeof(Grid);
+    int stage = 0, slot = 0;
+    u32 parity = 0, scale_parity = 0;
+    for (int tile = blockIdx.x; tile < w.tiles; tile += gridDim.x) {
+        wait(scales_full(slot), scale_parity);
+        Sums sums = {0.0f, 0.0f, 0.0f};
+        for (int line = warp; line < w.lines; line += WARPS) {
+            wait(full_of(warp, stage), parity);
+            multiply_line(sums, ring + stage * LINE, b, w, to, places, to.grids + slot * each, line, lane);
             __syncwarp();
-            if (lane == 0) arrive(barrier_of(to.barriers->empty[stage]));
+            if (lane == 0) load_line(map, w, next);
             if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (SINGLE) break;
         }
-        // Nobody waits for the others but who adds up, in turn; no warp is more than TILES_OF_SCALES tiles ahead.
-        if (GROUPS == 4) {
-            low += __shfl_xor_sync(~0u, low, 1);
-            high += __shfl_xor_sync(~0u, high, 1);
-        }
-        float *kept = to.kept + turn % TILES_OF_SUMS * WARPS * ROWS;
-        if (place == 0) {
-            kept[warp * ROWS + quad] = low;
-            kept[warp * ROWS + quad + 8] = high;
-        }
-        __syncwarp();
-        if (lane == 0) {
-            arrive(barrier_of(to.barriers->scaled[slot]));
-            arrive(barrier_of(to.barriers->summed[turn % TILES_OF_SUMS]));
-        }
-        if (++slot == TILES_OF_SCALES) slot = 0, scale_parity ^= 1;
-        if (warp == turn % WARPS) {
-            wait(barrier_of(to.barriers->summed[turn % TILES_OF_SUMS]), turn / TILES_OF_SUMS % 2);
-            finish(w, kept, tile);
+        if (keep(sums, slot, warp, lane)) {
+            acquire(); // what the others kept
+            finish(w, KEPT + slot * WARPS * ROWS * 4, tile);
             __syncwarp();
+            const int next_here = tile + HELD * gridDim.x;
+            if (lane == 0 && next_here < w.tiles) load_scales(w, to, next_here, slot);
         }
+        if (++slot == HELD) slot = 0, scale_parity ^= 1;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1) one_row(const __grid_constant__ TensorMap map,
-                                                                         const __grid_constant__ Work w) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) one_row(const __grid_constant__ TensorMap map,
+                                                                    const __grid_constant__ Work w) {
     let_next_in();
-    const int pieces = (w.columns + 127) / 128;
-    Layout to;
-    to.ring = shared_address(shared);
-    to.x = shared + STAGES * STAGE;
-    to.sums = reinterpret_cast<float *>(to.x + pieces * (INTEGER ? 128 : 256));
-    to.steps = to.sums + pieces * GROUPS;
-    to.kept = to.steps + w.groups;
-    const u32 used = STAGES * STAGE + pieces * (INTEGER ? 128 : 256) +
-                     4 * (pieces * GROUPS + w.groups + TILES_OF_SUMS * WARPS * ROWS);
-    to.barriers = reinterpret_cast<Barriers *>(shared + (used + 15) / 16 * 16);
-    to.grids = shared + (used + 15) / 16 * 16 + (sizeof(Barriers) + 15) / 16 * 16;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barrier_of(to.barriers->full[i]), 1);
-            barrier_init(barrier_of(to.barriers->empty[i]), WARPS);
+    const Shares to = laid_out(w);
+    const int warp = threadIdx.x / 32;
+    Ahead next = {static_cast<int>(blockIdx.x), warp, 0};
+    if (threadIdx.x % 32 == 0) {
+        prefetch_map(map);
+        for (int i = 0; i < STAGES; ++i) barrier_init(full_of(warp, i), 1);
+        if (warp == 0) {
+            for (int i = 0; i < HELD; ++i) barrier_init(scales_full(i), 1), shared_at<Barriers>(BARRIERS).count[i] = 0;
         }
-        for (int i = 0; i < TILES_OF_SCALES; ++i) {
-            barrier_init(barrier_of(to.barriers->scales[i]), 1);
-            barrier_init(barrier_of(to.barriers->scaled[i]), WARPS);
-        }
-        for (int i = 0; i < TILES_OF_SUMS; ++i) barrier_init(barrier_of(to.barriers->summed[i]), WARPS);
         barriers_ready();
+#pragma unroll 1
+        for (int i = 0; i < STAGES; ++i) load_line(map, w, next);
+        if (warp == 0) {
+#pragma unroll 1
+            for (int i = 0; i < HELD; ++i) {
+                const int tile = blockIdx.x + i * gridDim.x;
+                if (tile < w.tiles) load_scales(w, to, tile, i);
+            }
+        }
     }
     __syncthreads();
-    if (threadIdx.x < MULTIPLIERS) {
-        multiply_all(w, to);
-    } else if (threadIdx.x == MULTIPLIERS) {
-        load(map, w, to);
-    }
+    after_those_in_front();
+    stage_x(w, to);
+    multiply_all(map, w, to, next);
 }

@@ -1,4 +1,4 @@
-"""Products of one row with 4- and 8-bit weights by Hopper's copy engine and tensor cores (one_row.cu)."""
+"""Products of one row with 4- and 8-bit weights by Hopper's copy engine and 8-bit tensor cores (one_row.cu)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from modelmill.ops.cuda import launch
 from modelmill.ops.cuda.narrow_weights import PIECE, TYPES, shift
 
 # Sizes of one_row.cu.
-WARPS, TILE, SCALES, SUMS = 16, 16, 3, 4
-THREADS = 32 * (WARPS + 1)
-# Bytes of a block at most, and of its ring. More than half of what there is: two blocks of a kernel on one
-# multiprocessor would leave another without work.
-_ROOM, _LEAST, _MOST = 150 << 10, 120 << 10, 224 << 10
-_BOX = (256, 8)  # words of a row, rows that the copy engine brings at a time
-_STAGES = (12, 10, 8, 6, 5, 4, 3)
+TILE, LINE = 16, 2048
+_HELD = (4, 2, 1)  # tiles whose scales and sums a block holds
+# Bytes of a block: at least more than half of what there is, since two blocks of a kernel on one multiprocessor would
+# leave another without work. Little more where that suffices: what is left lets the small kernels between products in.
+_LEAST, _ROOM, _MOST = 116 << 10, 124 << 10, 224 << 10
 
 
 class Kind(NamedTuple):
@@ -29,24 +27,47 @@ class Kind(NamedTuple):
     wide: bool
     groups: int = 1  # of a piece of 128 columns
 
+    @property
+    def most(self) -> tuple[int, int]:
+        """Warps of a block and lines that each has on its way: measured on an H200 with the shapes of 7B models."""
+        return (22, 2) if self.integer else (16, 3)
 
-def shared(kind: Kind, columns: int, groups: int, stages: int) -> int:
+
+class Shape(NamedTuple):
+    """A product's sizes: lines of 128 bytes and groups of a row; warps, stages of their rings, tiles held."""
+
+    lines: int
+    groups: int
+    warps: int
+    stages: int
+    held: int
+
+
+def shape_of(kind: Kind, columns: int, groups: int) -> Shape | None:
+    """How a row of the weight is dealt out, with as many stages as there is room for; None where two do not fit."""
+    lines, (warps, most) = -(-columns * kind.bits // 8 // 128), kind.most
+    for held in _HELD:
+        every = [Shape(lines, groups, min(warps, lines), stages, held) for stages in range(most, 1, -1)]
+        best = next((shape for shape in every if shared(kind, shape) <= _ROOM), every[-1])
+        if shared(kind, best) <= _MOST:
+            return best
+    return None
+
+
+def shared(kind: Kind, shape: Shape) -> int:
     """Bytes of a block's shared memory."""
-    pieces, stage = -(-columns // PIECE), TILE * WARPS * 16 * kind.bits
-    used = (
-        stages * stage
-        + pieces * (128 if kind.integer else 256)
-        + 4 * (pieces * kind.groups + groups + SUMS * WARPS * TILE)
-    )
-    barriers = 8 * (2 * stages + 2 * SCALES + SUMS)
-    grids = SCALES * (2 if kind.offset else 1) * TILE * groups * (4 if kind.wide else 2)
-    return max(_LEAST, -(-used // 16) * 16 + -(-barriers // 16) * 16 + grids)
+    pieces = shape.lines * 8 // kind.bits
+    planes = (8 // kind.bits) if kind.integer else 4
+    sums = pieces * kind.groups if kind.bits == 4 else 0
+    barriers = 8 * (shape.warps * shape.stages + shape.held) + 4 * shape.held
+    used = shape.warps * shape.stages * LINE + _up(barriers) + 4 * shape.held * shape.warps * TILE
+    used += pieces * planes * PIECE + 4 * (2 * pieces + sums)
+    grids = shape.held * (2 if kind.offset else 1) * TILE * shape.groups * (4 if kind.wide else 2)
+    return max(_LEAST, _up(used) + grids)
 
 
-def stages_of(kind: Kind, columns: int, groups: int) -> int | None:
-    """Stages of the ring: as many as there is room for; None where not even the fewest fit."""
-    fewest = _STAGES[-1] if shared(kind, columns, groups, _STAGES[-1]) <= _MOST else None
-    return next((stages for stages in _STAGES if shared(kind, columns, groups, stages) <= _ROOM), fewest)
+def _up(size: int) -> int:
+    return -(-size // 16) * 16
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor, kind: Kind, group: int, groups: int) -> bool:
@@ -54,14 +75,41 @@ def serves(x: torch.Tensor, weight: torch.Tensor, kind: Kind, group: int, groups
     columns = x.shape[1]
     if x.shape[0] != 1 or weight.shape[0] % TILE or weight.shape[1] % 16 or columns % 32 or not weight.is_contiguous():
         return False
-    if (
-        x.data_ptr() % 16
-        or weight.data_ptr() % 16
-        or x.stride(1) != 1
-        or shift(group, columns, PIECE // kind.groups) is None
-    ):
+    if x.data_ptr() % 16 or weight.data_ptr() % 16 or x.stride(1) != 1 or (kind.bits == 8 and kind.offset):
         return False
-    return stages_of(kind, columns, groups) is not None
+    return shift(group, columns, PIECE // kind.groups) is not None and shape_of(kind, columns, groups) is not None
+
+
+class Plan(NamedTuple):
+    """A launch: how it is compiled, threads and bytes of a block, tiles, and what is packed behind the pointers."""
+
+    macros: tuple[str, ...]
+    threads: int
+    shared: int
+    tiles: int
+    sizes: tuple[int, ...]
+    gated: bool
+
+    def weight(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Sizes, strides and box of the weight's rows of so many bytes, in words: gated, both halves come at once."""
+        rows = self.sizes[0]
+        if self.gated:
+            return (width // 4, rows // 2, 2), (width, rows // 2 * width), (32, 8, 2)
+        return (width // 4, rows), (width,), (32, 16)
+
+
+def planned(kind: Kind, size: tuple[int, int], group: int, groups: int, dtype: torch.dtype, *, gated: bool) -> Plan:
+    """For a weight of ``size`` rows and columns; dtype: of the output, and of x where that is no integers."""
+    rows, columns = size
+    shape, by = shape_of(kind, columns, groups), shift(group, columns, PIECE // kind.groups)
+    assert shape is not None and by is not None  # noqa: PT018  serves() has said so
+    pairs = kind.bits == 4 and kind.groups == 1 and not kind.wide and by == 0 and groups % 2 == 0
+    sizes = {"BITS": kind.bits, "INTEGER": kind.integer, "OFFSET": kind.offset, "WIDE": kind.wide, "GATED": gated}
+    sizes |= {"GROUPS": kind.groups, "SINGLE": shape.lines <= shape.warps, "PAIRS": pairs, "WARPS": shape.warps}
+    sizes |= {"STAGES": shape.stages, "HELD": shape.held}
+    macros = (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
+    numbers = (rows, columns, groups, by, rows // TILE, shape.lines)
+    return Plan(macros, 32 * shape.warps, shared(kind, shape), rows // TILE, numbers, gated)
 
 
 def product(
@@ -79,21 +127,16 @@ def product(
     """
     scale, offset, group = grids
     rows, columns = weight.shape[0], x.shape[1]
-    groups = scale.numel() // rows
     kind = kind_of(x, weight, scale, offset, group)
-    stages, by = stages_of(kind, columns, groups), shift(group, columns, PIECE // kind.groups)
-    assert stages is not None and by is not None  # noqa: PT018  supports() has said so
+    plan = planned(kind, (rows, columns), group, scale.numel() // rows, dtype, gated=gated)
     out = torch.empty((1, rows // 2 if gated else rows), dtype=dtype, device=x.device)
     device = x.get_device()
     with torch.cuda.device(x.device):
-        told = macros(kind, stages, dtype, gated=gated)
-        kernel = launch.kernel("one_row", "one_row", told, THREADS, shared(kind, columns, groups, stages), device)
+        kernel = launch.kernel("one_row", "one_row", plan.macros, plan.threads, plan.shared, device)
         pointers = launch.addresses(x, scale, offset, *more, out)
-        tiles = rows // TILE
-        width = weight.stride(0)  # bytes
-        there = launch.tensor_map(weight.data_ptr(), torch.int32, (width // 4, rows), (width,), _BOX, swizzled=False)
-        work = struct.pack("=7Q6i", *pointers, rows, width, columns, groups, by, tiles)
-        kernel.launch(min(tiles, launch.multiprocessors(device)), there, work, early=True)
+        there = launch.tensor_map(weight.data_ptr(), torch.int32, *plan.weight(weight.stride(0)))
+        work = struct.pack("=7Q6i", *pointers, *plan.sizes)
+        kernel.launch(min(plan.tiles, launch.multiprocessors(device)), there, work, early=True)
     return out
 
 
@@ -105,10 +148,3 @@ def kind_of(
     integer = x.dtype is torch.int8
     groups = PIECE // group if group in (32, 64) and bits == 4 and not integer and group < x.shape[1] else 1
     return Kind(bits, integer, offset is not None, scale.dtype is torch.float32, groups)
-
-
-def macros(kind: Kind, stages: int, dtype: torch.dtype, *, gated: bool) -> tuple[str, ...]:
-    """For the compiler; dtype: of the output, and of x where that is no integers."""
-    sizes = {"BITS": kind.bits, "INTEGER": kind.integer, "OFFSET": kind.offset, "WIDE": kind.wide, "GATED": gated}
-    sizes["GROUPS"] = kind.groups
-    return (*(f"{name}={int(size)}" for name, size in sizes.items()), f"STAGES={stages}", *TYPES[dtype])
