@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from modelmill.accept.finding import Finding
@@ -35,23 +36,23 @@ def head_findings(true: Reference, model: Any, kinds: Mapping[str, str], dtype: 
     if kind == "dense":
         return
     held = model.head.held
-    rows = _compared("head.weight", true, true.head_weight_name(), held.shape, partial(_dense, held))
+    rows = _compared("head.weight", true, true.head_weight_name(), held.shape, partial(_dense, held, true.device))
     for row, bound in zip(rows, (weight_bound(dtype, kind), PARTS[kind]), strict=True):
         yield Finding(row.name, None, "head", row, bound)
 
 
-def dense_blocks(held: Any) -> Iterator[Tensor]:
-    """A held weight [N, K] on the CPU in float32, some of its rows at a time."""
+def dense_blocks(held: Any, device: torch.device) -> Iterator[Tensor]:
+    """A held weight [N, K] on a device in float32, some of its rows at a time."""
     for start in range(0, held.shape[0], BLOCK_ROWS):
-        yield _dense(held, start, min(start + BLOCK_ROWS, held.shape[0]))
+        yield _dense(held, device, start, min(start + BLOCK_ROWS, held.shape[0]))
 
 
-def _dense(held: Any, start: int, stop: int) -> Tensor:
-    return held.slice([(start, stop)], (0, held.shape[1])).to("cpu").dense()
+def _dense(held: Any, device: torch.device, start: int, stop: int) -> Tensor:
+    return held.slice([(start, stop)], (0, held.shape[1])).to(str(device)).dense()
 
 
 def _rows(table: Tensor, start: int, stop: int) -> Tensor:
-    return table[start:stop].cpu()
+    return table[start:stop]
 
 
 def _compared(

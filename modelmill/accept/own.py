@@ -20,6 +20,7 @@ from modelmill.accept.ends import dense_blocks
 from modelmill.accept.metrics import Row, compare_tensors
 from modelmill.accept.parts import compare_matrix
 from modelmill.accept.reference import Affine, HeadTrace, LayerWeights, ModuleIO, Reference
+from modelmill.accept.reference.dense import all_bits
 from modelmill.accept.tolerances import PARTS, Bound, weight_bound
 
 NORMS = {"input_norm": "attn_norm", "mlp_norm": "mlp_norm"}
@@ -41,13 +42,15 @@ def own_reference(reference: Reference, model: Any, kinds: Mapping[str, str]) ->
 
     def norm_weights(index: int | None, name: str) -> Affine:
         plain = plain_norm(index, name)
-        return _same(_norm(model, index, name), plain) if index is not None and name in NORMS else plain
+        return _same(_norm(model, index, name, made.device), plain) if index is not None and name in NORMS else plain
 
     def head(x: Tensor) -> HeadTrace:
         normed = made.run_norm(None, "final_norm", x.to(made.dtype))
-        seen = _seen(model.head.held.to("cpu"))
+        seen = _seen(model.head.held.to(str(made.device)))
         given = normed if seen is None else seen(normed)
-        logits = torch.cat([given @ block.to(made.dtype).T for block in dense_blocks(model.head.held)], -1)
+        with all_bits():
+            blocks = dense_blocks(model.head.held, made.device)
+            logits = torch.cat([given @ block.to(made.dtype).T for block in blocks], -1)
         return {"final_norm": ModuleIO((x,), normed), "logits": ModuleIO((normed,), logits)}
 
     made.norm_weights = norm_weights  # type: ignore[method-assign]
@@ -62,17 +65,17 @@ def own_weights(plain: LayerWeights, held: LayerWeights) -> LayerWeights:
 
 
 def held_weights(model: Any, index: int, weights: LayerWeights) -> Iterator[tuple[str, Affine]]:
-    """What a layer of the engine holds, by the reference's names, on the CPU in float32."""
-    layer = model.layers[index]
+    """What a layer of the engine holds, by the reference's names, in float32 where ``weights`` lie."""
+    layer, device = model.layers[index], weights["input_norm"].weight.device
     for name in NORMS:
-        yield name, _norm(model, index, name)
+        yield name, _norm(model, index, name, device)
     for path, (names, _) in LINEARS.items():
         if names[0] not in weights:
             continue
         linear = layer.get_submodule(path)
-        on_cpu = linear.held.to("cpu")
-        dense, seen = on_cpu.dense(), _seen(on_cpu)
-        bias = None if linear.bias is None else linear.bias.float().cpu()
+        held = linear.held.to(str(device))
+        dense, seen = held.dense(), _seen(held)
+        bias = None if linear.bias is None else linear.bias.float().to(device)
         first = 0
         for name in names:
             rows = slice(first, first + len(weights[name].weight))
@@ -129,10 +132,10 @@ def unfolded(name: str, site: str, held: Affine, scales: Scales, kv: Any) -> Aff
     return Affine(weight / scales[site] if site in scales else weight, bias)
 
 
-def _norm(model: Any, index: int, name: str) -> Affine:
+def _norm(model: Any, index: int, name: str, device: torch.device) -> Affine:
     norm = getattr(model.layers[index], NORMS[name])
     bias = getattr(norm, "bias", None)
-    return Affine(norm.weight.float().cpu(), None if bias is None else bias.float().cpu())
+    return Affine(norm.weight.float().to(device), None if bias is None else bias.float().to(device))
 
 
 def _same(held: Affine, like: Affine) -> Affine:

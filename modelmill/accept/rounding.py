@@ -40,7 +40,8 @@ class Rounding:
     ) -> None:
         """sequences: (ids, length of the prompt). told: whether the engine tells itself what rounding cost."""
         self.true, self.model, self.kinds, self.dtype = true, model, kinds, dtype
-        self._own, self._folded, self._told = own, folded, told
+        self._own, self._told = own, told
+        self._folded = {layer: _at(scales, true.device) for layer, scales in folded.items()}
         # an engine judged in one half is told against the reference that judges it
         followed = sequences if own else [] if told else sequences[:1]
         self.streams = [true.embed(torch.tensor(list(ids))) for ids, _ in followed]
@@ -81,3 +82,7 @@ class Rounding:
             if number == 0 and not self._told:
                 self.cost += layer_cost(index, plain, held, trace, self.model, self.kinds)
             self.streams[number] = trace["output"].output
+
+
+def _at(scales: Scales, device: torch.device) -> Scales:
+    return {site: vector.to(device) for site, vector in scales.items()}

@@ -18,7 +18,7 @@ from modelmill.accept.ends import head_findings, table_findings
 from modelmill.accept.engine import Bench
 from modelmill.accept.finding import Finding
 from modelmill.accept.own import is_low_bit, spoken
-from modelmill.accept.reference import open_reference
+from modelmill.accept.place import placed
 from modelmill.accept.rounding import Rounding
 from modelmill.accept.sequences import judge_sequences
 from modelmill.accept.stages import row_of, short
@@ -90,7 +90,8 @@ def compare_engine(
         if progress is not None:
             progress("acceptance: eyes", 0, len(stages))
         return joined(judge_eyes(loop, checkpoint), compare_engine(loop, checkpoint.language, ids, progress=progress))
-    reference = true = open_reference(checkpoint)
+    place = placed(checkpoint, loop, ids[0])
+    reference = true = place.reference
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     kinds, model = spoken(loop.artifact.manifest.weights), loop.runner.model
     # what a checkpoint brings in few bits is expanded by the reference itself: nothing was rounded here
@@ -124,7 +125,7 @@ def compare_engine(
     findings = list(table_findings(true, model, dtype))
     if rounding is not None:
         findings += [*rounding.findings, *head_findings(true, model, loop.artifact.manifest.weights, dtype)]
-    report = _report(loop, [*findings, *bench.findings], whole)
+    report = _report(loop, [*findings, *bench.findings], whole) | {"reference": place.told}
     if rounding is not None and not report["recipe"]:
         report["recipe"] = rounding.cost
     if progress is not None:

@@ -38,12 +38,13 @@ def judge_sequences(
     from it.
     """
     rows = [[i for i in range(len(s)) if i >= start or i % EVERY == 0] for s, start in zip(ids, starts, strict=True)]
-    mine, right = _logits(loop, ids, starts, rows), _ends(reference, streams, rows)
+    right = _ends(reference, streams, rows)
+    mine = _logits(loop, ids, starts, rows).to(right.device)
     row, bound = compare_logits("logits", mine, right), _bound(loop, reference.num_layers, own=true is not None)
     agreed = top1_agreement(mine, right, bound.margin)
     clear = top1_agreement(mine, right, 2 * bound.margin)
     places = [(s[i + 1] if i + 1 < len(s) else -1) for s, wanted in zip(ids, rows, strict=True) for i in wanted]
-    targets = torch.tensor(places)
+    targets = torch.tensor(places, device=right.device)
     known = targets >= 0
     loss = [perplexity(logits[known], targets[known]) for logits in (mine, right)]
     change = abs(math.log(loss[0]) - math.log(loss[1])) if all(map(math.isfinite, loss)) else math.inf

@@ -261,6 +261,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
             ("picture's embeddings' error", _eyes(report.get("pictures"))),
             ("next tokens as the checkpoint's", _share(logits.get("agreement"))),
             ("size", byte_text(report["bytes"]) if "bytes" in report else None),
+            ("reference", report.get("reference")),
         ],
         title="Acceptance",
     )

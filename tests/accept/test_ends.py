@@ -123,7 +123,7 @@ class Rows:
     """A reference of one matrix."""
 
     def __init__(self, matrix: Tensor) -> None:
-        self.matrix, self.source = matrix, self
+        self.matrix, self.source, self.device = matrix, self, matrix.device
 
     def tables(self) -> dict[str, str]:
         return {"weight": ""}
@@ -158,7 +158,7 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> Tensor:
 def test_a_vocabulary_is_walked_in_blocks(kind: str, vocabulary: Tensor) -> None:
     true: Any = Rows(vocabulary)
     model = holding(vocabulary, kind)
-    blocks = list(dense_blocks(model.head.held))
+    blocks = list(dense_blocks(model.head.held, true.device))
     assert [len(block) for block in blocks] == [64, 64, 22]
     torch.testing.assert_close(torch.cat(blocks), model.head.held.dense(), rtol=0, atol=0)
     assert [finding.ok for finding in head_findings(true, model, {"head": kind}, "float32")] == [True, True]

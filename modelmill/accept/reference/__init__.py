@@ -33,19 +33,22 @@ __all__ = [
 FAMILIES = (decoder, gpt2, qwen)
 
 
-def open_reference(checkpoint: Opened, dtype: torch.dtype = torch.float32) -> Reference:
+def open_reference(
+    checkpoint: Opened, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Reference:
     """The reference of an opened checkpoint (its ``raw`` container and ``config``), in float32 or float64.
 
+    device: where it computes, with the same plain operations everywhere (see ``accept.place``).
     Raises UnknownArchitecture when no reference computes this family, TensorMismatch when a tensor is absent.
     """
     container: Container = checkpoint.raw
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
-        return _open_gguf(container, dtype)
+        return _open_gguf(container, dtype, device)
     config = dict(checkpoint.config)
     if config.get("quantization_config"):
         container = Expanded(container, config)
     family = _family(config)
-    source = Source(container, dtype, family.STRIP)
+    source = Source(container, dtype, family.STRIP, device=device)
     if family is gpt2:
         return gpt2.Gpt2Reference(source, config)
     if family is qwen:
@@ -53,10 +56,10 @@ def open_reference(checkpoint: Opened, dtype: torch.dtype = torch.float32) -> Re
     return decoder.DecoderReference(source, config)
 
 
-def _open_gguf(container: Container, dtype: torch.dtype) -> Reference:
+def _open_gguf(container: Container, dtype: torch.dtype, device: str | torch.device) -> Reference:
     config = gguf_config(container)
     family = _family(config)
-    source = GgufSource(container, dtype, config)
+    source = GgufSource(container, dtype, config, device=device)
     if family is gpt2:
         return gpt2.Gpt2Reference(source, config)
     if family is qwen:

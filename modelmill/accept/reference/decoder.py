@@ -133,7 +133,7 @@ class DecoderReference(Reference):
 
     def query_scale(self, count: int) -> Tensor:
         """[count]: what turned queries are multiplied with, position by position."""
-        return torch.ones(count, dtype=self.dtype)
+        return torch.ones(count, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def normed_heads(self, index: int, flat: Tensor) -> Tensor | None:
@@ -141,7 +141,7 @@ class DecoderReference(Reference):
         if self.model_type != "qwen3":
             return None
         weights = {"q_norm": self.norm_weights(index, "q_norm")}
-        return self._heads(flat.to(self.dtype), weights, "q", flat.shape[0]).reshape(flat.shape[0], -1)
+        return self._heads(flat.to(self.device, self.dtype), weights, "q", flat.shape[0]).reshape(flat.shape[0], -1)
 
     def _heads(self, flat: Tensor, weights: LayerWeights, name: str, prompt_length: int) -> Tensor:
         """Projection [T, heads·dim] → head norm (where there is one) → turned [T, heads, dim]."""
@@ -149,7 +149,9 @@ class DecoderReference(Reference):
         norm = weights.get(f"{name}_norm")
         if norm is not None:
             x = rms_norm(x, norm, self.eps)
-        turned = rotate(x, *self.rope_for(prompt_length).tables(x.shape[0], prompt_length, x.dtype))
+        # always made on the CPU: the last bit of a frequency is seen in an angle
+        cos, sin = self.rope_for(prompt_length).tables(x.shape[0], prompt_length, x.dtype)
+        turned = rotate(x, cos.to(x.device), sin.to(x.device))
         return turned * self.query_scale(x.shape[0])[:, None, None] if name == "q" else turned
 
     @torch.no_grad()

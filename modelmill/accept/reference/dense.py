@@ -13,7 +13,8 @@ and logn (absent in gpt2); ``attn`` is what enters o_proj; ``output`` is the res
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -69,7 +70,7 @@ class Reference(ABC):
 
     def __init__(self, source: Source, config: dict[str, Any]) -> None:
         self.source = source
-        self.dtype = source.dtype
+        self.dtype, self.device = source.dtype, source.device
         self.config = config
 
     # -- what a family fills in ------------------------------------------------------------------------
@@ -110,7 +111,9 @@ class Reference(ABC):
     # -- what all families share -----------------------------------------------------------------------
     def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
         """The reference norm on any input [..., width]; tiny inputs (rms ≈ √eps) bring the epsilon to light."""
-        return self.apply_norm(x.to(self.dtype), self.norm_weights(index, name), self.norm_eps(index, name))
+        return self.apply_norm(
+            x.to(self.device, self.dtype), self.norm_weights(index, name), self.norm_eps(index, name)
+        )
 
     def normed_heads(self, index: int, flat: Tensor) -> Tensor | None:  # noqa: ARG002
         """Queries [T, heads·dim] after a norm per head and the rotation; None where the family norms no heads."""
@@ -119,13 +122,25 @@ class Reference(ABC):
     @torch.no_grad()
     def head(self, x: Tensor) -> HeadTrace:
         """Final norm, then logits [T, vocab]; the vocabulary is walked in blocks of rows."""
-        x = x.to(self.dtype)
+        x = x.to(self.device, self.dtype)
         normed = self.run_norm(None, "final_norm", x)
-        blocks = [normed @ rows.T for rows in self.source.row_blocks(self.head_weight_name())]
+        with all_bits():
+            blocks = [normed @ rows.T for rows in self.source.row_blocks(self.head_weight_name())]
         return {
             "final_norm": ModuleIO((x,), normed),
             "logits": ModuleIO((normed,), torch.cat(blocks, dim=-1)),
         }
+
+
+@contextmanager
+def all_bits() -> Iterator[None]:
+    """Products of float32 on a GPU without TF32, which would drop 13 bits of every factor."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def rms_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
@@ -143,7 +158,8 @@ def layer_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
 def project(x: Tensor, weights: Affine) -> Tensor:
     """x [T, in] → [T, out]."""
     x = x if weights.seen is None else weights.seen(x)
-    y = x @ weights.weight.T
+    with all_bits():
+        y = x @ weights.weight.T
     return y if weights.bias is None else y + weights.bias
 
 
@@ -156,14 +172,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     count, heads, dim = q.shape
     group = heads // k.shape[1]
     out = torch.empty_like(q)
-    column = torch.arange(count)
+    column = torch.arange(count, device=q.device)
     for start in range(0, count, QUERY_ROWS):
         row = column[start : start + QUERY_ROWS, None]
         hidden = column[None, :] > row
         if window is not None:
             hidden |= column[None, :] <= row - window
         for head in range(heads):
-            scores = q[start : start + QUERY_ROWS, head] @ k[:, head // group].T * scale
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-            out[start : start + QUERY_ROWS, head] = weights @ v[:, head // group]
+            with all_bits():
+                scores = q[start : start + QUERY_ROWS, head] @ k[:, head // group].T * scale
+                weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+                out[start : start + QUERY_ROWS, head] = weights @ v[:, head // group]
     return out.reshape(count, heads * dim)

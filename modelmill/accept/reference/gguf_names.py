@@ -68,8 +68,15 @@ def gguf_name(name: str) -> str:
 class GgufSource(Source):
     """A GGUF container under Hugging Face names and orientations."""
 
-    def __init__(self, container: Container, dtype: torch.dtype, config: Mapping[str, Any]) -> None:
-        super().__init__(container, dtype)
+    def __init__(
+        self,
+        container: Container,
+        dtype: torch.dtype,
+        config: Mapping[str, Any],
+        *,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__(container, dtype, device=device)
         self._config = config
 
     def raw_name(self, name: str) -> str:

@@ -81,7 +81,7 @@ class QwenReference(DecoderReference):
             return super().query_scale(count)
         place = torch.arange(1, count + 1, dtype=torch.float64)
         stretch = place.log() / math.log(self.seq_length)
-        return torch.where(place > self.seq_length, stretch, 1.0).to(self.dtype)
+        return torch.where(place > self.seq_length, stretch, 1.0).to(self.device, self.dtype)
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         if index is None:

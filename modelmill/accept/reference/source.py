@@ -41,11 +41,17 @@ class Opened(Protocol):
 
 
 class Source:
-    """Tensors of a Hugging Face container; ``prefix`` is what its names begin with ("model." or "")."""
+    """Tensors of a Hugging Face container; ``strip`` is what its names begin with ("model." or "").
 
-    def __init__(self, container: Container, dtype: torch.dtype, strip: str = "") -> None:
+    device: where tensors are put; they travel as they are stored and are widened there.
+    """
+
+    def __init__(
+        self, container: Container, dtype: torch.dtype, strip: str = "", *, device: str | torch.device = "cpu"
+    ) -> None:
         self.container = container
         self.dtype = dtype
+        self.device = torch.device(device)
         self._names = frozenset(container.names())
         self._strip = strip
 
@@ -75,14 +81,17 @@ class Source:
 
     def get(self, name: str) -> Tensor:
         """The tensor in the reference's dtype."""
-        return self.native(name).to(self.dtype)
+        return self._put(self.native(name))
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Some rows of a matrix, widened after they were picked."""
-        return self.native(name)[index].to(self.dtype)
+        return self._put(self.native(name)[index])
 
     def row_blocks(self, name: str) -> Iterator[Tensor]:
         """A matrix in blocks of rows, so that a vocabulary never lies in memory widened as a whole."""
         matrix = self.native(name)
         for start in range(0, matrix.shape[0], BLOCK_ROWS):
-            yield matrix[start : start + BLOCK_ROWS].to(self.dtype)
+            yield self._put(matrix[start : start + BLOCK_ROWS])
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device).to(self.dtype)

@@ -440,8 +440,8 @@ static_assert(sizeof(Readying) == 48, "int4_ring.py packs 48 bytes");
 // Slot 16 s + k of a piece is what the thread k % 8 / 2 of a quad has in its word s / 2 (s % 2: upper halves of the bytes),
 // in byte 2 (k % 2) + k / 8: four columns that lie side by side in x and in one lane here.
 extern "C" __global__ void __launch_bounds__(256) int4_ready(const __grid_constant__ Readying w) {
+    let_next_in(); // the products' blocks ask for weights and scales while this waits, too
     after_those_in_front();
-    let_next_in();
     const int lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32, all = w.chunks * CHUNK;
     const int token = at / all, g = at - token * all;
     if (token >= w.tokens) return;
