@@ -29,6 +29,8 @@ from modelmill.weights.held import pack
 Progress = Callable[[str, int, int], None]
 Accept = Callable[[Path, Plan], dict[str, Any]]
 Tune = Callable[[Plan], StoredTuning | None]
+ROUNDED = 32
+"""Bytes that rounding takes for each weight: as read, in float32, spread scales and offsets, what is divided."""
 
 
 def build(
@@ -50,6 +52,8 @@ def build(
         _write_weights(plan, staging, progress)
         for name, data in sorted(files.items()):
             staging.write(f"{TOKENIZER}/{name}", data)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()  # what rounding took is the engine's room now
         staging.seal(_manifest(plan, staging, progress))
         tuning = tune(plan) if tune is not None and plan.kind == LANGUAGE else None
         if tuning is not None:
@@ -122,10 +126,19 @@ def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
     if piece.held == "dense" or (plan.recipe is None and not piece.module.startswith(TOWER)):
         held = pack(piece.held, tensor, piece.dtype if piece.held == "dense" else plan.dtype)
     else:
-        held = plan.recipe_of(piece.module).hold(tensor.float(), None)
+        # the same bits there and here: a build's bytes do not depend on the machine
+        held = plan.recipe_of(piece.module).hold(tensor.to(_where(plan, tensor.numel())).float(), None)
     for suffix, part in held.tensors().items():
         _check_range(part, piece, plan)
-        writer.add(f"{piece.module}.{suffix}", part)
+        writer.add(f"{piece.module}.{suffix}", part.cpu())
+
+
+def _where(plan: Plan, numbers: int) -> str:
+    """Where so many weights are rounded: on the target, if it is a GPU with room for them now."""
+    if plan.device == "cpu":
+        return "cpu"
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return "cuda" if ROUNDED * numbers < torch.cuda.mem_get_info()[0] + kept else "cpu"
 
 
 def _check_range(tensor: torch.Tensor, piece: Piece, plan: Plan) -> None:

@@ -35,7 +35,7 @@ class Layers:
         assert plan.recipe is not None, "a build with a recipe"
         assert plan.calibration is not None, "a recipe that is calibrated"
         self.plan, self.staging, self.check = plan, staging, check
-        self.device = "cuda" if plan.config.target == "cuda" and torch.cuda.is_available() else "cpu"
+        self.device = plan.device
         sizes = plan.sizes
         self.heads = Heads(sizes.heads, sizes.kv_heads, sizes.head_dim)
         self.model = plan.family.Model(sizes)
@@ -97,10 +97,11 @@ class Layers:
             tensors = read(piece)
             module = self.model.get_submodule(piece.module)
             if piece.held is None:
-                self._set(piece.resolved.target, tensors[piece.resolved.target].float().to(self.device))
+                self._set(piece.resolved.target, tensors[piece.resolved.target].to(self.device).float())
             elif set(tensors) == {f"{piece.module}.weight"}:
                 assert isinstance(module, Linear)
-                module.held = Dense(tensors[f"{piece.module}.weight"].float().to(self.device).contiguous())
+                # as it is stored and then widened: half the bytes travel
+                module.held = Dense(tensors[f"{piece.module}.weight"].to(self.device).float().contiguous())
             else:
                 assert isinstance(module, Linear)
                 parts = {name.rpartition(".")[2]: t for name, t in tensors.items()}

@@ -81,6 +81,11 @@ class Plan:
         return getattr(torch, self.config.dtype)
 
     @property
+    def device(self) -> str:
+        """Where weights are rounded and calibration tokens travel: the target, where it is here."""
+        return "cuda" if self.config.target == "cuda" and torch.cuda.is_available() else "cpu"
+
+    @property
     def held(self) -> dict[str, str]:
         """Linear module → held kind."""
         out = {p.module: p.held for p in self.pieces if p.held is not None}

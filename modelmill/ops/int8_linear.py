@@ -32,7 +32,9 @@ def int8_linear(
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round to nearest, symmetric, per row: (int8 [N, K], float32 [N]). A zero row gets scale 1."""
     wide = weight.float()
-    scale = wide.abs().amax(-1) / 127.0
+    peak = wide.abs().amax(-1)
+    # a tensor: by a bare number GPUs divide with its reciprocal, and the last bit would depend on the machine
+    scale = peak / torch.full_like(peak, 127.0)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return torch.round(wide / scale[:, None]).clamp(-127, 127).to(torch.int8), scale
 

@@ -94,7 +94,8 @@ def _spanning(weight: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.
     if symmetric:  # 8 levels below zero and 7 above: the longer side gets the eighth
         scale = torch.where(-low > high, -low, -high) / ZERO
     else:
-        scale = (high - low) / 15
+        # a tensor: by a bare number GPUs divide with its reciprocal, and the last bit would depend on the machine
+        scale = (high - low) / torch.full_like(high, 15)
     scale = scale.half().float()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return scale, -ZERO * scale if symmetric else low.half().float()

@@ -52,7 +52,8 @@ class Held:
         """Round to nearest: largest magnitude of a row, or of the matrix, on the largest value of the type."""
         wide = weight.float()
         peak = wide.abs().amax(-1) if per_channel else wide.abs().amax().expand(len(wide))
-        scale = peak / LARGEST[cls.VALUES]
+        # a tensor: by a bare number GPUs divide with its reciprocal, and the last bit would depend on the machine
+        scale = peak / torch.full_like(peak, LARGEST[cls.VALUES])
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         values = rounded(wide / scale[:, None], cls.VALUES)
         return cls.of(values, scale, torch.full((1,), input_scale, device=wide.device))

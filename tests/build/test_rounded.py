@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from modelmill.artifact.store import open_artifact
+from modelmill.build.plan import Plan
 from modelmill.core.config import RunConfig
 from modelmill.nn.fused import Gathered
 from modelmill.runtime.load import load
@@ -117,3 +118,24 @@ def test_int8_with_rounded_inputs_is_not_taken_for_int8_alone(llama: Path, tmp_p
     loop = Loop.open(engine, RunConfig(kv_cache_bytes=1 << 20))
     assert loop.artifact is not None
     assert all(bool(torch.isfinite(t.float()).all()) for t in map(loop.artifact.tensor, loop.artifact.names()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4", "method": "nearest", "group_size": 32},
+        {"quantization": "int4", "method": "nearest", "group_size": -1, "symmetric": True},
+        {"quantization": "fp8", "method": "nearest"},
+        {"quantization": "fp8", "method": "nearest", "weight_scales": "tensor", "quantize_head": True},
+    ],
+    ids=str,
+)
+def test_rounding_to_nearest_gives_the_same_bits_on_a_gpu(
+    llama: Path, tmp_path: Path, monkeypatch: Any, options: dict[str, Any], dtype: str
+) -> None:
+    there = digest(make(llama, tmp_path / "a", target="cuda", dtype=dtype, **options))
+    monkeypatch.setattr(Plan, "device", "cpu")
+    assert there == digest(make(llama, tmp_path / "b", target="cuda", dtype=dtype, **options))
