@@ -58,13 +58,19 @@ class Bench:
 
     # -- the passes -------------------------------------------------------------------------------------------------
 
-    def modules(self) -> torch.Tensor:
-        """Every module on the reference's inputs. Returns the reference's residual stream at the end, [T, H]."""
+    def modules(self, told: Callable[[int], None] = lambda _: None) -> torch.Tensor:
+        """Every module on the reference's inputs. Returns the reference's residual stream at the end, [T, H].
+
+        told: called with the number of layers that are done.
+        """
         x = self.reference.embed(torch.tensor(self.ids))
         others = [Other(self.reference.embed(torch.tensor(list(ids))), length) for ids, length in self.others]
         state = Walk(self.reference, x, self.rows, others)
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            layer, part = split(name)
+            if layer is not None and part == "attn_norm":
+                told(layer)
             return self._feed(state, name, args)
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:

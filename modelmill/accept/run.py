@@ -78,17 +78,15 @@ def compare_engine(
 
     verdict: "numerical noise", or "bug at layer N, module M" with ``layer`` and ``module`` set.
     """
-    stages = ("modules", "wiring", "norms", "sequences")
 
-    def told(stage: str) -> None:
+    def told(stage: str, done: int = 0, total: int = 1) -> None:
         if progress is not None:
-            progress(f"acceptance: {stage}", stages.index(stage), len(stages))
+            progress(f"acceptance: {stage}", done, total)
 
     if checkpoint.language is not None:
         from modelmill.accept.pictures import joined, judge_eyes
 
-        if progress is not None:
-            progress("acceptance: eyes", 0, len(stages))
+        told("eyes")
         return joined(judge_eyes(loop, checkpoint), compare_engine(loop, checkpoint.language, ids, progress=progress))
     place = placed(checkpoint, loop, ids[0])
     reference = true = place.reference
@@ -111,8 +109,7 @@ def compare_engine(
         )  # fmt: skip
         reference = rounding.reference()
     bench = Bench(loop, reference, sequences[0], list(zip(sequences[1:], starts[1:], strict=True)), own=own or kept)
-    told("modules")
-    last = bench.modules()
+    last = bench.modules(lambda done: told("modules of layers", done, reference.num_layers))
     told("wiring")
     bench.wiring()
     told("norms")
@@ -128,8 +125,7 @@ def compare_engine(
     report = _report(loop, [*findings, *bench.findings], whole) | {"reference": place.told}
     if rounding is not None and not report["recipe"]:
         report["recipe"] = rounding.cost
-    if progress is not None:
-        progress("acceptance: done", len(stages), len(stages))
+    told("done", 1)
     return report
 
 

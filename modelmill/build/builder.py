@@ -81,6 +81,7 @@ def build(
 def _write_weights(plan: Plan, staging: Staging, progress: Progress | None) -> None:
     done = 0
     shards = plan.shards()
+    depth = sum(layer_of(name) is not None for name in shards)
     left = [name for name in shards if name not in staging.done and layer_of(name) is not None]
     calibrated = plan.calibration is not None and bool(left)
     layers = Layers(plan, staging, _check_range) if calibrated else None
@@ -88,21 +89,27 @@ def _write_weights(plan: Plan, staging: Staging, progress: Progress | None) -> N
     def told(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        if progress is not None:
-            progress("weights" if plan.calibration is None else "quantizing", done, plan.weight_bytes)
+        if progress is not None and layers is None:
+            progress("weights", done, plan.weight_bytes)
+
+    def told_layer(finished: int) -> None:
+        if progress is not None and layers is not None:
+            progress("quantizing layers", finished, depth)
 
     for name, pieces in shards.items():
         layer, size = layer_of(name), sum(piece.nbytes for piece in pieces)
         if name in staging.done:
             if layers is not None and layer is not None and name < left[-1]:
+                told_layer(layer)
                 layers.pass_by(layer, pieces, name)
             told(size)
             continue
         infos = {full: info for piece in pieces for full, info in piece.stored.items()}
         with staging.shard(name, infos) as writer:
             if layers is not None and layer is not None:
+                told_layer(layer)
                 layers.write(layer, pieces, writer)
-                told(size)
+                told_layer(layer + 1)
                 continue
             for piece in pieces:
                 _write_piece(plan, piece, writer)

@@ -70,7 +70,7 @@ def run(args: Args) -> int:
     if is_engine(source):
         raise UsageError(f"{source} is an engine already; give the checkpoint that it was built from")
     checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
-    with progress("planning", quiet=args.json) as told:
+    with progress("planning", quiet=args.json, lines=True) as told:
         made = make_plan(checkpoint, args.build, told)
     check_concerns(args.build, still=made.kind != "language")
     plan = made.describe()
@@ -83,7 +83,7 @@ def run(args: Args) -> int:
 
     began = time.perf_counter()
     try:
-        with progress("building") as told:
+        with progress("building", lines=not args.json) as told:
             how: dict[str, Any] = {
                 "delta": args.delta,
                 "vision": vision,

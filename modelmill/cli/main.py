@@ -20,7 +20,7 @@ from modelmill.core.find import find, names, nearest
 
 SUPPORT = (
     *("main", "options", "output", "values", "engine", "eyes", "figures", "far", "drawn"),
-    *("bench_ops", "bench_serve", "serve_ray", "streams"),
+    *("bench_ops", "bench_serve", "serve_ray", "streams", "lines"),
 )
 """Modules of this folder that are no verbs."""
 

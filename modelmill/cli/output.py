@@ -1,6 +1,7 @@
 """What the verbs print: results on stdout, everything said along the way on stderr.
 
-With ``--json`` stdout is the JSON alone. Progress is drawn only where stderr is a terminal.
+With ``--json`` stdout is the JSON alone. Progress is drawn only where stderr is a terminal; what takes minutes tells of
+it elsewhere in a line now and then.
 """
 
 from __future__ import annotations
@@ -102,10 +103,14 @@ def _number_like(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def progress(label: str, *, quiet: bool = False) -> Iterator[Progress]:
-    """A bar on stderr while the block runs, if stderr is a terminal; yields the function that moves it."""
+def progress(label: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Progress]:
+    """A bar on stderr while the block runs, if stderr is a terminal; yields the function that moves it.
+
+    lines: without a terminal (or plain) a line on stderr every ten seconds and more.
+    """
     if quiet or plain() or not sys.stderr.isatty():
-        yield lambda *_: None
+        with _told_in_lines(label) if lines and not quiet else contextlib.nullcontext(lambda *_: None) as told:
+            yield told
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -120,8 +125,7 @@ def progress(label: str, *, quiet: bool = False) -> Iterator[Progress]:
         tasks: dict[str, Any] = {}
 
         def move(*told: Any) -> None:
-            stage = str(told[0]) if told and isinstance(told[0], str) else label
-            numbers = [each for each in told if isinstance(each, (int, float))]
+            stage, numbers = _stage(label, told)
             if len(numbers) < 2:
                 return
             if stage not in tasks:
@@ -129,3 +133,26 @@ def progress(label: str, *, quiet: bool = False) -> Iterator[Progress]:
             bars.update(tasks[stage], completed=numbers[0], total=numbers[1])
 
         yield move
+
+
+@contextlib.contextmanager
+def _told_in_lines(label: str) -> Iterator[Progress]:
+    from modelmill.cli.lines import Lines
+
+    told = Lines(label, note)
+
+    def move(*given: Any) -> None:
+        stage, numbers = _stage(label, given)
+        if len(numbers) >= 2:
+            told.tell(stage, *numbers[:2])
+
+    try:
+        yield move
+    finally:
+        told.end()
+
+
+def _stage(label: str, told: Sequence[Any]) -> tuple[str, list[float]]:
+    """(stage, done, total) or (done, total): the stage, which is ``label`` where none is named, and the numbers."""
+    stage = str(told[0]) if told and isinstance(told[0], str) else label
+    return stage, [each for each in told if isinstance(each, (int, float))]

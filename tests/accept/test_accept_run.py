@@ -63,9 +63,11 @@ def test_progress_is_told(built: tuple[Path, Path, dict[str, Any]]) -> None:
     loop = Loop.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     compare_engine(loop, open_checkpoint(checkpoint), [list(range(20))], progress=lambda *a: told.append(a))
-    assert [stage.removeprefix("acceptance: ") for stage, _, _ in told] == [
-        "modules", "wiring", "norms", "sequences", "done",
+    assert list(dict.fromkeys(stage.removeprefix("acceptance: ") for stage, _, _ in told)) == [
+        "modules of layers", "wiring", "norms", "sequences", "done",
     ]  # fmt: skip
+    depth = len(loop.runner.model.layers)  # type: ignore[arg-type]
+    assert [each[1:] for each in told if "modules" in each[0]] == [(layer, depth) for layer in range(depth)]
 
 
 def test_ids_without_a_tokenizer_are_seeded(built: tuple[Path, Path, dict[str, Any]]) -> None:

@@ -109,7 +109,7 @@ def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> N
 def test_progress_is_told_layer_by_layer(llama: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     builder.build(plan(llama), tmp_path / "e", None, lambda *each: told.append(each))
-    steps = [(done, total) for stage, done, total in told if stage == "quantizing"]
+    steps = [(done, total) for stage, done, total in told if stage == "quantizing layers"]
     assert len(steps) >= 4
     assert steps == sorted(steps)
     assert steps[-1][0] == steps[-1][1]
