@@ -1,6 +1,7 @@
 """Weight files: the safetensors format, written as a stream and read through mmap.
 
-The writer knows all shapes beforehand, so that one tensor is in memory at a time and the sha256 is made on the way.
+The writer knows all shapes beforehand, so that one tensor is in memory at a time and the sha256 is made on the way,
+by a thread of its own while the same bytes are written.
 Every tensor starts on a 64-byte boundary (padding is a tensor of its own, since the format allows no holes), so that
 kernels may use aligned vector loads on the mapped file.
 """
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -32,6 +34,7 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _PAD = "__pad"
+_SMALL = 1 << 16  # bytes that are hashed before another thread would have begun
 
 
 class ShardWriter:
@@ -40,6 +43,7 @@ class ShardWriter:
     def __init__(self, path: Path, infos: Mapping[str, Info]) -> None:
         self._left = dict(infos)
         self._hash = hashlib.sha256()
+        self._hashing = ThreadPoolExecutor(1)
         header, self._pads = _header(infos)
         self._file = path.open("wb")
         self._size = 0
@@ -66,8 +70,15 @@ class ShardWriter:
         return {"sha256": self._hash.hexdigest(), "bytes": self._size}
 
     def _write(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
-        self._file.write(data)
+        if len(data) < _SMALL:
+            self._hash.update(data)
+            self._file.write(data)
+        else:
+            hashed = self._hashing.submit(self._hash.update, data)
+            try:
+                self._file.write(data)
+            finally:
+                hashed.result()
         self._size += len(data)
 
     def __enter__(self) -> ShardWriter:
@@ -76,6 +87,7 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._hashing.shutdown()
         self._file.close()
 
 

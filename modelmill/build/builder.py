@@ -19,7 +19,7 @@ from modelmill.build.layers import Layers
 from modelmill.build.pieces import TOWER, Piece
 from modelmill.build.plan import PACKING, Plan, layer_of
 from modelmill.checkpoint.rename import apply
-from modelmill.checkpoint.scan import scan
+from modelmill.checkpoint.scan import finite, scan
 from modelmill.core.config import to_dict
 from modelmill.core.errors import AcceptanceError, ArtifactError, CheckpointError, CorruptCheckpoint, UsageError
 from modelmill.core.size import byte_text
@@ -149,7 +149,7 @@ def _where(plan: Plan, numbers: int) -> str:
 
 
 def _check_range(tensor: torch.Tensor, piece: Piece, plan: Plan) -> None:
-    if tensor.is_floating_point() and tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
+    if tensor.is_floating_point() and tensor.itemsize > 1 and not finite(tensor):
         what = ", ".join(piece.resolved.sources)
         if piece.held not in (None, "dense"):
             kept = str(tensor.dtype).removeprefix("torch.")

@@ -22,10 +22,19 @@ def scan(name: str, tensor: torch.Tensor) -> None:
         part = flat[start : start + CHUNK]
         if part.dtype.itemsize == 1:
             part = part.float()
-        # NaN propagates through aminmax and infinity is an extreme, so the two ends tell of all values.
+        if finite(part):
+            continue
         low, high = torch.aminmax(part)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            kind = "NaN" if torch.isnan(low) or torch.isnan(high) else "infinity"
-            raise CorruptCheckpoint(
-                f"the tensor {name} holds {kind}; the checkpoint is damaged or was saved from a failed run"
-            )
+        kind = "NaN" if torch.isnan(low) or torch.isnan(high) else "infinity"
+        raise CorruptCheckpoint(
+            f"the tensor {name} holds {kind}; the checkpoint is damaged or was saved from a failed run"
+        )
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether a floating tensor holds neither NaN nor infinity; it is read once and nothing is made of it."""
+    if tensor.numel() == 0:
+        return True
+    # NaN propagates through aminmax and infinity is an extreme, so the two ends tell of all values.
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
