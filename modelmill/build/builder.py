@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from modelmill.artifact.manifest import SCHEMA, Manifest
 from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE, TOKENIZER, Staging
 from modelmill.artifact.tuning import StoredTuning, path_of, to_bytes
+from modelmill.build.ahead import Fingerprint, ahead
 from modelmill.build.kinds import LANGUAGE
 from modelmill.build.layers import Layers
 from modelmill.build.pieces import TOWER, Piece
@@ -48,13 +50,14 @@ def build(
         load_tokenizer(files).check_against(plan.sizes.vocab)
     staging = Staging(out, plan.key())
     staging.open()
+    fingerprint = Fingerprint(plan.checkpoint)
     try:
         _write_weights(plan, staging, progress)
         for name, data in sorted(files.items()):
             staging.write(f"{TOKENIZER}/{name}", data)
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # what rounding took is the engine's room now
-        staging.seal(_manifest(plan, staging, progress))
+        staging.seal(_manifest(plan, staging, fingerprint.result(progress)))
         tuning = tune(plan) if tune is not None and plan.kind == LANGUAGE else None
         if tuning is not None:
             staging.write_loose(path_of(tuning.device), to_bytes(tuning))
@@ -74,6 +77,7 @@ def build(
             raise ArtifactError(f"cannot write {out}: {error.strerror}{free}; run the build again to resume") from None
         raise
     finally:
+        fingerprint.stop()
         staging.close()
     return report
 
@@ -111,20 +115,30 @@ def _write_weights(plan: Plan, staging: Staging, progress: Progress | None) -> N
                 layers.write(layer, pieces, writer)
                 told_layer(layer + 1)
                 continue
-            for piece in pieces:
-                _write_piece(plan, piece, writer)
+            for piece, tensors in ahead(partial(_read_piece, plan), pieces):
+                _write_piece(plan, piece, tensors, writer)
+                del tensors  # before the one after the next is read
                 told(piece.nbytes)
 
 
-def _write_piece(plan: Plan, piece: Piece, writer: ShardWriter) -> None:
-    """Read, check, pack and write one tensor."""
+def _read_piece(plan: Plan, piece: Piece) -> dict[str, torch.Tensor]:
+    """Read and check one tensor, or those that stand for it where it is kept, by suffix."""
     if piece.kept is not None:
-        for suffix, part in piece.kept.read(plan.checkpoint, plan.dtype).tensors().items():
-            scan(", ".join(piece.resolved.sources), part)
+        found = piece.kept.read(plan.checkpoint, plan.dtype).tensors()
+    else:
+        found = {"": apply(piece.resolved, plan.checkpoint.get, plan.checkpoint.info)}
+    for part in found.values():
+        scan(", ".join(piece.resolved.sources), part)
+    return found
+
+
+def _write_piece(plan: Plan, piece: Piece, tensors: dict[str, torch.Tensor], writer: ShardWriter) -> None:
+    """Pack and write what was read."""
+    if piece.kept is not None:
+        for suffix, part in tensors.items():
             writer.add(f"{piece.module}.{suffix}", part)
         return
-    tensor = apply(piece.resolved, plan.checkpoint.get, plan.checkpoint.info)
-    scan(", ".join(piece.resolved.sources), tensor)
+    tensor = tensors[""]
     if piece.held is None:
         cast = tensor.to(piece.dtype)
         _check_range(cast, piece, plan)
@@ -157,15 +171,8 @@ def _check_range(tensor: torch.Tensor, piece: Piece, plan: Plan) -> None:
         raise CorruptCheckpoint(f"{what} overflows in {plan.config.dtype}; build with --dtype bfloat16 or float32")
 
 
-def _manifest(plan: Plan, staging: Staging, progress: Progress | None) -> Manifest:
-    def told(done: int, total: int) -> None:
-        if progress is not None:
-            progress("fingerprint", done, total)
-
-    source: dict[str, Any] = {
-        "container": plan.checkpoint.container,
-        "fingerprint": plan.checkpoint.fingerprint(told),
-    }
+def _manifest(plan: Plan, staging: Staging, fingerprint: str) -> Manifest:
+    source: dict[str, Any] = {"container": plan.checkpoint.container, "fingerprint": fingerprint}
     if plan.read is not None:
         source["calibration"] = plan.read.facts()
     return Manifest(

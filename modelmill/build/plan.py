@@ -116,12 +116,12 @@ class Plan:
 
     @property
     def build_bytes(self) -> int:
-        """Peak of the build itself: the largest tensor as read, in float32 and as packed.
+        """Peak of the build itself: the largest tensor as read, in float32 and as packed, and the next one as read.
 
         Where there is calibration: the embedding, a layer (three times at its widest matrix), the statistics of one
         site and the tokens between two layers.
         """
-        largest = max(torch.Size(p.shape).numel() * 8 + p.nbytes for p in self.pieces)
+        largest = max(torch.Size(p.shape).numel() * 12 + p.nbytes for p in self.pieces)
         if self.calibration is None:
             return largest
         embed, layer = (

@@ -65,10 +65,10 @@ def test_an_interrupted_build_is_not_loadable_and_resumes(llama: Path, tmp_path:
     written: list[str] = []
     real = builder._write_piece
 
-    def interrupted(plan: Any, piece: Any, writer: Any) -> None:
+    def interrupted(plan: Any, piece: Any, *rest: Any) -> None:
         if piece.module == "layers.1.attn.o_proj":
             raise KeyboardInterrupt
-        real(plan, piece, writer)
+        real(plan, piece, *rest)
 
     monkeypatch.setattr(builder, "_write_piece", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -77,9 +77,9 @@ def test_an_interrupted_build_is_not_loadable_and_resumes(llama: Path, tmp_path:
     with pytest.raises(ArtifactError):
         open_artifact(tmp_path / ".e.staging")
 
-    def counted(plan: Any, piece: Any, writer: Any) -> None:
+    def counted(plan: Any, piece: Any, *rest: Any) -> None:
         written.append(piece.module)
-        real(plan, piece, writer)
+        real(plan, piece, *rest)
 
     monkeypatch.setattr(builder, "_write_piece", counted)
     make(llama, tmp_path / "e")
