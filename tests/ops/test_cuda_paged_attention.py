@@ -144,13 +144,23 @@ def test_what_it_does_not_serve_is_refused() -> None:
     assert variant.supports(**args)
     eight = args["k_cache"].nan_to_num().to(torch.float8_e4m3fn)
     for change in (
-        {"max_query": 1},
-        {"max_query": 64},
         {"k_cache": eight, "v_cache": eight},
         {"q": args["q"].float()},
-        {"q": args["q"][:120]},  # few tokens: the launch takes longer than all else
         {"q": args["q"].new_empty(160 * 4 * 128 + 1)[1:].view(160, 4, 128)},  # not at 16 bytes
         {"k_cache": args["k_cache"].transpose(1, 2), "v_cache": args["v_cache"].transpose(1, 2)},
         {"block_tables": args["block_tables"].long()},
     ):
         assert not variant.supports(**(args | change)), list(change)
+
+
+@pytest.mark.gpu
+def test_steps_that_are_too_small_for_its_tiles() -> None:
+    """Prompts are left to the variant behind, single queries beside them are decoded."""
+    args = _arguments([(20, 20), (140, 150)])
+    indices = (args["block_tables"], args["query_start"], args["context_lens"])
+    caches = (args["k_cache"], args["v_cache"])
+    assert variant._prefills(args["q"], *caches, indices, 140)
+    assert not variant._prefills(args["q"], *caches, indices, 64)
+    assert not variant._prefills(args["q"][:120], *caches, indices, 140)  # the launch takes longer than all else
+    assert not variant.supports(**(_arguments([(40, 70)])))
+    _check(_arguments([(40, 70), (1, 90), (3, 3), (1, 1), (1, 0)]))

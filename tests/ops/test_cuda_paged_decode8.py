@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from modelmill.ops import shelf
 from modelmill.ops.cuda import build, paged_attention, paged_decode8
@@ -16,14 +14,6 @@ from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.compiled import compiles_without_spills
 
 LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # of the whole, in the norm: the output's own rounding
-
-
-@given(st.integers(1, 9000), st.integers(1, 40_000), st.integers(1, 200))
-def test_splits_are_powers_of_two_with_keys_for_all_warps(pairs: int, keys: int, multiprocessors: int) -> None:
-    splits = paged_decode8.splits_of(pairs, keys, multiprocessors)
-    assert splits in (1, 2, 4, 8)
-    assert splits == 1 or pairs * splits <= paged_decode8.BLOCKS * multiprocessors
-    assert splits == 1 or keys > (splits - 1) * paged_decode8.KEYS * paged_decode8.WARPS
 
 
 @pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not here")

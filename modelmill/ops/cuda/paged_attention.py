@@ -1,8 +1,9 @@
-"""Prefill attention over a paged KV cache with Hopper's own instructions (paged_attention.cu).
+"""Attention over a paged KV cache with Hopper's own instructions: prefill (paged_attention.cu) and decoding.
 
-Of decoding only pages of int8 are served (paged_decode8). A step that mixes prompts and single queries is shared: the
-kernel takes whole tiles of 128 queries, of which a single query would fill one row, so those are left to the variant
-behind this one, where there is one. With pages of int8 it is the other way round: that one has the prompts.
+A step that mixes prompts and single queries is shared. The prefill kernel takes whole tiles of 128 queries, of which a
+single query would fill one row: paged_decode16 has those, or the variant behind this one where that does not serve.
+Prompts that are too short for the tiles, or have pages of int8, are left to the variant behind, and their step's single
+queries to paged_decode16 and paged_decode8.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from collections.abc import Callable
 
 import torch
 
-from modelmill.ops.cuda import build, launch, paged_decode8
+from modelmill.ops.cuda import build, launch, paged_decode8, paged_decode16
+from modelmill.ops.cuda.paged_decode import LOG2E, TYPES
 
-LOG2E = 1.4426950408889634
 SHARES = True
 FEW_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
 FEW_TOKENS = 128  # up to here starting the copies takes longer than all else
 _TRITON = importlib.util.find_spec("triton") is not None
-TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of paged_attention.cu.
 QUERIES, KEYS, STAGES, THREADS = 128, 128, 2, 384
 MOST_SEQUENCES, PLAN_BYTES = 1024, 13 * 1024
@@ -32,7 +32,8 @@ CACHED_BYTES = 32 << 20
 def available(kind: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
     common = _macros(torch.bfloat16, 128, 16)
-    return build.serves(kind, "paged_attention", common) or paged_decode8.available(kind)
+    found = build.serves(kind, "paged_attention", common)
+    return found or paged_decode8.available(kind) or paged_decode16.available(kind)
 
 
 def supports(
@@ -51,28 +52,29 @@ def supports(
 ) -> bool:
     """Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to 1,024 sequences.
 
-    Over pages of int8 the single queries of a step, alone or among prompts.
+    Of a step's single queries, alone or among prompts, what paged_decode8 and paged_decode16 serve.
     """
-    if k_scale is not None:
-        around = (block_tables, query_start, context_lens)
-        several = max_query == 1 or (block_tables.shape[0] > 1 and _TRITON)
-        return several and paged_decode8.serves(q, k_cache, v_cache, around, k_scale, v_scale)
-    page_size, dim = k_cache.shape[2:]
-    if max_query <= FEW_QUERIES or q.shape[0] <= FEW_TOKENS or q.dtype not in TYPES or not q.is_cuda:
-        return False
-    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or dim not in (64, 128):
-        return False
     indices = (block_tables, query_start, context_lens)
-    packed = all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in indices)
-    page = 8 <= page_size <= KEYS and page_size & (page_size - 1) == 0
-    return (
-        packed
-        and page
-        and block_tables.shape[0] <= MOST_SEQUENCES
-        and _copyable(q)
-        and _paged(k_cache)
-        and _paged(v_cache)
-    )
+    if k_scale is None and _prefills(q, k_cache, v_cache, indices, max_query):
+        return True
+    if max_query > 1 and (block_tables.shape[0] == 1 or not _TRITON):
+        return False
+    return _decodes(q, (k_cache, v_cache, k_scale, v_scale), indices)
+
+
+def forms(q: torch.Tensor, k_cache: torch.Tensor, most: int, longest: int, window: int | None) -> list[tuple[int, int]]:
+    """(sequences, bound on their context) of a decode step for each form of the kernels that such steps may take.
+
+    Each is compiled when a machine first meets it, and that takes a part of a second. most, longest: sequences of a
+    step, tokens of one. q, k_cache, window: as for ``run``.
+    """
+    _, kv_heads, _, dim = k_cache.shape
+    keys = longest if window is None else min(longest, window)
+    if k_cache.dtype == torch.int8:
+        return paged_decode8.forms(kv_heads, most, keys, q.get_device())
+    if k_cache.dtype in TYPES and dim in paged_decode16.FORMS:
+        return paged_decode16.forms((q.shape[1], kv_heads), dim, most, keys, launch.multiprocessors(q.get_device()))
+    return []
 
 
 def run(
@@ -90,52 +92,102 @@ def run(
     v_scale: torch.Tensor | None = None,
     rest: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """As the reference; ``rest``, a run that also takes max_query = 1 and ``out``, fills in the single queries.
+    """As the reference; ``rest``, a run that also takes ``out`` and ``singles``, has what this one does not serve.
 
-    Over pages of int8 it fills in the others, told so by ``singles``. Rows of padding sequences (context_len 0) are
-    zero; rows of no sequence are undefined.
+    Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
     """
-    if k_scale is not None and v_scale is not None:
-        caches, indices = (k_cache, v_cache, k_scale, v_scale), (block_tables, query_start, context_lens)
-        sizes = (max_query, max_context, scale, window)
-        return _over_int8(q, caches, indices, sizes, rest)
+    indices, sizes = (block_tables, query_start, context_lens), (max_query, max_context, scale, window)
+    caches = (k_cache, v_cache, k_scale, v_scale)
+    out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+    if k_scale is not None or not _prefills(q, k_cache, v_cache, indices, max_query):
+        if max_query > 1:
+            prompts = rest or importlib.import_module("modelmill.ops.triton.paged_attention").run
+            prompts(q, k_cache, v_cache, *indices, *sizes, k_scale, v_scale, out=out, singles=False)
+        return _decode(q, caches, indices, sizes, out)
+    served = _decodes(q, caches, indices)
+    mixed = block_tables.shape[0] > 1 and (served or rest is not None)
+    _prefill(q, (k_cache, v_cache), indices, sizes, out, mixed=mixed)
+    if mixed and served:
+        _decode(q, caches, indices, sizes, out)
+    elif mixed and rest is not None:
+        rest(q, k_cache, v_cache, *indices, 1, *sizes[1:], out=out)
+    return out
+
+
+def _prefills(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    max_query: int,
+) -> bool:
+    """Whether the kernel of paged_attention.cu serves the prompts of a step; indices: page tables, starts, lengths."""
+    page_size, dim = k_cache.shape[2:]
+    if max_query <= FEW_QUERIES or q.shape[0] <= FEW_TOKENS or q.dtype not in TYPES or not q.is_cuda:
+        return False
+    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or dim not in (64, 128):
+        return False
+    packed = all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in indices)
+    page = 8 <= page_size <= KEYS and page_size & (page_size - 1) == 0
+    few = indices[0].shape[0] <= MOST_SEQUENCES
+    return packed and page and few and _copyable(q) and _paged(k_cache) and _paged(v_cache)
+
+
+def _prefill(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sizes: tuple[int, int, float, int | None],
+    out: torch.Tensor,
+    *,
+    mixed: bool,
+) -> None:
+    """Fill the rows of prompts, and where not ``mixed`` those of single queries.
+
+    sizes: most queries of a sequence, most keys, the scores' scale, the window.
+    """
+    k_cache, v_cache = caches
     tokens, heads, dim = q.shape
     pages, kv_heads, page_size, _ = k_cache.shape
-    batch, columns = block_tables.shape
-    out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
-    mixed = rest is not None and batch > 1
+    batch, columns = indices[0].shape
+    _, max_context, scale, window = sizes
     with torch.cuda.device(q.device):
         # Of each sequence's tiles at most one is not full. More of them than blocks are handed out by a counter.
         tiles = (tokens // QUERIES + batch) * heads
         blocks = min(launch.multiprocessors(q.get_device()), tiles)
         taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
-        pointers = [t.data_ptr() for t in (block_tables, query_start, context_lens, out)]
-        pointers.append(0 if taken is None else taken.data_ptr())
+        pointers = launch.addresses(*indices, out, taken)
         at_once = _heads_at_once(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
-        counts = (batch, columns, block_tables.stride(0), heads, heads // kv_heads, pages, window or 0, mixed, at_once)
+        counts = (batch, columns, indices[0].stride(0), heads, heads // kv_heads, pages, window or 0, mixed, at_once)
         work = struct.pack("=5Q9if", *pointers, *counts, scale * LOG2E)
         kernel = _kernel(q.dtype, dim, page_size, q.get_device())
         kernel.launch(blocks, _queries(q), _pages(k_cache), _pages(v_cache), work)
-    if mixed and rest is not None:
-        around = (block_tables, query_start, context_lens, 1, max_context, scale, window)
-        rest(q, k_cache, v_cache, *around, out=out)
-    return out
 
 
-def _over_int8(
+def _decodes(
     q: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> bool:
+    """Whether single queries are served here; caches: keys, values and their scales."""
+    k_cache, v_cache, k_scale, v_scale = caches
+    if k_scale is None:
+        return paged_decode16.serves(q, k_cache, v_cache, indices)
+    return paged_decode8.serves(q, k_cache, v_cache, indices, k_scale, v_scale)
+
+
+def _decode(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     sizes: tuple[int, int, float, int | None],
-    rest: Callable[..., torch.Tensor] | None,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """sizes: most queries of a sequence, most keys, the scores' scale, the window."""
-    max_query, max_context, scale, window = sizes
-    out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-    if max_query > 1:
-        prompts = rest or importlib.import_module("modelmill.ops.triton.paged_attention").run
-        prompts(q, *caches[:2], *indices, *sizes, *caches[2:], out=out, singles=False)
-    return paged_decode8.run(q, caches, indices, max_context, scale, window, out)
+    """Fill the rows of single queries. sizes: as for ``_prefill``."""
+    k_cache, v_cache, k_scale, v_scale = caches
+    if k_scale is None or v_scale is None:
+        return paged_decode16.run(q, (k_cache, v_cache), indices, *sizes[1:], out)
+    return paged_decode8.run(q, (k_cache, v_cache, k_scale, v_scale), indices, *sizes[1:], out)
 
 
 def _kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.Kernel:

@@ -12,9 +12,8 @@
 //
 // Macros: DIM (64, 128), PAGE (8 … 128), SPLITS (1, 2, 4, 8), WARPS, BLOCKS (that registers are saved for on a
 // multiprocessor), HALF (of q and out).
-#include "cluster.cuh"
 #include "mma.cuh"
-#include "numbers.cuh"
+#include "paged_decode.cuh"
 
 constexpr int KEYS = 32, WORDS = DIM / 16, CHANNELS = DIM / 8, PAGES = PAGE < KEYS ? KEYS / PAGE : 1;
 static_assert(DIM <= 32 * WARPS, "a thread has one value of the query");
@@ -35,17 +34,6 @@ __device__ inline float log2_fast(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-// Read once: keys and values should not push page tables and scales out of the nearest cache.
-__device__ inline void once(u32 (&to)[4], const signed char *from) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "l"(from));
-}
-
-__device__ inline void once(u32 (&to)[2], const signed char *from) {
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
 }
 
 // As mma.cuh's product of whole numbers, with B unsigned.
@@ -234,59 +222,15 @@ struct Softmax {
     }
 };
 
-// What the warps of a block found, and then all of it together.
-struct Found {
-    float mixed[WARPS][DIM], top[WARPS], mass[WARPS];
-    float whole[DIM], whole_top, whole_mass;
-};
-
-__device__ inline void store_warp(Found &found, Softmax &mine, int warp, int g, int p) {
+__device__ inline void store_warp(Parts<1> &found, Softmax &mine, int warp, int g, int p) {
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) mine.mass += __shfl_xor_sync(~0u, mine.mass, by);
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i) {
         mine.mixed[i] += __shfl_xor_sync(~0u, mine.mixed[i], 1);
-        if (p == 0) found.mixed[warp][CHANNELS * g + i] = mine.mixed[i];
+        if (p == 0) found.mixed[warp][0][CHANNELS * g + i] = mine.mixed[i];
     }
-    if (threadIdx.x % 32 == 0) found.top[warp] = mine.top, found.mass[warp] = mine.mass;
-}
-
-__device__ inline void join_warps(Found &found) {
-    float top = found.top[0];
-#pragma unroll
-    for (int warp = 1; warp < WARPS; ++warp) top = fmaxf(top, found.top[warp]);
-    for (int d = threadIdx.x; d < DIM; d += 32 * WARPS) {
-        float sum = 0.0f, mass = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-            const float share = exp2_fast(found.top[warp] - top);
-            sum += found.mixed[warp][d] * share, mass += found.mass[warp] * share;
-        }
-        found.whole[d] = sum;
-        if (d == 0) found.whole_top = top, found.whole_mass = mass;
-    }
-}
-
-// This block's channels of the output, of all blocks of the cluster.
-__device__ inline void finish(const Found &found, u16 *out, int rank) {
-    constexpr int EACH = DIM / SPLITS;
-    float top = -1e30f;
-    float tops[SPLITS];
-#pragma unroll
-    for (int i = 0; i < SPLITS; ++i) {
-        tops[i] = SPLITS > 1 ? read_at(&found.whole_top, i) : found.whole_top;
-        top = fmaxf(top, tops[i]);
-    }
-    for (int d = rank * EACH + threadIdx.x; d < (rank + 1) * EACH; d += 32 * WARPS) {
-        float sum = 0.0f, mass = 0.0f;
-#pragma unroll
-        for (int i = 0; i < SPLITS; ++i) {
-            const float share = exp2_fast(tops[i] - top);
-            sum += (SPLITS > 1 ? read_at(&found.whole[d], i) : found.whole[d]) * share;
-            mass += (SPLITS > 1 ? read_at(&found.whole_mass, i) : found.whole_mass) * share;
-        }
-        out[d] = rounded(sum / (ONE * (mass == 0.0f ? 1.0f : mass)));
-    }
+    if (threadIdx.x % 32 == 0) found.top[warp][0] = mine.top, found.mass[warp][0] = mine.mass;
 }
 
 extern "C" __global__ void
@@ -295,7 +239,7 @@ __cluster_dims__(SPLITS, 1, 1)
 #endif
 __launch_bounds__(32 * WARPS, BLOCKS)
     paged_decode8(const __grid_constant__ Work w) {
-    __shared__ Found found;
+    __shared__ Parts<1> found;
     __shared__ __align__(16) Query digits;
     const int split = SPLITS > 1 ? cluster_rank() : 0, pair = blockIdx.x / SPLITS;
     const int sequence = pair / w.heads, head = pair - sequence * w.heads;
@@ -340,6 +284,6 @@ __launch_bounds__(32 * WARPS, BLOCKS)
         cluster_share();
     else
         __syncthreads();
-    finish(found, w.out + (static_cast<long long>(row) * w.heads + head) * DIM, split);
+    finish(found, w.out + (static_cast<long long>(row) * w.heads + head) * DIM, split, ONE);
     if (SPLITS > 1) cluster_share(); // a block that ended could not be read
 }

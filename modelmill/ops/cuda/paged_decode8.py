@@ -6,12 +6,11 @@ import struct
 
 import torch
 
-from modelmill.ops.cuda import build, launch
+from modelmill.ops.cuda import build, launch, paged_decode
+from modelmill.ops.cuda.paged_decode import LOG2E, TYPES
 
-LOG2E = 1.4426950408889634
-TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of paged_decode8.cu; blocks whose registers fit a multiprocessor together.
-KEYS, WARPS, BLOCKS, MOST_SPLITS = 32, 4, 4, 8
+KEYS, WARPS, BLOCKS = 32, 4, 4
 
 
 def available(kind: str) -> str | None:
@@ -33,19 +32,18 @@ def serves(
     """
     if k_scale is None or v_scale is None or q.dtype not in TYPES or not q.is_cuda:
         return False
-    _, kv_heads, page, dim = k_cache.shape
+    _, kv_heads, _, dim = k_cache.shape
     if k_cache.dtype != torch.int8 or v_cache.dtype != torch.int8 or q.shape[1] != kv_heads or dim not in (64, 128):
         return False
-    caches = (k_cache, v_cache, k_scale, v_scale)
-    packed = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in caches) and q.stride(2) == 1
-    known = all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in indices)
-    return packed and known and 8 <= page <= 128 and page & (page - 1) == 0 and indices[0].shape[1] > 0
+    return q.stride(2) == 1 and paged_decode.readable((k_cache, v_cache, k_scale, v_scale), indices)
 
 
-def splits_of(pairs: int, keys: int, multiprocessors: int) -> int:
-    """Blocks that share one context: as many as there is room for, each with keys for all its warps; a power of two."""
-    wanted = min(BLOCKS * multiprocessors // pairs, -(-keys // (KEYS * WARPS)), MOST_SPLITS)
-    return 1 << max(0, wanted.bit_length() - 1)
+def forms(heads: int, most: int, longest: int, device: int) -> list[tuple[int, int]]:
+    """(sequences, bound on their context) of decode steps, one for each form of the kernel that they may meet.
+
+    most, longest: sequences of a step, keys that a query of one sees.
+    """
+    return paged_decode.forms(heads, BLOCKS * launch.multiprocessors(device), KEYS * WARPS, most, longest)
 
 
 def run(
@@ -63,16 +61,14 @@ def run(
     """
     tables = indices[0]
     _, heads, page, dim = caches[0].shape
-    batch, device = tables.shape[0], q.get_device()
+    pairs = tables.shape[0] * heads
     keys = max_context if window is None else min(max_context, window)
-    splits = splits_of(batch * heads, keys, launch.multiprocessors(device))
+    room = BLOCKS * launch.multiprocessors(q.get_device())
+    splits = paged_decode.splits_of(pairs, keys, room, KEYS * WARPS)
     pointers = launch.addresses(q, *caches, *indices, out)
     counts = (heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
     work = struct.pack("=9Q6if4x", *pointers, *counts, scale * LOG2E)
-    with torch.cuda.device(q.device):
-        macros = _macros(q.dtype, dim, page, splits)
-        kernel = launch.kernel("paged_decode8", "paged_decode8", macros, 32 * WARPS, 0, device)
-        kernel.launch(batch * heads * splits, work, early=True)
+    paged_decode.start(q, "paged_decode8", _macros(q.dtype, dim, page, splits), WARPS, pairs * splits, work)
     return out
 
 

@@ -1,0 +1,126 @@
+"""Decoding over pages of 16 bits (paged_decode16.cu): the query heads of a KV head together, up to eight of them."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from modelmill.ops.cuda import build, launch, paged_decode
+from modelmill.ops.cuda.paged_decode import LOG2E, TYPES
+
+MOST_HEADS = 8  # query heads of a KV head: columns of a product
+INVITES = True  # a single sequence's step is many small kernels: the next is placed early
+
+
+class Form(NamedTuple):
+    """Warps of a block; blocks whose registers fit a multiprocessor together; 16s of keys that a warp takes at once.
+
+    again: whether the query is read from shared memory again and again instead of staying in registers. early: how
+    many times those keys are brought to the L2 cache before the kernel in front has ended.
+    """
+
+    warps: int
+    blocks: int
+    tiles: int
+    again: int = 0
+    early: int = 1
+
+    @property
+    def least(self) -> int:
+        """Keys with which every warp of a block has something to do."""
+        return 16 * self.tiles * self.warps
+
+
+# By the channels of a head, as measured on an H200. Where several blocks share a context:
+FORMS = {64: Form(4, 3, 2), **dict.fromkeys((80, 96, 112, 128), Form(4, 3, 1)), 256: Form(4, 2, 1, again=1)}
+# Sequences times KV heads of which all have their blocks at once; where there are more:
+AT_ONCE, WHOLE = 384, dict.fromkeys((80, 96, 112, 128), Form(4, 2, 2))
+# Where query heads share keys and values, and there are KV heads enough (above AT_ONCE the variant behind is faster):
+SHARED, SHARED_PAIRS = {128: Form(8, 1, 2)}, 32
+
+
+def planned(pairs: int, group: int, dim: int, keys: int, multiprocessors: int) -> tuple[Form, int]:
+    """How a step is computed, and the blocks that share a context. pairs: sequences times KV heads."""
+    form = FORMS[dim]
+    splits = paged_decode.splits_of(pairs, keys, form.blocks * multiprocessors, form.least)
+    if splits == 1:
+        return (WHOLE.get(dim, form) if pairs > AT_ONCE else form), 1
+    if group > 1 and pairs > SHARED_PAIRS and dim in SHARED:
+        form = SHARED[dim]
+        splits = paged_decode.splits_of(pairs, keys, form.blocks * multiprocessors, form.least)
+    return form, splits
+
+
+def available(kind: str) -> str | None:
+    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    return build.serves(kind, "paged_decode16", macros(torch.bfloat16, 128, 16, 1, 1, FORMS[128]))
+
+
+def serves(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> bool:
+    """16 bits, heads of 64 to 128 in steps of 16 or of 256, up to 8 a KV head; packed caches, pages of 8 to 128 tokens.
+
+    indices: page tables, starts, lengths.
+    """
+    if q.dtype not in TYPES or not q.is_cuda or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+        return False
+    heads, dim = q.shape[1:]
+    aligned = q.stride(2) == 1 and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    kv_heads = k_cache.shape[1]
+    fits = dim in FORMS and heads <= MOST_HEADS * kv_heads
+    few = heads == kv_heads or indices[0].shape[0] * kv_heads <= AT_ONCE
+    return fits and few and aligned and paged_decode.readable((k_cache, v_cache), indices)
+
+
+def forms(heads: tuple[int, int], dim: int, most: int, longest: int, multiprocessors: int) -> list[tuple[int, int]]:
+    """(sequences, bound on their context) of decode steps, one for each form of the kernel that they may meet.
+
+    heads: query heads, KV heads. most, longest: sequences of a step, keys that a query of one sees.
+    """
+    found: dict[tuple[Form, int], tuple[int, int]] = {}
+    for batch in range(1, most + 1):
+        for keys in sorted({min(1 << n, longest) for n in range(4, 14)}):
+            plan = planned(batch * heads[1], heads[0] // heads[1], dim, keys, multiprocessors)
+            found.setdefault(plan, (batch, keys))
+    return list(found.values())
+
+
+def run(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    max_context: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Fill the rows of single queries of ``out`` [T, heads · D], and leave the others alone.
+
+    caches: keys and values; indices: page tables, starts, lengths.
+    """
+    tables = indices[0]
+    _, kv_heads, page, dim = caches[0].shape
+    group, pairs = q.shape[1] // kv_heads, tables.shape[0] * kv_heads
+    keys = max_context if window is None else min(max_context, window)
+    form, splits = planned(pairs, group, dim, keys, launch.multiprocessors(q.get_device()))
+    pointers = launch.addresses(q, *caches, *indices, out)
+    counts = (kv_heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
+    invite = INVITES and tables.shape[0] == 1
+    work = struct.pack("=7Q6ifi", *pointers, *counts, scale * LOG2E, invite)
+    chosen = macros(q.dtype, dim, page, group, splits, form)
+    paged_decode.start(q, "paged_decode16", chosen, form.warps, pairs * splits, work)
+    return out
+
+
+def macros(dtype: torch.dtype, dim: int, page: int, group: int, splits: int, form: Form) -> tuple[str, ...]:
+    """Of the kernel; group: query heads of a KV head."""
+    warps, blocks, tiles, again, early = form
+    sizes = (f"DIM={dim}", f"PAGE={page}", f"GROUP={group}", f"SPLITS={splits}")
+    cut = (f"WARPS={warps}", f"BLOCKS={blocks}", f"TILES={tiles}", f"AGAIN={again}", f"EARLY={early}")
+    return (*sizes, *cut, *TYPES[dtype])

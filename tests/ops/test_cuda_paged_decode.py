@@ -1,0 +1,42 @@
+"""Launch sizes of the kernels that decode over pages."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelmill.ops.cuda import paged_decode
+
+
+@given(st.integers(1, 9000), st.integers(1, 40_000), st.integers(1, 900), st.sampled_from([48, 64, 128]))
+def test_splits_are_powers_of_two_with_keys_for_all_warps(pairs: int, keys: int, room: int, least: int) -> None:
+    splits = paged_decode.splits_of(pairs, keys, room, least)
+    assert splits in (1, 2, 4, 8)
+    assert splits == 1 or pairs * splits <= room
+    assert splits == 1 or keys > (splits - 1) * least
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 5000), st.data())
+def test_forms_are_all_that_a_step_can_meet(heads: int, most: int, longest: int, data: st.DataObject) -> None:
+    room, least = 396, 64
+    listed = paged_decode.forms(heads, room, least, most, longest)
+    assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
+    known = {paged_decode.splits_of(batch * heads, keys, room, least) for batch, keys in listed}
+    assert len(known) == len(listed)
+    batch, keys = data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))
+    assert paged_decode.splits_of(batch * heads, keys, room, least) in known
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    caches = (torch.zeros(3, 2, 16, 64), torch.zeros(3, 2, 16, 64))
+    tables = torch.zeros(2, 4, dtype=torch.int32)
+    starts = torch.zeros(3, dtype=torch.int32)
+    indices = (tables, starts, starts[:2])
+    assert paged_decode.readable(caches, indices)
+    assert not paged_decode.readable(tuple(t.transpose(0, 1) for t in caches), indices)
+    assert not paged_decode.readable(tuple(torch.zeros(3, 2, page, 64) for page in (24, 24)), indices)
+    assert not paged_decode.readable(tuple(torch.zeros(3, 2, page, 64) for page in (256, 256)), indices)
+    assert not paged_decode.readable(caches, (tables.long(), *indices[1:]))
+    assert not paged_decode.readable(caches, (tables[:, :0], *indices[1:]))
+    assert not paged_decode.readable((caches[0], torch.zeros(3 * 2 * 16 * 64 + 1)[1:].view(3, 2, 16, 64)), indices)
