@@ -77,9 +77,9 @@ def judge_sequences(
 
 
 def _ends(reference: Reference, streams: list[Tensor], rows: list[list[int]]) -> Tensor:
-    """The reference's logits [sum of rows, V] of some rows of its residual streams."""
-    ends = [reference.head(x[wanted])["logits"].output for x, wanted in zip(streams, rows, strict=True)]
-    return torch.cat(ends)
+    """The reference's logits [sum of rows, V] of some rows of its residual streams; its vocabulary is read once."""
+    wanted = torch.cat([x[each] for x, each in zip(streams, rows, strict=True)])
+    return reference.head(wanted)["logits"].output
 
 
 def _bound(loop: Loop, layers: int, *, own: bool) -> LogitsBound:
