@@ -233,7 +233,8 @@ class Loop:
         """
         self.eyes.warm_up()
         if self.runner.graphs is not None:
-            self.runner.warm_up(min(largest or self.config.max_num_seqs, self.runner.graphs.largest), forms=forms)
+            sequences = min(largest or self.config.max_num_seqs, self.runner.graphs.largest)
+            self.runner.warm_up(sequences, self.config.max_num_batched_tokens, forms=forms)
 
     def scorer(self) -> Score:
         """Runs given tokens through the loop's own pages, for measuring; see ``Score``."""

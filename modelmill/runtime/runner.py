@@ -188,23 +188,25 @@ class Runner:
         return flight
 
     @torch.inference_mode()
-    def warm_up(self, largest: int, *, forms: bool = False) -> None:
+    def warm_up(self, largest: int, most: int, *, forms: bool = False) -> None:
         """Record the greedy decode graphs of every size up to ``largest``, for the shortest contexts.
 
         Before that, steps with prompts of every kind that kernels know apart: some are compiled when first met. forms:
-        attention in all of its forms, too.
+        attention, and products of up to ``most`` tokens, in all of their forms, too.
         """
         for query in WARM_QUERIES:
             for seqs in WARM_BATCHES:
                 self.score(self.packer.blank(query, seqs))
         seen = warm.Seen(self.ops.paged_attention)
-        usual, self.ops = self.ops, replace(self.ops, paged_attention=seen)
+        watched, multiplied = warm.watched_products(self.ops)
+        usual, self.ops = self.ops, replace(watched, paged_attention=seen)
         for tokens, seqs in WARM_ODD:
             self.score(self.packer.blank(tokens, seqs))
         self.ops = usual
         if forms:
             columns = self.packer.tables.table.shape[1]
             warm.attention(self.ops, seen, largest, columns * self.packer.page_size, columns)
+            warm.products(self.ops, multiplied, most)
         for size in [s for s in self.graphs.sizes if s <= largest] if self.graphs is not None else []:
             assert self.graphs is not None
             batch = self.packer.pack([], Wanted([], []), self.graphs.pad(size, 1))

@@ -1,19 +1,24 @@
-"""Meeting every form of a kernel before a request does: Triton compiles each of them when it is first met.
+"""Meeting every form of a kernel before a request does: each of them is compiled when it is first met.
 
 A decode step by graph has few forms, since sizes are rounded up there. A step with prompts beside answers is no graph:
-into how many parts attention divides the contexts follows from how many answers run and how long they are, and each
-number of parts is a kernel of its own. Compiled while people read along, it stops all of them for a part of a second.
+into how many parts attention divides the contexts follows from how many answers run and how long they are, how a
+product is cut into tiles from how many tokens there are, and each is a kernel of its own. Compiled while people read
+along, it stops all of them for a part of a second, or for two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from modelmill.ops import shelf
 from modelmill.ops.shelf import Ops
+
+# Products whose kernel depends on how many rows there are.
+PRODUCTS = ("gated_linear", "w8a8_linear", "gated8_linear", "fp8_linear")
 
 
 class Seen:
@@ -48,4 +53,41 @@ def attention(ops: Ops, seen: Seen, most: int, longest: int, columns: int) -> in
                 where = (empty[:batch], starts[: batch + 1], torch.zeros_like(starts[:batch]))
                 ops.paged_attention(queries[:batch], k, v, *where, 1, context, scale, *rest)
                 count += 1
+    return count
+
+
+class SeenProduct:
+    """A product that keeps what it was called with: one call for each kind of weight."""
+
+    def __init__(self, run: Callable[..., torch.Tensor | None]) -> None:
+        self._run = run
+        self.calls: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+        """As the op. rest: scales, where there are any, and the bias."""
+        kind = (x.dtype, weight.shape, weight.dtype, *(each is None for each in rest))
+        self.calls.setdefault(kind, (x, weight, *rest))
+        return self._run(x, weight, *rest)
+
+
+def watched_products(ops: Ops) -> tuple[Ops, dict[str, SeenProduct]]:
+    """``ops`` whose products keep their calls, and these by name."""
+    seen = {name: SeenProduct(run) for name in PRODUCTS if (run := getattr(ops, name)) is not None}
+    return replace(ops, **seen), seen  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def products(ops: Ops, seen: Mapping[str, SeenProduct], most: int) -> int:
+    """Call each product once for every form that steps of up to ``most`` tokens may take; how many there were."""
+    count = 0
+    for name, product in seen.items():
+        for x, weight, *rest in product.calls.values():
+            for forms in shelf.forms(name, ops.chosen[name]):
+                for rows in forms(x, weight, most):
+                    # scale, x_scale, dtype, bias: a scale a row of x, or one for all
+                    given = list(rest)
+                    if len(given) > 1 and given[1] is not None and given[1].numel() == len(x):
+                        given[1] = given[1].new_ones(rows)
+                    getattr(ops, name)(x.new_zeros((rows, x.shape[1])), weight, *given)
+                    count += 1
     return count

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.cuda import products8
@@ -143,3 +145,16 @@ def test_forms_compile_without_spills(form: products8.Form, tmp_path: Path) -> N
     gated = form[1] >= 64
     macros = products8.macros(form, kind, dtype, ("BIAS=1", f"GATED={int(gated)}"))
     compiles_without_spills("products8.cu", macros, tmp_path / "out")
+
+
+@given(st.integers(1, 3000), st.integers(1, 300), st.booleans(), st.integers(17, 9000), st.data())
+def test_forms_are_all_that_a_step_can_meet(
+    sixteens: int, processors: int, gated: bool, most: int, data: st.DataObject
+) -> None:
+    few = 64 if gated else 16
+    listed = products8.rows_of_forms(16 * sixteens, processors, few, most, gated)
+    assert all(few < rows <= most for rows in listed)
+    known = {products8.chosen(rows, 16 * sixteens, processors, gated) for rows in listed}
+    if few < most:
+        rows = data.draw(st.integers(few + 1, most))
+        assert products8.chosen(rows, 16 * sixteens, processors, gated) in known

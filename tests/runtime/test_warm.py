@@ -61,3 +61,31 @@ def test_without_forms_nothing_is_called() -> None:
     loop.runner.ops = replace(loop.runner.ops, paged_attention=seen, decode=None)
     loop.runner.score(loop.runner.packer.blank(9, 3))
     assert warm.attention(replace(loop.runner.ops, chosen={"paged_attention": "torch"}), seen, 16, 128, 16) == 0
+
+
+def test_products_are_called_once_a_form_and_kind_of_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of zeros, with as many scales as rows where each row has its own."""
+    called: list[tuple[Any, ...]] = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        called.append((x.shape, x.dtype, weight.shape, *rest))
+        return x.new_zeros(len(x), len(weight))
+
+    def forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
+        assert most == 300
+        return [len(weight), 300]
+
+    monkeypatch.setattr(shelf, "forms", lambda op, chosen: [forms] if op == "w8a8_linear" else [])
+    plain = replace(tiny.loop().runner.ops, w8a8_linear=multiply, gated_linear=None, gated8_linear=None)
+    watched, seen = warm.watched_products(plain)
+    assert set(seen) == {"w8a8_linear", "fp8_linear"}
+    x, scale, one = torch.ones(7, 4, dtype=torch.int8), torch.ones(5), torch.ones(1)
+    for x_scale in (torch.ones(7), torch.ones(7)):
+        watched.w8a8_linear(x, torch.ones(5, 4), scale, x_scale, torch.float32, None)
+    watched.w8a8_linear(x, torch.ones(6, 4), scale, one, torch.float32, scale)
+    assert len(called) == 3
+    called.clear()
+    assert warm.products(plain, seen, 300) == 4
+    assert [shape for shape, *_ in called] == [(5, 4), (300, 4), (6, 4), (300, 4)]
+    assert [len(x_scale) for *_, x_scale, _, _ in called] == [5, 300, 1, 1]
+    assert all(dtype is torch.int8 for _, dtype, *_ in called)

@@ -7,6 +7,8 @@ import torch
 from modelmill.ops.cuda import products
 from modelmill.ops.cuda.linear import available as available
 
+forms = products.many_forms
+
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """16 bits, matrices that the copy engine can read; as many rows as either kernel serves."""

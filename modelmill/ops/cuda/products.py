@@ -100,6 +100,12 @@ def many_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return filled(-(-x.shape[0] // (2 * TILE_ROWS)) * across, launch.multiprocessors(x.get_device())) >= LEAST_FILLED
 
 
+def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
+    """Numbers of rows, up to ``most``, with which every form of ``many`` is met: the least that is served, or none."""
+    steps = range(LEAST_MANY, most + 1, 2 * TILE_ROWS)
+    return next(([rows] for rows in steps if many_serves(x.new_empty((rows, x.shape[1])), weight, None)), [])
+
+
 def filled(pairs: int, multiprocessors: int) -> float:
     """The share of the multiprocessors' time that ``pairs`` of equal tiles fill, a pair on two of them at a time."""
     clusters = multiprocessors // 2

@@ -106,6 +106,15 @@ def chosen(tokens: int, n: int, processors: int, gated: bool = False) -> Form:
     return min((form for form in FORMS if not gated or form[1] >= 64), key=cost)
 
 
+def rows_of_forms(n: int, processors: int, few: int, most: int, gated: bool = False) -> list[int]:
+    """Numbers of rows above ``few`` and up to ``most``, one for each form that is chosen with n rows of the weight."""
+    found: dict[Form, int] = {}
+    for rows in dict.fromkeys((few + 1, *range(64, most + 1, 64), most)):
+        if few < rows <= most:
+            found.setdefault(chosen(rows, n, processors, gated), rows)
+    return list(found.values())
+
+
 def _tiles(form: Form, tokens: int, n: int) -> int:
     down, across, _ = FORMS[form]
     return -(-tokens // down) * -(-n // across)

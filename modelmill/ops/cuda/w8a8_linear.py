@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda import products8
+from modelmill.ops.cuda import launch, products8
 from modelmill.ops.cuda.products8 import available as available
 from modelmill.ops.cuda.products8 import run as run
 
@@ -21,3 +21,11 @@ def supports(
 ) -> bool:
     """As ``products8.supports``, more than a few rows."""
     return x.shape[0] > FEW and products8.supports(x, weight, scale, x_scale, dtype, bias)
+
+
+def forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
+    """Numbers of rows, up to ``most``, with which every form of the kernel is met that such a product may take."""
+    if x.dtype not in products8.KINDS:
+        return []
+    processors = launch.multiprocessors(x.get_device())
+    return products8.rows_of_forms(weight.shape[0], processors, FEW, most)
