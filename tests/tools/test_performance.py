@@ -257,12 +257,14 @@ def test_pictures_show_the_newest_run_of_each_work() -> None:
     ]
     lines = pictures(rows)
     assert lines[0] == "| work | bfloat16 | int4 | transformers 5 | × ours, bfloat16 |"
-    [request] = [line for line in lines if line.startswith("| a request")]
+    [request, newest] = [line for line in lines if line.startswith("| a request")]
     assert "**350** (349 … 351) (reached: 400) | **200** (199 … 201) (missed: 190)" in request
     assert request.endswith("| **1,400** (1,399 … 1,401) | **4.00** |")
+    assert newest.endswith("(newest) | – | **150** (149 … 151) (reached: 190) | – |  |")
     [many] = [line for line in lines if "requests/s" in line]
     assert "**80.0** (reached: 60)" in many
     assert [line for line in lines if line.startswith("* ")] == [
         "* `python 2026-01-02`, card, transformers 5, torch 2, 2026-01-02",
+        "* `python 2026-01-04`, card, transformers 5, torch 2, 2026-01-04",
         "* `python 2026-01-01`, card, transformers 5, torch 2, 2026-01-01",
     ]
