@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.core.errors import MissingDependency
 from modelmill.ops import shelf
 from modelmill.runtime import warm
 from tests.runtime import tiny
@@ -86,6 +87,20 @@ def test_products_are_called_once_a_form_and_kind_of_weight(monkeypatch: pytest.
     assert len(called) == 3
     called.clear()
     assert warm.products(plain, seen, 300) == 4
-    assert [shape for shape, *_ in called] == [(5, 4), (300, 4), (6, 4), (300, 4)]
-    assert [len(x_scale) for *_, x_scale, _, _ in called] == [5, 300, 1, 1]
+    shapes = {(tuple(shape), weight[0], len(x_scale)) for shape, _, weight, _, x_scale, *_ in called}
+    assert shapes == {((5, 4), 5, 5), ((300, 4), 5, 300), ((6, 4), 6, 1), ((300, 4), 6, 1)}
     assert all(dtype is torch.int8 for _, dtype, *_ in called)
+
+
+def test_a_product_that_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if len(x) > 9:
+            raise MissingDependency("the CUDA kernel cannot be compiled")
+        return x
+
+    monkeypatch.setattr(shelf, "forms", lambda op, chosen: [lambda x, weight, most: [most]])
+    plain = replace(tiny.loop().runner.ops, fp8_linear=fails)
+    watched, seen = warm.watched_products(plain)
+    watched.fp8_linear(torch.ones(2, 4), torch.ones(3, 4))
+    with pytest.raises(MissingDependency, match="cannot be compiled"):
+        warm.products(plain, {"fp8_linear": seen["fp8_linear"]}, 64)
