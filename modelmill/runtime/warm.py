@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 
+from modelmill.core import log
+from modelmill.core.quote import one_line
 from modelmill.ops import shelf
 from modelmill.ops.shelf import Ops
 
+_log = log.get(__name__)
 # Products whose kernel depends on how many rows there are.
 PRODUCTS = ("gated_linear", "w8a8_linear", "gated8_linear", "fp8_linear")
 
@@ -81,9 +84,10 @@ def watched_products(ops: Ops) -> tuple[Ops, dict[str, SeenProduct]]:
 
 
 def products(ops: Ops, seen: Mapping[str, SeenProduct], most: int) -> int:
-    """Call each product once for every form that steps of up to ``most`` tokens may take; how many there were.
+    """Call each product once for every form that steps of up to ``most`` tokens may take; how many could be met.
 
-    Side by side, as far as there are cores: a compiler takes 2 to 4 s for each of them.
+    Side by side, as far as there are cores: a compiler takes 2 to 4 s for each of them. What fails here fails whoever
+    needs it, and nobody else: it is logged.
     """
     jobs: list[Callable[[], object]] = []
     for name, product in seen.items():
@@ -92,11 +96,15 @@ def products(ops: Ops, seen: Mapping[str, SeenProduct], most: int) -> int:
                 jobs += [
                     partial(_multiply, getattr(ops, name), x, weight, rest, rows) for rows in forms(x, weight, most)
                 ]
-    if jobs:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile") as pool:
-            for done in [pool.submit(job) for job in jobs]:
+    met = 0
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile") as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            try:
                 done.result()
-    return len(jobs)
+                met += 1
+            except Exception as error:
+                _log.warning("a product's form could not be met beforehand: %s", one_line(str(error), 300))
+    return met
 
 
 @torch.inference_mode()
