@@ -61,10 +61,10 @@ class Args(Common):
     batch_size: tuple[int, ...] = option((1,), "latency: batch sizes, measured in turn until memory ends")
     input_len: int = option(128, "tokens of a prompt")
     output_len: int = option(64, "tokens of an answer (end-of-text is ignored)")
-    num_prompts: int | None = option(None, "throughput: requests (default: 100; of a trace 500)")
+    num_prompts: int | None = option(None, "throughput, serve: requests (default: 100; of a trace 500)")
     dataset: Path | None = option(None, "throughput: ShareGPT json, or jsonl of prompts", metavar="FILE")
     trace: Path | None = option(
-        None, "throughput: lengths from a csv with ContextTokens and GeneratedTokens", metavar="FILE.csv"
+        None, "throughput, serve: lengths from a csv with ContextTokens and GeneratedTokens", metavar="FILE.csv"
     )
     runs: int | None = option(None, "measured runs (default: 5; ops: 15 rounds)")
     warmup: int = option(1, "runs before them that are not counted")

@@ -131,7 +131,9 @@ class RunConfig:
     max_num_seqs: int = option(256, "most sequences computed in one step")
     max_num_batched_tokens: int = option(8192, "most tokens computed in one step (longer prompts go in chunks)")
     max_mixed_tokens: int | None = option(
-        None, "most tokens in a step that also continues running answers; default: by the model's size, on a GPU"
+        None,
+        "most tokens in a step that also continues running answers; default: in serve by what steps take, else on "
+        "a GPU by the model's size",
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that weights and KV cache may take")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from the memory that is free")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,11 @@ def test_rows_and_no_key(
 
 def test_other_words_stay() -> None:
     assert bench._command(["bench", "latency", "api-key", "x y"]) == "modelmill bench latency api-key 'x y'"
+
+
+def test_help_tells_what_serve_reads() -> None:
+    """A flag that serve reads does not look like another measurement's."""
+    helps = {each.name: each.metadata["help"] for each in fields(bench.Args) if "help" in each.metadata}
+    for name in ("num_prompts", "trace"):
+        assert "serve" in helps[name].partition(":")[0]
+    assert "serve" not in helps["dataset"]
