@@ -124,7 +124,7 @@ def test_it_makes_no_difference_where_a_matrix_is_cut(blocks: list[int], last: i
         assert getattr(parts, name) == pytest.approx(getattr(worst, name), rel=1e-9), name
     assert whole.gain == pytest.approx(once.gain, rel=1e-9)
     error = (ours.double() - right.double()).abs()
-    assert whole.median_abs == once.median_abs == pytest.approx(float(error.median(1).values.median()))
+    assert whole.median_abs == once.median_abs == pytest.approx(float(error[::8].median(1).values.median()))
 
 
 def test_nothing_and_what_is_not_finite() -> None:
