@@ -34,14 +34,14 @@ def placed(checkpoint: Checkpoint, loop: Any, ids: Sequence[int]) -> Place:
     here = open_reference(checkpoint)
     if torch.device(loop.device).type != "cuda":
         return Place(here, "float32 on the CPU")
-    needed, free = SPARE + PER_WEIGHT * _layer_weights(loop.runner.model), torch.cuda.mem_get_info()[0]
+    needed, free = SPARE + PER_WEIGHT * _layer_weights(loop.runner.model), torch.cuda.mem_get_info(loop.device)[0]
     if free < needed:
         return Place(here, f"float32 on the CPU: on the GPU {needed >> 20} MiB would be needed, {free >> 20} are free")
     there = open_reference(checkpoint, device=loop.device)
     off = disagreement(here, there, ids)
     if not off <= AGREES:
         return Place(here, f"float32 on the CPU: the GPU's float32 is off by {off:.1g} (is TF32 forced?)")
-    return Place(there, f"float32 on {torch.cuda.get_device_name()}, TF32 off; off the CPU's by {off:.1g}")
+    return Place(there, f"float32 on {torch.cuda.get_device_name(loop.device)}, TF32 off; off the CPU's by {off:.1g}")
 
 
 def disagreement(one: Reference, other: Reference, ids: Sequence[int]) -> float:
