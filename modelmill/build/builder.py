@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,7 @@ def _write_weights(plan: Plan, staging: Staging, progress: Progress | None) -> N
     left = [name for name in shards if name not in staging.done and layer_of(name) is not None]
     calibrated = plan.calibration is not None and bool(left)
     layers = Layers(plan, staging, _check_range) if calibrated else None
+    following = dict(pairwise(left))
 
     def told(nbytes: int) -> None:
         nonlocal done
@@ -100,25 +103,26 @@ def _write_weights(plan: Plan, staging: Staging, progress: Progress | None) -> N
         if progress is not None and layers is not None:
             progress("quantizing layers", finished, depth)
 
-    for name, pieces in shards.items():
-        layer, size = layer_of(name), sum(piece.nbytes for piece in pieces)
-        if name in staging.done:
-            if layers is not None and layer is not None and name < left[-1]:
-                told_layer(layer)
-                layers.pass_by(layer, pieces, name)
-            told(size)
-            continue
-        infos = {full: info for piece in pieces for full, info in piece.stored.items()}
-        with staging.shard(name, infos) as writer:
-            if layers is not None and layer is not None:
-                told_layer(layer)
-                layers.write(layer, pieces, writer)
-                told_layer(layer + 1)
+    with nullcontext() if layers is None else closing(layers):
+        for name, pieces in shards.items():
+            layer, size = layer_of(name), sum(piece.nbytes for piece in pieces)
+            if name in staging.done:
+                if layers is not None and layer is not None and name < left[-1]:
+                    told_layer(layer)
+                    layers.pass_by(layer, pieces, name)
+                told(size)
                 continue
-            for piece, tensors in ahead(partial(_read_piece, plan), pieces):
-                _write_piece(plan, piece, tensors, writer)
-                del tensors  # before the one after the next is read
-                told(piece.nbytes)
+            infos = {full: info for piece in pieces for full, info in piece.stored.items()}
+            with staging.shard(name, infos) as writer:
+                if layers is not None and layer is not None:
+                    told_layer(layer)
+                    layers.write(layer, pieces, writer, shards.get(following.get(name, ""), ()))
+                    told_layer(layer + 1)
+                    continue
+                for piece, tensors in ahead(partial(_read_piece, plan), pieces):
+                    _write_piece(plan, piece, tensors, writer)
+                    del tensors  # before the one after the next is read
+                    told(piece.nbytes)
 
 
 def _read_piece(plan: Plan, piece: Piece) -> dict[str, torch.Tensor]:

@@ -1,12 +1,13 @@
 """Layers of a calibrated recipe: read dense, quantized on the calibration tokens that come through, written.
 
-In memory are the embedding, one layer in float32 and the calibration tokens. Layers that an interrupted build has
-finished are read back and only passed through.
+In memory are the embedding, one layer in float32, the next one as the checkpoint stores it, and the calibration tokens.
+Layers that an interrupted build has finished are read back and only passed through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -29,7 +30,10 @@ Check = Callable[[torch.Tensor, Piece, Plan], None]
 
 
 class Layers:
-    """The layers of one build, from the first to the last. Raises UsageError for calibration data that is no good."""
+    """The layers of one build, from the first to the last; ``close`` has to be called.
+
+    Raises UsageError for calibration data that is no good.
+    """
 
     def __init__(self, plan: Plan, staging: Staging, check: Check) -> None:
         assert plan.recipe is not None, "a build with a recipe"
@@ -45,6 +49,12 @@ class Layers:
         files = plan.checkpoint.tokenizer_files()
         self.samples = samples_of(plan.calibration, files, self.model, plan.config.seed)
         self._flow: Flow | None = None
+        self._reader = ThreadPoolExecutor(1)
+        self._coming: tuple[Sequence[Piece], Future[list[dict[str, torch.Tensor]]]] | None = None
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._reader.shutdown()
 
     def pass_by(self, layer: int, pieces: Iterable[Piece], shard: str) -> None:
         """Through a layer that is finished already."""
@@ -53,10 +63,14 @@ class Layers:
         self.flow.run(Block(self.model.layers[layer], self.heads))
         self._drop(layer)
 
-    def write(self, layer: int, pieces: Iterable[Piece], writer: ShardWriter) -> None:
-        """Quantize a layer and write it, what was done to it first."""
-        pieces = list(pieces)
-        self._put(pieces, self._read)
+    def write(self, layer: int, pieces: Sequence[Piece], writer: ShardWriter, then: Sequence[Piece] = ()) -> None:
+        """Quantize a layer and write it, what was done to it first. then: the next one's, read meanwhile."""
+        came, self._coming = self._coming, None
+        read = came[1].result() if came is not None and came[0] is pieces else self._read_all(pieces)
+        del came
+        if then:
+            self._coming = then, self._reader.submit(self._read_all, then)
+        self._put(pieces, lambda _: read.pop(0))
         block = Block(self.model.layers[layer], self.heads)
         with torch.inference_mode():
             recipe = self.plan.recipe_of(f"layers.{layer}.")
@@ -88,6 +102,9 @@ class Layers:
         tensor = apply(piece.resolved, checkpoint.get, checkpoint.info)
         scan(", ".join(piece.resolved.sources), tensor)
         return {piece.resolved.target: tensor if piece.held is not None else tensor.to(self.plan.dtype)}
+
+    def _read_all(self, pieces: Iterable[Piece]) -> list[dict[str, torch.Tensor]]:
+        return [self._read(piece) for piece in pieces]
 
     def _put_all(self, prefix: str) -> None:
         self._put([piece for piece in self.plan.pieces if piece.resolved.target.startswith(prefix)], self._read)
