@@ -82,3 +82,17 @@ def test_what_was_not_compiled_is_asked_for_again() -> None:
     for _ in range(2):
         call(launch, torch.zeros(64))
     assert [each[0] for each in kernel.log] == ["found", "found"]
+
+
+class Param:
+    def __init__(self, name: str, free: bool = False) -> None:
+        self.name, self.do_not_specialize = name, free
+
+
+def test_a_number_that_triton_compiles_for_must_be_told() -> None:
+    kernel = Kernel()
+    kernel.params = [Param("x"), Param("y"), Param("rows", free=True), Param("width"), Param("eps")]  # type: ignore[attr-defined]
+    launch, x = Quick(kernel), torch.zeros(64)
+    launch((1, 1, 1), (x, x), (3, 8, 1e-5), (8,), (), {})
+    with pytest.raises(AssertionError, match="width = 9"):
+        launch((1, 1, 1), (x, x), (3, 9, 1e-5), (7,), (), {})

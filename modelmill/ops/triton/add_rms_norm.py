@@ -9,6 +9,7 @@ import triton.language as tl
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import row_launch, rows_of
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.quick import Quick
 from modelmill.ops.triton.rms_norm import WIDEST
 
 
@@ -25,10 +26,15 @@ def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: floa
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     total = residual if residual.is_contiguous() else torch.empty_like(out).view(x.shape)
     share, block, warps = row_launch(flat)
-    _kernel[(triton.cdiv(rows, share),)](
-        flat, held, weight, out, total, rows, width, flat.stride(0), held.stride(0), eps,
-        ROWS=share, BLOCK=block, num_warps=warps, **launch(x.device, rows),
-    )  # fmt: skip
+    early, fixed = launch(x.device, rows), (width, flat.stride(0), held.stride(0))
+    _quick(
+        (-(-rows // share), 1, 1),
+        (flat, held, weight, out, total),
+        (rows, *fixed, eps),
+        fixed,
+        (share, block, early["EARLY"]),
+        {"num_warps": warps, "launch_pdl": early["launch_pdl"]},
+    )
     return out.view(x.shape), total
 
 
@@ -52,3 +58,6 @@ def _kernel(
     normal = (wide * scale[:, None]).to(x.dtype).to(tl.float32)
     out = normal * weight.to(tl.float32)[None, :]
     tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)
+
+
+_quick = Quick(_kernel)

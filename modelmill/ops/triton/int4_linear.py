@@ -21,6 +21,7 @@ import triton.language as tl
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.groups import supports as supports
+from modelmill.ops.triton.quick import Quick
 
 ZERO = 8  # the code of 0 where there are no offsets
 # columns of a chunk at most: two products with 64 columns each
@@ -73,11 +74,15 @@ def unpacked(
     n, width = weight.shape
     out = torch.empty((n, columns), dtype=dtype, device=weight.device)
     rows, runs = 2, 64
-    _unpack[(triton.cdiv(n, rows), triton.cdiv(width, 16 * runs))](
-        weight, scale, scale if offset is None else offset, out, n, columns, width,
-        weight.stride(0), scale.stride(0),
-        OFFSET=offset is not None, ZERO=ZERO, GROUP=group, BLOCK_N=rows, RUNS=runs, num_warps=2,
-    )  # fmt: skip
+    fixed = (n, columns, width, weight.stride(0), scale.stride(0))
+    _quick(
+        (-(-n // rows), -(-width // (16 * runs)), 1),
+        (weight, scale, scale if offset is None else offset, out),
+        fixed,
+        fixed,
+        (offset is not None, ZERO, group, rows, runs),
+        {"num_warps": 2},
+    )
     return out
 
 
@@ -106,6 +111,9 @@ def _unpack(
     target = out_ptr + row[:, None, None] * k + column
     tl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside & (column < k))
     tl.store(target + 16, high.to(out_ptr.dtype.element_ty), mask=inside & (column + 16 < k))
+
+
+_quick = Quick(_unpack)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -18,6 +18,7 @@ from modelmill.ops.triton import paged_decode, paged_prefill
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import knows_fp8, multiprocessors, power_of_two, shared_bytes
 from modelmill.ops.triton.early import launch
+from modelmill.ops.triton.quick import Quick
 
 LOG2E = 1.4426950408889634
 LEAST_KEYS = 64  # keys a split must have before it is worth a program
@@ -85,6 +86,9 @@ def run(
     if max_query == 1 or (mixed and singles):
         _decode(tensors, max_context, scale * LOG2E, window)
     return out
+
+
+_prompts = Quick(paged_prefill.tiles)
 
 
 class _Sizes(NamedTuple):
@@ -192,20 +196,24 @@ def _wide(cache: torch.Tensor) -> bool:
 def _prefill(
     tensors: tuple[torch.Tensor, ...], bounds: tuple[int, int], scale: float, window: int | None, mixed: bool
 ) -> None:
-    q, k, v, k_scale, v_scale, tables, starts, lengths, out = tensors
+    q, k, _, k_scale, _, tables, *_ = tensors
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
     block_d = max(16, power_of_two(dim))
     block_m, block_n, warps, stages, registers = _tiling(bounds, heads * batch, block_d, q, k)
     # Sequence b's tiles begin at starts[b] // block_m + b: no more than these in all, whatever the lengths.
     tiles = q.shape[0] // block_m + batch
-    paged_prefill.tiles[(heads, tiles)](
-        q, k, v, k_scale, v_scale, tables, starts, lengths, out, scale,
-        batch, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, WIDE=_wide(k), WINDOW=window or 0,
-        SCALED=k_scale is not q, MIXED=mixed, BLOCK_B=16 if batch <= 16 else max(256, power_of_two(batch)),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages, maxnreg=registers,
-    )  # fmt: skip
+    fixed = (q.stride(0), q.stride(1), *k.stride()[:3])
+    scaled, sequences = k_scale is not q, 16 if batch <= 16 else max(256, power_of_two(batch))
+    sizes = (heads, heads // kv_heads, dim, page_size, _wide(k), window or 0, scaled, mixed, sequences)
+    _prompts(
+        (heads, tiles, 1),
+        tensors,
+        (scale, batch, tables.shape[1], tables.stride(0), *fixed),
+        fixed,
+        (*sizes, block_m, block_n, block_d),
+        {"num_warps": warps, "num_stages": stages, "maxnreg": registers},
+    )
 
 
 def _tiling(

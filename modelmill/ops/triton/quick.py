@@ -41,6 +41,14 @@ class Quick:
         key = (torch.cuda.current_device(), kinds, fixed, constants, tuple(options.values()))
         compiled = self.kept.get(key)
         if compiled is None:
+            self._check(len(pointers), numbers, fixed)
             self.kept[key] = self.kernel[grid](*pointers, *numbers, *constants, **options)
         else:
             compiled[grid](*pointers, *numbers, *constants)
+
+    def _check(self, pointers: int, numbers: tuple[float, ...], fixed: tuple[int, ...]) -> None:
+        """A number that Triton compiles for and that is not among ``fixed`` would bring another number's kernel."""
+        told = getattr(self.kernel, "params", ())[pointers : pointers + len(numbers)]
+        for param, number in zip(told, numbers, strict=False):
+            if isinstance(number, int) and not param.do_not_specialize and number not in fixed:
+                raise AssertionError(f"Triton compiles for {param.name} = {number}: it belongs to ``fixed``")

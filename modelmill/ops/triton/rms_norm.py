@@ -9,6 +9,7 @@ import triton.language as tl
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import row_launch, rows_of
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.quick import Quick
 
 WIDEST = 32768
 
@@ -24,11 +25,15 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     share, block, warps = row_launch(flat)
-    grid = (triton.cdiv(rows, share),)
-    _kernel[grid](
-        flat, weight, out, rows, width, flat.stride(0), eps,
-        ROWS=share, BLOCK=block, num_warps=warps, **launch(x.device, rows),
-    )  # fmt: skip
+    early, fixed = launch(x.device, rows), (width, flat.stride(0))
+    _quick(
+        (-(-rows // share), 1, 1),
+        (flat, weight, out),
+        (rows, *fixed, eps),
+        fixed,
+        (share, block, early["EARLY"]),
+        {"num_warps": warps, "launch_pdl": early["launch_pdl"]},
+    )
     return out.view(x.shape)
 
 
@@ -48,3 +53,6 @@ def _kernel(
     normal = (wide * scale[:, None]).to(x.dtype).to(tl.float32)
     out = normal * weight.to(tl.float32)[None, :]
     tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)
+
+
+_quick = Quick(_kernel)

@@ -9,6 +9,7 @@ import triton.language as tl
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import multiprocessors, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.quick import Quick
 
 
 def supports(gate_up: torch.Tensor) -> bool:
@@ -25,10 +26,15 @@ def run(gate_up: torch.Tensor) -> torch.Tensor:
     few = rows * inner < 4096 * multiprocessors(flat.device)
     block = min(256 if few else 2048, power_of_two(inner))
     across = triton.cdiv(inner, block)
-    _kernel[(rows * across,)](
-        flat, out, inner, flat.stride(0), across,
-        BLOCK=block, num_warps=max(1, min(8, block // 256)), **launch(flat.device, rows),
-    )  # fmt: skip
+    early, fixed = launch(flat.device, rows), (inner, flat.stride(0), across)
+    _quick(
+        (rows * across, 1, 1),
+        (flat, out),
+        fixed,
+        fixed,
+        (block, early["EARLY"]),
+        {"num_warps": max(1, min(8, block // 256)), "launch_pdl": early["launch_pdl"]},
+    )
     return out.view(*gate_up.shape[:-1], inner)
 
 
@@ -43,3 +49,6 @@ def _kernel(x_ptr, out_ptr, inner, stride, across, BLOCK: tl.constexpr, EARLY: t
     wide = gate.to(tl.float32)
     out = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
     tl.store(out_ptr + row * inner + column, out.to(gate.dtype), mask=inside)
+
+
+_quick = Quick(_kernel)

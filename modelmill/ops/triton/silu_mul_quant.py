@@ -9,6 +9,7 @@ import triton.language as tl
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import knows_fp8, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.quick import Quick
 
 WIDEST = 32768
 _LEAST = tl.constexpr(1e-6)
@@ -30,11 +31,15 @@ def run(
     values = torch.empty((rows, inner), dtype=kind, device=flat.device)
     scale = None if factor is not None else torch.empty(gate_up.shape[:-1], dtype=torch.float32, device=flat.device)
     block = power_of_two(inner)
-    _kernel[(rows,)](
-        flat, values, flat if scale is None else scale, flat if factor is None else factor, inner, flat.stride(0),
-        TOKEN=factor is None, WHOLE=kind is torch.int8, MOST=127.0 if kind is torch.int8 else 448.0, BLOCK=block,
-        num_warps=max(1, min(16, block // (512 if rows > 1 else 256))), **launch(flat.device, rows),
-    )  # fmt: skip
+    early, fixed = launch(flat.device, rows), (inner, flat.stride(0))
+    _quick(
+        (rows, 1, 1),
+        (flat, values, flat if scale is None else scale, flat if factor is None else factor),
+        fixed,
+        fixed,
+        (factor is None, kind is torch.int8, 127.0 if kind is torch.int8 else 448.0, early["EARLY"], block),
+        {"num_warps": max(1, min(16, block // (512 if rows > 1 else 256))), "launch_pdl": early["launch_pdl"]},
+    )
     return values.view(*gate_up.shape[:-1], inner), scale
 
 
@@ -63,3 +68,6 @@ def _kernel(
         # Its last byte is then the value, rounded half to even.
         y = (y + _WHOLE).to(tl.int32, bitcast=True)
     tl.store(values_ptr + row * inner + column, y.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+_quick = Quick(_kernel)
