@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools.conformance import __main__ as conformance
-from tools.conformance import canary, report, schema, suite
+from tools.conformance import canary, comply, report, schema, suite
 from tools.conformance.suite import Case, Result
 
 
@@ -127,6 +127,15 @@ def test_cases_of_a_schemathesis_report() -> None:
     assert [case.name for case in found.failed] == ["GET /x: fits", "GET /x: an answer", "enough cases"]
     assert "does not" in found.failed[0].reason
     assert found.facts["statuses"] == "200: 1, 500: 1, None: 1"
+
+
+@pytest.mark.parametrize(("response", "told"), [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)])
+def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, told: int) -> None:
+    found = Result(0)
+    each = SimpleNamespace(status=SimpleNamespace(value="passed"), response=response, warnings=[], errors=[])
+    comply._take(found, "open-responses: compact-response", each)
+    assert found.passed == 1
+    assert len(found.notes) == told
 
 
 def test_a_canary_that_warns_has_not_passed() -> None:

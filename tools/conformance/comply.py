@@ -41,11 +41,19 @@ def _take(found: Result, name: str, result: Any) -> None:
     status = result.status.value
     if status == "passed":
         found.passed += 1
+        if _nothing_there(result.response):
+            found.notes.append(f"{name}: passed on a 404, which the suite allows: there is no such path here")
     elif status == "skipped":
         found.excluded.append(Case(name, f"left out by the suite itself: {'; '.join(result.errors)}"))
     else:
         found.failed.append(Case(name, "; ".join(result.errors)[:300]))
     found.notes += [f"{name}, advice: {warning}" for warning in result.warnings]
+
+
+def _nothing_there(response: Any) -> bool:
+    """Whether the server knows no such path."""
+    error = response.get("error") if isinstance(response, dict) else None
+    return isinstance(error, dict) and error.get("code") == "not_found"
 
 
 def _logged(result: Any) -> dict[str, Any]:
