@@ -1,11 +1,12 @@
 """Times single steps of a model shape on the GPU, without an engine: seeded random weights, decode as one graph.
 
-    python benchmarks/step.py qwen-7b [--decode 1x128,8x1024] [--prefill 1x1024,1x4096] [-q int4]
-                              [--kv-cache-dtype int8] [--profile] [--save FILE.jsonl]
+    python benchmarks/step.py qwen-7b [--decode 1x128,8x1024] [--prefill 1x1024,1x4096] [--mixed 768+230x1000]
+                              [-q int4] [--kv-cache-dtype int8] [--profile] [--save FILE.jsonl]
 
 ``decode BxC``: one step of B sequences that hold C tokens each, the median of graph replays, beside the floor: the
 bytes of weights and KV that it must read over the copy bandwidth measured in the same run. ``prefill BxN``: a first
-step of B prompts of N tokens, launched as the engine does, the median over runs. ``-q``: how the matrices are held
+step of B prompts of N tokens, launched as the engine does, the median over runs. ``mixed N+BxC``: N tokens of prompts
+(of 512 at most) beside B answers that hold C tokens each, launched likewise. ``-q``: how the matrices are held
 (``forms.py``); the head stays as it is without ``--quantize-head``. ``--kernel OP=VARIANT`` switches a kernel.
 """
 
@@ -32,7 +33,7 @@ from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from modelmill.cli.profile import show  # noqa: E402
 from modelmill.core.config import KV_DTYPES, RunConfig  # noqa: E402
 from modelmill.eval.ceilings import Ceilings, measure  # noqa: E402
-from modelmill.eval.profile import Work  # noqa: E402
+from modelmill.eval.profile import Work, profile_step  # noqa: E402
 from modelmill.eval.profile import profile as profiled  # noqa: E402
 from modelmill.eval.report import Spread, versions  # noqa: E402
 from modelmill.nn.kv import KVCache, held_dtype  # noqa: E402
@@ -46,7 +47,7 @@ from modelmill.runtime.graph import bucket  # noqa: E402
 from modelmill.runtime.load import build  # noqa: E402
 from modelmill.runtime.loop import Loop  # noqa: E402
 
-ROUNDS = 15
+ROUNDS, PROMPT = 15, 512
 
 
 def random_model(shape: str, kind: str = "dense", *, head: bool = False) -> nn.Module:
@@ -81,6 +82,17 @@ def make_step(
     return trial_step(model, resolve("cuda", kernels, tuning), (batch, new, context), bound=bound, kv=kv)
 
 
+def mixed_step(model: nn.Module, sizes: tuple[int, int, int], kv_dtype: str, kernels: Mapping[str, str]) -> Step:
+    """sizes: tokens of prompts, answers, tokens of each of those."""
+    prompts, answers, context = sizes
+    pieces = [(1, min(PROMPT, prompts - at), min(PROMPT, prompts - at)) for at in range(0, prompts, PROMPT)]
+    pages = sum(-(-count // PAGE) for _, _, count in pieces) + answers * -(-context // PAGE) + 1
+    device = model.embed.weight.device.type  # type: ignore[union-attr]
+    kv = KVCache.allocate(model.kv, pages, PAGE, kept(model, kv_dtype), device)  # type: ignore[arg-type]
+    groups = [*pieces, (answers, 1, context)]
+    return trial_step(model, resolve(device, kernels), groups, bound=bucket(max(context, PROMPT)), kv=kv)
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of every matrix that a decode step reads."""
     return sum(t.nbytes for m in model.modules() if isinstance(m, Linear) for t in m.held.tensors().values())
@@ -104,6 +116,14 @@ def prefill(model: nn.Module, step: Step) -> dict[str, Any]:
     times = [each * 1e3 for each in in_turn([functools.partial(greedy, model, step)], 9, 1, "cuda")[0]]
     batch, tokens = step.query_start.numel() - 1, step.max_query
     return {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, **spread(times)}
+
+
+@torch.inference_mode()
+def mixed(model: nn.Module, step: Step, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Milliseconds of a step with prompts beside answers."""
+    times = [each * 1e3 for each in in_turn([functools.partial(greedy, model, step)], 9, 1, "cuda")[0]]
+    tokens, batch, context = sizes
+    return {"figure": "step.mixed_ms", "tokens": tokens, "batch": batch, "context": context, **spread(times)}
 
 
 def spread(times: list[float]) -> dict[str, Any]:
@@ -146,12 +166,21 @@ def pairs(text: str) -> Iterator[tuple[int, int]]:
         yield int(a), int(b)
 
 
+def beside(text: str) -> Iterator[tuple[int, int, int]]:
+    """768+230x1000 → (768, 230, 1000)."""
+    for part in filter(None, text.split(",")):
+        tokens, answers = part.split("+")
+        batch, context = answers.split("x")
+        yield int(tokens), int(batch), int(context)
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("--decode", default="")
     parser.add_argument("--prefill", default="")
+    parser.add_argument("--mixed", default="")
     parser.add_argument("-q", "--weights", default="dense", choices=FORMS, metavar="KIND", help=", ".join(FORMS))
     parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES)
@@ -185,7 +214,17 @@ def main() -> None:
         if options.save:
             with options.save.open("a") as file:
                 file.write(json.dumps(row | stamp) + "\n")
-    if options.profile:
+    for sizes in beside(options.mixed):
+        step = mixed_step(model, sizes, kv, switched)
+        row = mixed(model, step, sizes)
+        print(json.dumps(row), flush=True)
+        if options.save:
+            with options.save.open("a") as file:
+                file.write(json.dumps(row | stamp) + "\n")
+        if options.profile:
+            ceilings = measure("cuda", [model.embed.weight.dtype])  # type: ignore[union-attr, list-item]
+            show(profile_step(model, step, Work("mixed", *sizes[1:]), ceilings)[0], 20)
+    if options.profile and works:
         ceilings = measure("cuda", [model.embed.weight.dtype])  # type: ignore[union-attr, list-item]
         for work in works:
             profile(model, work, ceilings, kv, switched)

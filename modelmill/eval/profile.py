@@ -81,10 +81,15 @@ def profile(loop: Any, work: Work, ceilings: Ceilings) -> tuple[Profile, Tracks]
 
     Raises UsageError, CapacityError where such a step does not fit the engine.
     """
-    step, dtype = step_of(loop, work), str(loop.dtype).removeprefix("torch.")
-    if loop.device.startswith("cuda"):
-        return _on_gpu(loop.model, step, work, ceilings, dtype)
-    return _on_cpu(loop.model, step, work, ceilings, dtype)
+    return profile_step(loop.model, step_of(loop, work), work, ceilings)
+
+
+@torch.inference_mode()
+def profile_step(model: nn.Module, step: Step, work: Work, ceilings: Ceilings) -> tuple[Profile, Tracks]:
+    """The same of a step as it is; ``work`` says what it is called."""
+    held: torch.Tensor = model.embed.weight  # type: ignore[union-attr, assignment]
+    dtype = str(held.dtype).removeprefix("torch.")
+    return (_on_gpu if held.is_cuda else _on_cpu)(model, step, work, ceilings, dtype)
 
 
 def step_of(loop: Any, work: Work) -> Step:

@@ -1,8 +1,9 @@
-"""A step without an engine around it, for measuring: weights drawn at random, sequences of one length."""
+"""A step without an engine around it, for measuring: weights and keys drawn at random, sequences of given lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -47,45 +48,51 @@ def draw_weights(model: nn.Module, kinds: Mapping[str, str | Hold], dtype: torch
 def trial_step(
     model: nn.Module,
     ops: Ops,
-    sequences: tuple[int, int, int],
+    sequences: tuple[int, int, int] | Sequence[tuple[int, int, int]],
     *,
     bound: int | None = None,
     kv: KVCache | None = None,
 ) -> Step:
-    """sequences: (how many, new tokens of each, tokens of each with the new ones); their pages in shuffled order.
+    """sequences: (how many, new tokens of each, tokens of each with the new ones), or several of these, for prompts
+    beside answers; their pages in shuffled order.
 
-    bound: the launch bound of their lengths, as a graph has one; default: their length. kv: pages to use, which are
+    bound: the launch bound of their lengths, as a graph has one; default: the longest. kv: pages to use, which are
     overwritten with random values; default: as many as are needed, of the activations' dtype.
     """
-    batch, new, context = sequences
+    several = not isinstance(sequences[0], int)
+    groups = cast(list[tuple[int, int, int]], list(sequences) if several else [sequences])
+    each = torch.tensor([(new, context) for count, new, context in groups for _ in range(count)])
+    new, contexts = each.unbind(1)
+    batch, longest, widest = len(new), int(contexts.max()), int(new.max())
     weight = model.embed.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     shape, device = model.kv, weight.device
     assert isinstance(shape, KVShape)
-    bound = bound or context
+    bound = bound or longest
     page_size = PAGE if kv is None else kv.page_size
-    columns, pages = -(-bound // page_size), -(-context // page_size)
+    columns, held_pages = -(-bound // page_size), -(-contexts // page_size)
+    pages = int(held_pages.sum())
     if kv is None:
-        kv = KVCache.allocate(shape, batch * pages + 1, page_size, weight.dtype, str(device))
-    _fill(kv, batch * pages)
-    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).view(batch, pages)
+        kv = KVCache.allocate(shape, pages + 1, page_size, weight.dtype, str(device))
+    _fill(kv, pages)
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
     tables = torch.zeros(batch, columns, dtype=torch.int32)
-    tables[:, :pages] = order
-    positions = torch.arange(context - new, context).repeat(batch)
+    tables[torch.arange(columns) < held_pages[:, None]] = order
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), new.cumsum(0)]).int()
     sequence = torch.arange(batch).repeat_interleave(new)
+    positions = torch.arange(len(sequence)) - starts[sequence] + (contexts - new)[sequence]
     slots = tables[sequence, positions // page_size].long() * page_size + positions % page_size
-    ids = torch.randint(int(model.config.vocab), (batch * new,))  # type: ignore[union-attr, arg-type]
-    starts = torch.arange(batch + 1, dtype=torch.int32) * new
+    ids = torch.randint(int(model.config.vocab), (len(sequence),))  # type: ignore[union-attr, arg-type]
     return Step(
         ids=ids.to(device),
         positions=positions.to(device),
         slots=slots.to(device),
-        rope_keys=torch.full_like(ids, model.rope_key(context)).to(device),  # type: ignore[operator]
+        rope_keys=torch.tensor([model.rope_key(int(c)) for c in contexts])[sequence].to(device),  # type: ignore[operator]
         block_tables=tables.to(device),
         query_start=starts.to(device),
-        context_lens=torch.full((batch,), context, dtype=torch.int32).to(device),
-        logit_rows=None if new == 1 else (starts[1:] - 1).long().to(device),
-        max_query=new,
+        context_lens=contexts.int().to(device),
+        logit_rows=None if widest == 1 else (starts[1:] - 1).long().to(device),
+        max_query=widest,
         max_context=bound,
         kv=kv,
         ops=ops,
