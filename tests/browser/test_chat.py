@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import FLAGS, Engines
+from tests.browser.conftest import Engines
 from tests.browser.steps import FIGURES, WAIT, answered, ask, expect, ready
 from tests.serve.process import Serving
 
@@ -314,7 +314,7 @@ def test_a_server_that_is_gone(opened: Any) -> None:
 
 
 def test_loading_is_shown_and_a_key_is_asked_for(opened: Any, engines: Engines, shot: Any) -> None:
-    with Serving(engines.writer, "--api-key", "sesame", ready=False, flags=FLAGS) as serving:
+    with Serving(engines.writer, "--api-key", "sesame", ready=False, flags=engines.flags) as serving:
         page = opened(url=serving.url)
         dialog = page.get_by_role("dialog", name="Settings")
         expect(dialog).to_be_visible()
