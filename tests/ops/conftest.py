@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from tests.ops.emulation.emulated import Emulator, instead_of_the_gpu
 
 
 def _mend_interpreter() -> None:
@@ -63,3 +68,19 @@ def _mend_interpreter() -> None:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     _mend_interpreter()
+
+
+@pytest.fixture(scope="session")
+def emulator_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where emulated kernels are compiled, once for all tests."""
+    return tmp_path_factory.mktemp("emulation")
+
+
+@pytest.fixture
+def emulator(emulator_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    """What the launches of ops/cuda go to instead of a GPU; memory that nobody writes holds no numbers."""
+    emulator = Emulator(emulator_folder)
+    instead_of_the_gpu(emulator, monkeypatch)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield emulator
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,141 @@
+"""Kernels of ops/cuda on a CPU: sources as they are, PTX translated (translate.py), launches as the ops make them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import struct
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelmill.ops.cuda import launch
+from modelmill.ops.cuda.build import FOLDER
+from tests.ops.emulation.translate import clusters, translated
+
+HERE = Path(__file__).parent
+GXX = shutil.which("g++")
+KNOWS_HALVES = GXX is not None and int(subprocess.check_output([GXX, "-dumpversion"], text=True).split(".")[0]) >= 12
+needed = pytest.mark.skipif(not KNOWS_HALVES, reason="g++ 12 or newer is not here")
+FLAGS = ("-O1", "-std=c++17", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}")
+MOST_SHARED = 227 << 10
+BYTES = {torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
+
+
+class Wrong(Exception):
+    """What the emulation saw that no GPU would forgive."""
+
+
+@dataclass
+class Emulator:
+    """Compiles into ``folder``; ``change`` is made in the sources first, for mistakes that are to be seen."""
+
+    folder: Path
+    change: tuple[str, str] | None = None
+    multiprocessors: int = 2
+    seed: int = 1
+    launched: list[tuple[str, int]] = field(default_factory=list)  # kernels and blocks
+
+    def library(self, source: str, macros: tuple[str, ...]) -> ctypes.CDLL:
+        """``<source>.cu`` with all its kernels."""
+        told = repr((source, macros, self.change)).encode()
+        path = self.folder / f"{source}-{hashlib.sha1(told, usedforsecurity=False).hexdigest()[:16]}.so"
+        if not path.exists():
+            text = _preprocessed(self.sources() / f"{source}.cu", macros)
+            known = set(re.findall(r"inline void (\w+)\(How", (HERE / "ptx.h").read_text()))
+            entries = (f"EMULATED({name}, {blocks})" for name, blocks in clusters(text).items())
+            code = path.with_suffix(".cpp")
+            code.write_text("\n".join(('#include "ptx.h"', translated(text, known), *entries, "")))
+            _compile("-shared", "-o", path, code, *self.machine())
+        return ctypes.CDLL(str(path))
+
+    def machine(self) -> list[Path]:
+        """What all libraries have in them."""
+        objects = []
+        for source in sorted(HERE.glob("*.cpp")):
+            objects.append(self.folder / f"{source.stem}.o")
+            if not objects[-1].exists():
+                _compile("-c", "-o", objects[-1], source)
+        return objects
+
+    def sources(self) -> Path:
+        """The kernels' folder, or a copy with the change in it."""
+        if self.change is None:
+            return FOLDER
+        old, new = self.change
+        folder = self.folder / hashlib.sha1(repr(self.change).encode(), usedforsecurity=False).hexdigest()[:16]
+        folder.mkdir(exist_ok=True)
+        texts = {path.name: path.read_text() for path in FOLDER.glob("*.cu*")}
+        assert any(old in text for text in texts.values()), "the sources have changed"
+        for name, text in texts.items():
+            (folder / name).write_text(text.replace(old, new))
+        return folder
+
+    def kernel(self, source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, device: int) -> Kernel:
+        """As launch.kernel."""
+        assert shared <= MOST_SHARED
+        assert threads % 32 == 0
+        function = getattr(self.library(source, macros), f"emulate_{name}")
+        function.restype = ctypes.c_char_p
+        return Kernel(self, name, functools.partial(function), threads, shared)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """As launch.Kernel."""
+
+    emulator: Emulator
+    name: str
+    function: functools.partial[bytes | None]
+    threads: int
+    shared: int
+
+    def launch(self, blocks: int, *arguments: bytes, early: bool = False) -> None:
+        """Raises Wrong."""
+        self.emulator.launched.append((self.name, blocks))
+        pointers = (ctypes.c_char_p * len(arguments))(*arguments)
+        sizes = (ctypes.c_uint32 * 4)(blocks, self.threads, self.shared, self.emulator.seed)
+        wrong = self.function(sizes, pointers)
+        if wrong is not None:
+            raise Wrong(wrong.decode())
+
+
+def tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool = True,
+) -> bytes:
+    """As launch.tensor_map, for copies.cpp: the demands of the driver, then the numbers as they are."""
+    assert address % 16 == 0
+    assert all(stride % 16 == 0 for stride in strides)
+    assert max(box) <= 256
+    assert box[0] * BYTES[dtype] % 16 == 0
+    filled = ((*given, 1, 1, 1)[:count] for given, count in ((sizes, 4), (strides, 3), (box, 4)))
+    return struct.pack("=16Q", address, BYTES[dtype], swizzled, *(each for part in filled for each in part), 0, 0)
+
+
+def instead_of_the_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
+    """The ops' own Python launches on the emulator, with tensors on the CPU."""
+    patch.setattr(launch, "kernel", emulator.kernel)
+    patch.setattr(launch, "tensor_map", tensor_map)
+    patch.setattr(launch, "multiprocessors", lambda device: emulator.multiprocessors)
+    patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def _preprocessed(source: Path, macros: tuple[str, ...]) -> str:
+    command = [str(GXX), "-E", "-P", "-x", "c++", "-std=c++17", *(f"-D{macro}" for macro in macros), str(source)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _compile(*arguments: str | Path) -> None:
+    subprocess.run([str(GXX), *FLAGS, *map(str, arguments)], check=True)

@@ -1,0 +1,14 @@
+// What machine.cpp, copies.cpp and products.cpp share: chance, and what happens behind the threads' backs.
+#pragma once
+#include "machine.h"
+#include <random>
+
+namespace emu {
+extern std::mt19937 generator;
+unsigned thread_in_cluster();
+unsigned char *memory_of(unsigned rank);
+bool some_copies_land(); // now and then a few of them, whichever; whether any did
+bool copies_left();
+void forget_copies();
+void forget_products();
+} // namespace emu

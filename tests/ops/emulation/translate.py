@@ -1,0 +1,132 @@
+"""CUDA C++ with PTX in it to C++: each asm statement becomes calls of what ptx.h has of that name.
+
+``asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));`` becomes
+``{ ptx::ex2("approx.ftz.f32", (y), static_cast<float>(x)); }``. Operands keep the instruction's order; those in braces
+are one std::array, of pointers where they are the target. Registers and labels that a statement has of its own become
+variables and labels.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+
+TYPES = {"r": "u32", "f": "float", "h": "u16", "l": "u64"}
+LOCALS = {"pred": "bool", "b16": "u16", "b32": "u32"}
+QUOTED = r'"(?:[^"\\]|\\.)*"'
+KERNEL = re.compile(r"__global__ void([^{;]*?)\b(\w+)\(const __grid_constant__")
+
+
+def translated(text: str, known: set[str]) -> str:
+    """Preprocessed source as C++. known: instructions that are emulated; any other fails when it is met."""
+    text = re.sub(r"extern __shared__[^;]*?(\w+)\[\];", r"#define \1 (emu::dynamic())", text)
+    text = _shared_by_name(text)
+    pieces, end = [], 0
+    for found in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
+        close = _closing(text, found.end())
+        pieces += [text[end : found.start()], _statement(text[found.end() : close], known)]
+        end = text.index(";", close) + 1
+    return "".join(pieces) + text[end:]
+
+
+def clusters(text: str) -> dict[str, int]:
+    """Names of the kernels, and the blocks of a cluster of each."""
+    dims = ((name, re.search(r"__cluster_dims__\((\d+)", attributes)) for attributes, name in KERNEL.findall(text))
+    return {name: int(found[1]) if found else 1 for name, found in dims}
+
+
+def _shared_by_name(text: str) -> str:
+    """Variables in a block's shared memory: a reference to a place there, the same in each block."""
+    count = iter(range(1 << 30))
+
+    def placed(found: re.Match[str]) -> str:
+        kind, name, size = found.groups()
+        return f"typedef {kind} {name}_type{size}; {name}_type &{name} = emu::in_block<{name}_type, {next(count)}>();"
+
+    return re.sub(r"\b__shared__\s+(?:__align__\(\d+\)\s+)?([\w<>]+)\s+(\w+)((?:\[[^\]]*\])*);", placed, text)
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the parenthesis closes that has opened just before ``at``."""
+    depth = 1
+    for found in re.compile(rf"{QUOTED}|[()]").finditer(text, at):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
+    raise ValueError("an asm statement does not end")
+
+
+def _split(text: str, by: str) -> list[str]:
+    """At top level: not within strings, parentheses, brackets and braces."""
+    parts, depth, begin = [], 0, 0
+    for found in re.finditer(rf"{QUOTED}|[()\[\]{{}}]|{by}", text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth == 0 and found[0] == by:
+            parts.append(text[begin : found.start()])
+            begin = found.end()
+    return [part.strip() for part in (*parts, text[begin:])]
+
+
+def _statement(inside: str, known: set[str]) -> str:
+    template, *operands = _split(inside, ":")
+    outputs, inputs = ([each for each in _split(part, ",") if each] for part in (*operands, "", "")[:2])
+    values, targets = [], []
+    for each in (*outputs, *inputs):
+        found = re.fullmatch(rf"({QUOTED})\s*\((.*)\)", each, re.DOTALL)
+        assert found, f"no operand: {each}"
+        constraint, expression = found.groups()
+        kind, written = constraint.strip('"=+'), constraint[1] in "=+"
+        cast = f"emu::bits({expression})" if kind == "l" else f"static_cast<{TYPES.get(kind)}>({expression})"
+        values.append(f"({expression})" if written or kind == "n" else cast)
+        targets.append(f"&({expression})")
+    told = " ".join(ast.literal_eval(f"({template})").split())
+    if told.startswith("{"):
+        told = told[1:].rsplit("}", 1)[0].strip()
+    own: list[str] = []
+    lines = [_instruction(part.strip(), values, targets, own, known) for part in told.split(";") if part.strip()]
+    labels = re.findall(r"^(\w+): ", "\n".join(lines), re.MULTILINE)
+    declared = [f"__label__ {', '.join(labels)};"] if labels else []
+    return "{ " + " ".join([*declared, *own, *lines]) + " }"
+
+
+def _instruction(text: str, values: list[str], targets: list[str], own: list[str], known: set[str]) -> str:
+    label = re.match(r"(\w+):(?!:)\s*", text)
+    if label:
+        return f"{label[1]}: {_instruction(text[label.end() :], values, targets, own, known)}"
+    if text.startswith(".reg"):
+        _, kind, *names = text.replace(",", " ").split()
+        own.append(f"{LOCALS[kind[1:]]} {', '.join(f'{name} = 0' for name in names)};")
+        return ""
+    condition = re.match(r"@(!?)(\w+)\s+", text)
+    if condition:
+        return f"if ({condition[1]}{condition[2]}) {_instruction(text[condition.end() :], values, targets, own, known)}"
+    name, _, rest = text.partition(" ")
+    if name == "bra":
+        return f"goto {rest};"
+    word, _, how = name.partition(".")
+    if word not in known:
+        return f'emu::fail("{word}.{how} is not emulated");'
+    operands = ", ".join((f'"{how}"', *_operands(rest, values, targets)))
+    return f"ptx::{word}({operands});"
+
+
+def _operands(text: str, values: list[str], targets: list[str]) -> list[str]:
+    def one(name: str, of: Callable[[int], str]) -> str:
+        if name.startswith("%%"):
+            return f"ptx::{name[2:]}()"
+        return of(int(name[1:])) if name.startswith("%") else name
+
+    found = []
+    for number, part in enumerate(_split(text, ",") if text else []):
+        if part.startswith("["):
+            found += _operands(part[1:-1], values, targets) if "{" in part else [one(part[1:-1], values.__getitem__)]
+        elif part.startswith("{"):
+            names = part[1:-1].replace(" ", "").split(",")
+            target = number == 0
+            of = targets.__getitem__ if target else values.__getitem__
+            each = [f"&{name}" if target and name[0] != "%" else one(name, of) for name in names]
+            found.append(f"std::array{{{', '.join(each)}}}")
+        elif part != "_":
+            found.append(one(part, values.__getitem__))
+    return found
