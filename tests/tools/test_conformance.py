@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools.conformance import __main__ as conformance
-from tools.conformance import canary, comply, report, schema, suite
+from tools.conformance import canary, comply, report, same_text, schema, suite
 from tools.conformance.suite import Case, Result
 
 
@@ -136,6 +136,22 @@ def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, told: int) -
     comply._take(found, "open-responses: compact-response", each)
     assert found.passed == 1
     assert len(found.notes) == told
+
+
+def test_every_way_of_asking_begins_with_no_prefix_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def said(_: str, body: dict[str, Any]) -> str:
+        asked.append((body["cache_salt"], body["stream"]))
+        return "other" if body["cache_salt"] == "HTTP, streamed" and body["messages"] == "b" else "text"
+
+    text = SimpleNamespace(outputs=[SimpleNamespace(text="text")])
+    llm = SimpleNamespace(chat=lambda talk, *_, **__: [text] * (len(talk) if isinstance(talk, list) else 1))
+    monkeypatch.setattr(same_text, "_said", said)
+    monkeypatch.setattr("modelmill.llm.LLM", lambda *_, **__: SimpleNamespace(chat=llm.chat, close=lambda: None))
+    found = same_text.measure("http://x/v1", "m", Path("e"), [{"messages": "a"}, {"messages": "b"}])
+    assert found == {**dict.fromkeys(same_text.WAYS, 2), "HTTP, streamed": 1}
+    assert dict(asked) == {way: "streamed" in way for way in same_text.WAYS[:4]}
 
 
 def test_a_canary_that_warns_has_not_passed() -> None:
