@@ -118,3 +118,6 @@ def show(results: Iterable[dict[str, Any]]) -> None:
         table(("mask", *(["of box"] if several else []), "box", "score", "pixels"), rows)
         if "overlay" in result:
             print(f"drawn: {result['overlay']}")
+        files = [mask["file"] for mask in masks if "file" in mask]
+        if files:
+            print(f"masks: {files[0]}" + (f" … {files[-1]}" if len(files) > 1 else ""))

@@ -57,6 +57,11 @@ def test_json_overlay_masks_and_run_lengths(engine: Path, photos: Path, tmp_path
         assert torch.equal(mask_of(from_coco(mask["rle"]), *mask["rle"]["size"]), shown)
         assert int(shown.sum()) == mask["area"]
     assert PIL.Image.open(out).size == (80, 60)
+    assert asked(engine, photos / "0.png", "--point", "40,30", "--masks", masks) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"masks: {masks / '0-0.png'} … {masks / '0-2.png'}" in said
+    assert asked(engine, photos / "0.png", "--point", "40,30", "--masks", masks, "--single") == 0
+    assert f"masks: {masks / '0-0.png'}" in capsys.readouterr().out.splitlines()
 
 
 def test_folders_and_globs_in_batches(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
