@@ -30,6 +30,7 @@ def _arguments(
     page: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
+    device: str = "cuda",
 ) -> dict[str, Any]:
     """Scales of NaN but for the tokens that exist; page tables that name nonsense past the context."""
     generator = torch.Generator().manual_seed(len(lengths) + dim + page)
@@ -44,17 +45,17 @@ def _arguments(
         drawn[1, ::5] = 1e-8
         drawn[:, context:] = float("nan")
         scales[:, order[b].long()] = drawn.view(2, counts[b], page, heads).transpose(2, 3)
-    caches = torch.randint(-128, 128, (2, pages, heads, page, dim), generator=generator, dtype=torch.int8).cuda()
+    caches = torch.randint(-128, 128, (2, pages, heads, page, dim), generator=generator, dtype=torch.int8).to(device)
     starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
     q = torch.randn(int(starts[-1]), heads + 1, dim, generator=generator)[:, :heads] * 2
-    scales = scales.cuda()
+    scales = scales.to(device)
     return {
-        "q": q.to("cuda", dtype),
+        "q": q.to(device, dtype),
         "k_cache": caches[0],
         "v_cache": caches[1],
-        "block_tables": tables.cuda(),
-        "query_start": starts.cuda(),
-        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device="cuda"),
+        "block_tables": tables.to(device),
+        "query_start": starts.to(device),
+        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device=device),
         "max_query": max(n for n, _ in lengths),
         "max_context": max(c for _, c in lengths),
         "scale": dim**-0.5,

@@ -25,7 +25,7 @@ struct Warp {
 };
 
 struct Block {
-    unsigned number, rank;
+    unsigned number, rank, left; // threads that have not ended
     std::unique_ptr<unsigned char, decltype(&std::free)> memory{nullptr, &std::free};
     std::map<unsigned, Meeting> meetings;
     std::vector<Warp> warps;
@@ -54,6 +54,8 @@ const void *told;
 void enter() {
     body(told);
     current->done = moved = true;
+    Block &block = *current->block; // nobody may read what was a block's when it has ended
+    if (--block.left == 0) std::memset(block.memory.get(), 0xFF, DYNAMIC + NAMED);
     while (true) yield();
 }
 
@@ -70,7 +72,7 @@ void start(unsigned first, unsigned cluster, unsigned threads) {
     while (stacks.size() < fibers.size()) stacks.emplace_back(new char[STACK]);
     for (unsigned rank = 0; rank < cluster; ++rank) {
         Block &block = blocks[rank];
-        block.number = first + rank, block.rank = rank, block.warps.resize(threads / 32);
+        block.number = first + rank, block.rank = rank, block.left = threads, block.warps.resize(threads / 32);
         block.memory.reset(static_cast<unsigned char *>(std::aligned_alloc(1024, DYNAMIC + NAMED)));
         std::memset(block.memory.get(), 0xFF, DYNAMIC + NAMED);
     }

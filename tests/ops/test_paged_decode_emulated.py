@@ -1,0 +1,154 @@
+"""paged_decode8.cu and paged_decode16.cu on a CPU, launched by their own Python, against float64.
+
+Caches, scales and page tables hold what is no number, or names nothing, wherever no query may look.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops.cuda import paged_decode8, paged_decode16
+from modelmill.ops.paged_attention import paged_attention as reference
+from tests.ops import test_cuda_paged_decode8 as of_8
+from tests.ops import test_cuda_paged_decode16 as of_16
+from tests.ops.emulation.emulated import Emulator, Wrong, needed
+
+slow = pytest.mark.slow
+pytestmark = needed
+BF, HF = torch.bfloat16, torch.float16
+EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 100)
+
+
+def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
+    """Of the rows that the kernel fills, in the norm; the others must stay as they were."""
+    args["scale"] /= 4  # so that every key counts
+    q, scales = args["q"], [args[name] for name in ("k_scale", "v_scale") if name in args]
+    caches, indices = (args["k_cache"], args["v_cache"], *scales), (args["block_tables"], args["query_start"])
+    out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"), dtype=q.dtype)
+    module: Any = paged_decode8 if scales else paged_decode16
+    numbers = (args["max_context"], args["scale"], args["window"])
+    module.run(q, caches, (*indices, args["context_lens"]), *numbers, out)
+    pairs = len(args["context_lens"]) * args["k_cache"].shape[1]
+    assert emulator.launched[-1][1] == pairs * splits
+    if scales:
+        truth = reference(**{k: v.double() if k in ("q", "k_scale", "v_scale") else v for k, v in args.items()})
+    else:
+        truth = of_16._truth(args)
+    single = args["query_start"].diff() == 1
+    rows = args["query_start"][:-1][single].long()
+    assert out[[row for row in range(len(out)) if row not in rows.tolist()]].isnan().all()
+    return float((out[rows].double() - truth[rows]).norm() / truth[rows].norm())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dim", "page", "dtype", "window", "multiprocessors", "splits"),
+    [
+        ([1, 17, 0, 33, 100], (2, 1), 64, 8, BF, None, 1, 1),
+        ([150, 7], (4, 1), 128, 16, HF, None, 2, 2),
+        ([140], (3, 1), 128, 32, BF, 70, 2, 2),
+        pytest.param(EDGES, (8, 2), 64, 16, HF, 33, 1, 1, marks=slow),
+        pytest.param(EDGES, (1, 1), 80, 16, BF, None, 1, 1, marks=slow),
+        pytest.param(EDGES, (7, 1), 96, 64, HF, 1, 1, 1, marks=slow),
+        pytest.param(EDGES, (6, 3), 112, 128, BF, None, 1, 1, marks=slow),
+        pytest.param(EDGES, (5, 1), 256, 8, HF, 20, 1, 1, marks=slow),
+        pytest.param([500, 33], (8, 1), 256, 16, BF, None, 132, 8, marks=slow),
+        pytest.param([900], (4, 1), 64, 128, BF, None, 132, 8, marks=slow),
+        pytest.param([1000], (2, 1), 128, 8, HF, None, 132, 8, marks=slow),
+        pytest.param([700, 3], (2, 2), 128, 32, BF, 300, 3, 2, marks=slow),
+    ],
+)
+def test_16_bits(
+    emulator: Emulator,
+    lengths: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    page: int,
+    dtype: torch.dtype,
+    window: int | None,
+    multiprocessors: int,
+    splits: int,
+) -> None:
+    emulator.multiprocessors = multiprocessors
+    args = of_16._arguments([(1, n) for n in lengths], heads, dim, page, dtype, window, "cpu")
+    assert error(emulator, args, splits) < of_16.LIMIT[dtype]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dim", "page", "dtype", "window", "multiprocessors", "splits"),
+    [
+        ([1, 17, 0, 33, 100], 1, 64, 8, BF, None, 1, 1),
+        ([300, 7], 1, 128, 16, HF, None, 2, 2),
+        ([140], 2, 64, 128, BF, 70, 1, 1),
+        pytest.param(EDGES, 2, 128, 32, HF, 33, 1, 1, marks=slow),
+        pytest.param(EDGES, 2, 128, 64, BF, None, 1, 1, marks=slow),
+        pytest.param(EDGES, 1, 64, 16, HF, 1, 1, 1, marks=slow),
+        pytest.param([1000], 1, 64, 8, BF, None, 132, 8, marks=slow),
+        pytest.param([500, 33], 2, 128, 16, HF, 400, 132, 4, marks=slow),
+    ],
+)
+def test_8_bits(
+    emulator: Emulator,
+    lengths: list[int],
+    heads: int,
+    dim: int,
+    page: int,
+    dtype: torch.dtype,
+    window: int | None,
+    multiprocessors: int,
+    splits: int,
+) -> None:
+    emulator.multiprocessors = multiprocessors
+    args = of_8._arguments([(1, n) for n in lengths], heads, dim, page, dtype, window, "cpu")
+    assert error(emulator, args, splits) < of_8.LIMIT[dtype]
+
+
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=slow), 16])
+def test_sequences_of_more_rows_are_left_alone(emulator: Emulator, bits: int) -> None:
+    lengths = [(1, 40), (3, 50), (1, 9)]
+    if bits == 8:
+        args = of_8._arguments(lengths, 1, 64, 8, device="cpu")
+    else:
+        args = of_16._arguments(lengths, (2, 1), 64, 8, device="cpu")
+    emulator.multiprocessors = 1
+    assert error(emulator, args, 1) < of_16.LIMIT[BF]
+
+
+SEEN_16 = ("key >= first && key < length ? score[t][i]", "key >= first && key <= length ? score[t][i]")
+SEEN_8 = ("const bool seen = key >= first && key < length;", "const bool seen = key < length;")
+MEET = ("    if (SPLITS > 1)\n        cluster_share();\n    else\n        __syncthreads();", "    __syncthreads();")
+JOIN = ("read_at(&found.whole[head][d], split)", "found.whole[head][d]")
+LEAVE = ("if (SPLITS > 1) cluster_share(); // a block that ended could not be read", "")
+MASS = ("mass += found.mass[warp][head] * share;", "mass += found.mass[warp][head];")
+
+
+@pytest.mark.parametrize(
+    ("bits", "change"),
+    [
+        pytest.param(16, SEEN_16, id="16-the key behind the last"),
+        pytest.param(8, SEEN_8, id="8-keys in front of the window", marks=slow),
+        *(
+            pytest.param(bits, change, id=f"{bits}-{name}", marks=slow)
+            for bits in (8, 16)
+            for name, change in (
+                ("blocks do not meet", MEET),
+                ("a block's share left out", JOIN),
+                ("a block ends early", LEAVE),
+                ("warps' masses as they are", MASS),
+            )
+        ),
+    ],
+)
+def test_the_emulation_sees_mistakes(emulator: Emulator, bits: int, change: tuple[str, str]) -> None:
+    emulator.multiprocessors, emulator.change = 2, change
+    if bits == 8:
+        args, limit = of_8._arguments([(1, 300)], 1, 64, 16, HF, 260, device="cpu"), of_8.LIMIT[HF]
+    else:
+        args, limit = of_16._arguments([(1, 150)], (2, 1), 128, 16, HF, 140, device="cpu"), of_16.LIMIT[HF]
+    try:
+        wrong = not error(emulator, args, 2) < limit
+    except Wrong:
+        wrong = True
+    assert wrong
