@@ -27,6 +27,12 @@ class Place(NamedTuple):
 
     reference: Reference
     told: str
+    device: str = "cpu"
+
+
+def on_the_cpu(checkpoint: Checkpoint, why: str) -> Place:
+    """Where a GPU was tried and failed."""
+    return Place(open_reference(checkpoint), f"float32 on the CPU: {why}")
 
 
 def placed(checkpoint: Checkpoint, loop: Any, ids: Sequence[int]) -> Place:
@@ -41,7 +47,8 @@ def placed(checkpoint: Checkpoint, loop: Any, ids: Sequence[int]) -> Place:
     off = disagreement(here, there, ids)
     if not off <= AGREES:
         return Place(here, f"float32 on the CPU: the GPU's float32 is off by {off:.1g} (is TF32 forced?)")
-    return Place(there, f"float32 on {torch.cuda.get_device_name(loop.device)}, TF32 off; off the CPU's by {off:.1g}")
+    told = f"float32 on {torch.cuda.get_device_name(loop.device)}, TF32 off; off the CPU's by {off:.1g}"
+    return Place(there, told, str(loop.device))
 
 
 def disagreement(one: Reference, other: Reference, ids: Sequence[int]) -> float:

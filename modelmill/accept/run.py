@@ -18,17 +18,20 @@ from modelmill.accept.ends import head_findings, table_findings
 from modelmill.accept.engine import Bench
 from modelmill.accept.finding import Finding
 from modelmill.accept.own import is_low_bit, spoken
-from modelmill.accept.place import placed
+from modelmill.accept.place import Place, on_the_cpu, placed
 from modelmill.accept.rounding import Rounding
 from modelmill.accept.sequences import judge_sequences
 from modelmill.accept.stages import row_of, short
 from modelmill.artifact.quantization import read_quantization
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
+from modelmill.core import log
 from modelmill.core.config import RunConfig
+from modelmill.core.quote import one_line
 from modelmill.runtime.loop import Loop
 from modelmill.text.tokenizer import load_tokenizer
 
+_log = log.get(__name__)
 Progress = Callable[[str, int, int], None]
 SEQUENCES = 3
 LENGTH = 96
@@ -88,7 +91,22 @@ def compare_engine(
 
         told("eyes")
         return joined(judge_eyes(loop, checkpoint), compare_engine(loop, checkpoint.language, ids, progress=progress))
-    place = placed(checkpoint, loop, ids[0])
+    on_gpu = torch.device(loop.device).type == "cuda"
+    try:
+        place = placed(checkpoint, loop, ids[0])
+        on_gpu = place.device != "cpu"
+        return _compared(loop, place, ids, told)
+    except (RuntimeError, TypeError) as error:  # of torch: no room after all, or tensors in two places
+        if not on_gpu:
+            raise
+        said = one_line(str(error), 200)
+        _log.warning("the reference cannot compute on the GPU (%s): it does so on the CPU", said)
+        again = on_the_cpu(checkpoint, f"on the GPU it failed ({said})")
+    return _compared(loop, again, ids, told)
+
+
+def _compared(loop: Loop, place: Place, ids: Sequence[Sequence[int]], told: Callable[..., None]) -> dict[str, Any]:
+    """With the reference where it is. told: a stage, and how much of it is done."""
     reference = true = place.reference
     assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
     kinds, model = spoken(loop.artifact.manifest.weights), loop.runner.model

@@ -114,3 +114,36 @@ def test_a_gpu_with_forced_tf32_is_not_believed(
     found = placed(checkpoints["llama"], loop, IDS)
     assert "off by" in found.told
     assert found.reference.device.type == "cpu"
+
+
+def test_a_gpu_that_cannot_compute_the_reference_leaves_it_to_the_cpu(
+    checkpoints: dict[str, Checkpoint],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("Expected all tensors to be on the same device,\nbut found at least two")
+
+    def elsewhere(checkpoint: Checkpoint, loop: Any, ids: Any) -> place.Place:
+        reference = open_reference(checkpoint)
+        monkeypatch.setattr(reference, "run_layer", fails)
+        return place.Place(reference, "float32 on a GPU", "cuda:0")
+
+    monkeypatch.setattr("modelmill.accept.run.placed", elsewhere)
+    report, written = judged(checkpoints["llama"].path, tmp_path / "e", "float32", "none")
+    assert written
+    assert report["accepted"]
+    assert "float32 on the CPU: on the GPU it failed (Expected all tensors" in report["reference"]
+    assert "it does so on the CPU" in caplog.text
+
+
+def test_what_fails_on_the_cpu_is_told(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("modelmill.accept.run.placed", fails)
+    with pytest.raises(RuntimeError, match="no"):
+        judged(checkpoints["llama"].path, tmp_path / "e", "float32", "none")
