@@ -1,7 +1,9 @@
 // What the tensor cores do, by who holds what (mma.cuh, wgmma.cuh), and how 16- and 8-bit floats are made.
 #include "late.h"
 #include <cmath>
+#include <deque>
 #include <map>
+#include <string>
 #include <vector>
 
 namespace emu {
@@ -58,7 +60,7 @@ struct Thread {
     std::vector<std::size_t> groups; // products issued before each end of a group
 };
 
-std::map<unsigned, std::vector<GroupProduct>> products; // of each warpgroup
+std::map<unsigned, std::deque<GroupProduct>> products; // of each warpgroup
 std::map<unsigned, Thread> threads;
 
 // B as a descriptor names it, its rows swizzled: 8 of 128 bytes side by side.

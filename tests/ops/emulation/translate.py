@@ -96,11 +96,12 @@ def _instruction(text: str, values: list[str], targets: list[str], own: list[str
         return f"{label[1]}: {_instruction(text[label.end() :], values, targets, own, known)}"
     if text.startswith(".reg"):
         _, kind, *names = text.replace(",", " ").split()
-        own.append(f"{LOCALS[kind[1:]]} {', '.join(f'{name} = 0' for name in names)};")
+        own.append(f"{LOCALS[kind[1:]]} {', '.join(f'own_{name} = 0' for name in names)};")
         return ""
     condition = re.match(r"@(!?)(\w+)\s+", text)
     if condition:
-        return f"if ({condition[1]}{condition[2]}) {_instruction(text[condition.end() :], values, targets, own, known)}"
+        then = _instruction(text[condition.end() :], values, targets, own, known)
+        return f"if ({condition[1]}own_{condition[2]}) {then}"
     name, _, rest = text.partition(" ")
     if name == "bra":
         return f"goto {rest};"
@@ -115,7 +116,9 @@ def _operands(text: str, values: list[str], targets: list[str]) -> list[str]:
     def one(name: str, of: Callable[[int], str]) -> str:
         if name.startswith("%%"):
             return f"ptx::{name[2:]}()"
-        return of(int(name[1:])) if name.startswith("%") else name
+        if name.startswith("%"):
+            return of(int(name[1:]))
+        return name if name[0].isdigit() else f"own_{name}"  # the statement's own: C++ may know another of that name
 
     found = []
     for number, part in enumerate(_split(text, ",") if text else []):
@@ -125,7 +128,7 @@ def _operands(text: str, values: list[str], targets: list[str]) -> list[str]:
             names = part[1:-1].replace(" ", "").split(",")
             target = number == 0
             of = targets.__getitem__ if target else values.__getitem__
-            each = [f"&{name}" if target and name[0] != "%" else one(name, of) for name in names]
+            each = [f"&own_{name}" if target and name[0] != "%" else one(name, of) for name in names]
             found.append(f"std::array{{{', '.join(each)}}}")
         elif part != "_":
             found.append(one(part, values.__getitem__))

@@ -1,0 +1,97 @@
+"""int4_ring.cu on a CPU, both kernels as their own Python launches them, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modelmill.ops.cuda import int4_ring
+from modelmill.ops.cuda.int4_ring import Form
+from modelmill.ops.int4_linear import drawn, unpacked
+from tests.ops.emulation.emulated import Emulator, Wrong, needed
+
+slow = pytest.mark.slow
+pytestmark = needed
+BF, HF = torch.bfloat16, torch.float16
+LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own rounding
+ALL = 1 << 20  # one group
+
+
+def error(size: tuple[int, int, int], group: int, dtype: torch.dtype, form: Form, **switches: bool) -> float:
+    """size: tokens, rows and columns of the weight. switches: gated, symmetric, biased."""
+    tokens, rows, columns = size
+    gated, symmetric, biased = (switches.get(name, False) for name in ("gated", "symmetric", "biased"))
+    assert int4_ring.serves(rows, columns, group, gated=gated)
+    assert int4_ring.fits(form, columns, group, int4_ring.box_of(tokens))
+    generator = torch.Generator().manual_seed(rows)
+    held = drawn(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
+    weight, scale, offset = held["weight"], held["scale"], held["offset"]
+    assert weight is not None
+    assert scale is not None
+    x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
+    x[:] = torch.randn(tokens, columns, generator=generator)
+    x[:, ::37] *= 30
+    bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
+    got = int4_ring.product(x, weight, scale, offset, group, bias, form, gated=gated)
+    right = x.double() @ unpacked(weight, scale, offset, min(group, columns), columns, torch.float64).T
+    right = right if bias is None else right + bias.double()
+    if gated:
+        gate, up = right.to(dtype).double().chunk(2, 1)
+        right = torch.nn.functional.silu(gate) * up
+    return float((got.double() - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "dtype", "form", "switches"),
+    [
+        ((9, 136, 672), 128, BF, Form(2, 1), {"biased": True}),
+        ((33, 144, 544), ALL, HF, Form(2, 1), {"gated": True, "symmetric": True}),
+        ((10, 72, 1056), 256, BF, Form(2, 2), {}),
+        pytest.param((17, 136, 1056), 128, BF, Form(2, 1, 1), {"symmetric": True, "biased": True}, marks=slow),
+        pytest.param((64, 400, 2080), 128, BF, Form(3, 1), {"gated": True, "biased": True}, marks=slow),
+        pytest.param((40, 264, 2144), 512, HF, Form(3, 2), {}, marks=slow),
+        pytest.param((9, 128, 4128), 128, HF, Form(2, 2, 1), {"gated": True}, marks=slow),
+        pytest.param((64, 8, 3104), ALL, BF, Form(2, 4), {"symmetric": True}, marks=slow),
+        pytest.param((31, 192, 2048), 128, BF, Form(3, 4), {"gated": True, "symmetric": True}, marks=slow),
+    ],
+)
+def test_products(
+    emulator: Emulator,
+    size: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    form: Form,
+    switches: dict[str, bool],
+) -> None:
+    assert error(size, group, dtype, form, **switches) < LIMIT[dtype]
+    assert [name for name, _ in emulator.launched] == ["int4_ready", "int4_ring"]
+
+
+FILLED = ("            wait(full(), place.parity);\n            Left left;", "            Left left;")
+READ = ("wait(shared_address(&barriers.empty[place.stage]), place.parity ^ 1);\n            weights(", "weights(")
+DONE = ("            products_wait<0>();\n            changed(part);", "            changed(part);")
+MET = ("    if (SPLIT > 1)\n        cluster_share();\n    else if", "    if")
+LEFT = ("if (SPLIT > 1) cluster_meet(); // a block that ended could not be read", "")
+BASE = (" - RAISED * scale;", ";")
+SUMS = ("if (column < w.columns) four", "if (column < w.columns - 4) four")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(FILLED, id="pieces not waited for"),
+        pytest.param(READ, id="stages filled too early", marks=slow),
+        pytest.param(DONE, id="products not waited for", marks=slow),
+        pytest.param(MET, id="blocks do not meet", marks=slow),
+        pytest.param(LEFT, id="a block ends early", marks=slow),
+        pytest.param(BASE, id="the raise kept", marks=slow),
+        pytest.param(SUMS, id="the last columns forgotten", marks=slow),
+    ],
+)
+def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
+    emulator.change = change
+    try:
+        wrong = not error((10, 72, 2080), 256, BF, Form(2, 2)) < LIMIT[BF]
+    except Wrong:
+        wrong = True
+    assert wrong
