@@ -13,7 +13,7 @@ from modelmill.ops.clustered_linear import clustered_linear
 from modelmill.ops.cuda import one_row
 from modelmill.ops.int4_linear import drawn, unpacked
 from modelmill.weights import clustered
-from tests.ops.emulation.emulated import Emulator, Wrong, needed
+from tests.ops.emulation.emulated import Emulator, Wrong, needed, stretches
 
 slow = pytest.mark.slow
 pytestmark = needed
@@ -21,6 +21,7 @@ BF, F32 = torch.bfloat16, torch.float32
 
 
 def run(
+    emulator: Emulator,
     x: torch.Tensor,
     grids: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int],
     more: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
@@ -31,6 +32,7 @@ def run(
     weight, scale, offset, group = grids
     kind = one_row.kind_of(x, weight, scale, offset, group)
     assert one_row.serves(x, weight, kind, group, scale.numel() // weight.shape[0])
+    emulator.front = lambda name, arguments: stretches(x)
     return one_row.product(x, weight, (scale, offset, group), more, dtype, gated=gated)
 
 
@@ -65,7 +67,7 @@ def wild(k: int) -> torch.Tensor:
 def test_four_bits(emulator: Emulator, n: int, k: int, group: int) -> None:
     x, grids = wild(k), held4(n, k, group, symmetric=n == 96)
     right = x.double() @ unpacked(*grids, k, torch.float64).T
-    assert (run(x, grids).double() - right).norm() < 1e-6 * right.norm()
+    assert (run(emulator, x, grids).double() - right).norm() < 1e-6 * right.norm()
 
 
 @slow
@@ -83,7 +85,7 @@ def test_gated(emulator: Emulator, bits: int) -> None:
         full = weight.double() * scale.double()[:, None]
     gate, up = (torch.ones(1, 4096).to(BF).double() @ full.T).to(BF).double().chunk(2, 1)
     right = torch.nn.functional.silu(gate) * up
-    out = run(torch.ones(1, 4096, dtype=BF), (weight, scale, offset, group), dtype=BF, gated=True)
+    out = run(emulator, torch.ones(1, 4096, dtype=BF), (weight, scale, offset, group), dtype=BF, gated=True)
     assert (out.double() - right).norm() < 8e-3 * right.norm()
 
 
@@ -92,7 +94,7 @@ def test_eight_bits(emulator: Emulator, n: int, k: int) -> None:
     weight = torch.randint(-128, 128, (n, k)).to(torch.int8)
     scale = torch.rand(n) + 0.5
     right = wild(k).double() @ (weight.double() * scale.double()[:, None]).T
-    assert (run(wild(k), (weight, scale, None, k)).double() - right).norm() < 1e-6 * right.norm()
+    assert (run(emulator, wild(k), (weight, scale, None, k)).double() - right).norm() < 1e-6 * right.norm()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -104,7 +106,7 @@ def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
     x = torch.randint(-128, 128, (1, columns), generator=generator).to(torch.int8)
     grids, more = (held.weight, held.scale, held.offset, held.group), (held.step, held.constant, None)
     right = clustered_linear(x, *grids, *more, F32).double()
-    assert (run(x, grids, more).double() - right).norm() < 1e-6 * right.norm()
+    assert (run(emulator, x, grids, more).double() - right).norm() < 1e-6 * right.norm()
 
 
 @slow
@@ -116,8 +118,16 @@ def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
         ("row_of(int quad) { return quad / 2 + quad % 2 * 4; }", "row_of(int quad) { return quad; }"),
         ("if (++stage == STAGES) stage = 0, parity ^= 1;", "if (++stage == STAGES) stage = 0;"),
         ("16 * whole[i] - upper", "16 * whole[i]"),
+        ("    after_those_in_front();\n", ""),
     ],
-    ids=["lines not waited for", "scales not waited for", "rows elsewhere", "parity forgotten", "upper halves kept"],
+    ids=[
+        "lines not waited for",
+        "scales not waited for",
+        "rows elsewhere",
+        "parity forgotten",
+        "upper halves kept",
+        "x not waited for",
+    ],
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     """All but where a thread's rows are: any order of them is right, and only how banks are read hangs on it."""
@@ -125,7 +135,7 @@ def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]
     right = x.double() @ unpacked(*grids, 4096, torch.float64).T
     emulator.change = change
     try:
-        off = float((run(x, grids).double() - right).norm() / right.norm())
+        off = float((run(emulator, x, grids).double() - right).norm() / right.norm())
     except Wrong:
         off = float("inf")
     assert (off < 1e-6) == ("row_of" in change[0])

@@ -14,7 +14,7 @@ from modelmill.ops.cuda import paged_decode8, paged_decode16
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops import test_cuda_paged_decode8 as of_8
 from tests.ops import test_cuda_paged_decode16 as of_16
-from tests.ops.emulation.emulated import Emulator, Wrong, needed
+from tests.ops.emulation.emulated import Emulator, Wrong, needed, stretches
 
 slow = pytest.mark.slow
 pytestmark = needed
@@ -28,6 +28,7 @@ def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
     q, scales = args["q"], [args[name] for name in ("k_scale", "v_scale") if name in args]
     caches, indices = (args["k_cache"], args["v_cache"], *scales), (args["block_tables"], args["query_start"])
     out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"), dtype=q.dtype)
+    emulator.front = lambda name, arguments: stretches(*caches, out)
     module: Any = paged_decode8 if scales else paged_decode16
     numbers = (args["max_context"], args["scale"], args["window"])
     module.run(q, caches, (*indices, args["context_lens"]), *numbers, out)
@@ -121,6 +122,7 @@ SEEN_8 = ("const bool seen = key >= first && key < length;", "const bool seen = 
 MEET = ("    if (SPLITS > 1)\n        cluster_share();\n    else\n        __syncthreads();", "    __syncthreads();")
 JOIN = ("read_at(&found.whole[head][d], split)", "found.whole[head][d]")
 LEAVE = ("if (SPLITS > 1) cluster_share(); // a block that ended could not be read", "")
+FRONT = ("    after_those_in_front();\n", "")
 MASS = ("mass += found.mass[warp][head] * share;", "mass += found.mass[warp][head];")
 
 
@@ -133,6 +135,7 @@ MASS = ("mass += found.mass[warp][head] * share;", "mass += found.mass[warp][hea
             pytest.param(bits, change, id=f"{bits}-{name}", marks=slow)
             for bits in (8, 16)
             for name, change in (
+                ("the kernel in front not waited for", FRONT),
                 ("blocks do not meet", MEET),
                 ("a block's share left out", JOIN),
                 ("a block ends early", LEAVE),

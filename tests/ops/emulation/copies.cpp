@@ -1,4 +1,5 @@
-// mbarriers and the copy engine. Who does not wait for a copy finds rubbish; who asks too early spoils what is read.
+// mbarriers, the copy engine and the kernel in front: who does not wait for them finds rubbish, and who asks for a copy
+// too early spoils what is read.
 #include "late.h"
 #include <functional>
 #include <map>
@@ -19,6 +20,8 @@ struct Map {
 
 std::map<std::pair<unsigned, unsigned>, Barrier> barriers; // by the block's rank and the address
 std::vector<std::function<void()>> under_way;
+std::vector<std::pair<Stretch, std::vector<unsigned char>>> front; // what it leaves where
+bool front_runs;
 
 Barrier &known(unsigned address) {
     const unsigned whose = address >> 24 ? (address >> 24) - 1 : rank();
@@ -122,6 +125,26 @@ bool some_copies_land() {
 }
 
 bool copies_left() { return !under_way.empty(); }
+
+void front_begins(const Stretch *stretches, unsigned count) {
+    front.clear();
+    for (unsigned i = 0; i < count; ++i) {
+        auto *const place = reinterpret_cast<unsigned char *>(stretches[i].at);
+        front.push_back({stretches[i], {place, place + stretches[i].bytes}});
+        std::memset(place, 0xFF, stretches[i].bytes);
+    }
+    front_runs = true;
+    under_way.push_back(front_ends);
+}
+
+void front_ends() {
+    for (const auto &[to, left] : front) std::memcpy(reinterpret_cast<void *>(to.at), left.data(), left.size());
+    front.clear(), front_runs = false;
+}
+
+void wait_for_front() {
+    while (front_runs) yield();
+}
 
 void forget_copies() { under_way.clear(), barriers.clear(); }
 } // namespace emu

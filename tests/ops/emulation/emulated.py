@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,12 +36,16 @@ class Wrong(Exception):
 
 @dataclass
 class Emulator:
-    """Compiles into ``folder``; ``change`` is made in the sources first, for mistakes that are to be seen."""
+    """Compiles into ``folder``; ``change`` is made in the sources first, for mistakes that are to be seen.
+
+    front: of a launch by its name and arguments, what the kernel in front still reads or writes (address, bytes).
+    """
 
     folder: Path
     change: tuple[str, str] | None = None
     multiprocessors: int = 2
     seed: int = 1
+    front: Callable[[str, tuple[bytes, ...]], list[tuple[int, int]]] = lambda name, arguments: []
     launched: list[tuple[str, int]] = field(default_factory=list)  # kernels and blocks
 
     def library(self, source: str, macros: tuple[str, ...]) -> ctypes.CDLL:
@@ -48,12 +53,12 @@ class Emulator:
         told = repr((source, macros, self.change)).encode()
         path = self.folder / f"{source}-{hashlib.sha1(told, usedforsecurity=False).hexdigest()[:16]}.so"
         if not path.exists():
-            text = _preprocessed(self.sources() / f"{source}.cu", macros)
+            text = preprocessed(self.sources() / f"{source}.cu", macros)
             known = set(re.findall(r"inline void (\w+)\(How", (HERE / "ptx.h").read_text()))
             entries = (f"EMULATED({name}, {blocks})" for name, blocks in clusters(text).items())
             code = path.with_suffix(".cpp")
             code.write_text("\n".join(('#include "ptx.h"', translated(text, known), *entries, "")))
-            _compile("-shared", "-o", path, code, *self.machine())
+            compiled("-shared", "-o", path, code, *self.machine())
         return ctypes.CDLL(str(path))
 
     def machine(self) -> list[Path]:
@@ -62,7 +67,7 @@ class Emulator:
         for source in sorted(HERE.glob("*.cpp")):
             objects.append(self.folder / f"{source.stem}.o")
             if not objects[-1].exists():
-                _compile("-c", "-o", objects[-1], source)
+                compiled("-c", "-o", objects[-1], source)
         return objects
 
     def sources(self) -> Path:
@@ -101,10 +106,18 @@ class Kernel:
         """Raises Wrong."""
         self.emulator.launched.append((self.name, blocks))
         pointers = (ctypes.c_char_p * len(arguments))(*arguments)
-        sizes = (ctypes.c_uint32 * 4)(blocks, self.threads, self.shared, self.emulator.seed)
-        wrong = self.function(sizes, pointers)
+        front = [number for stretch in self.emulator.front(self.name, arguments) for number in stretch]
+        sizes = (ctypes.c_uint32 * 5)(blocks, self.threads, self.shared, self.emulator.seed, len(front) // 2)
+        wrong = self.function(sizes, (ctypes.c_uint64 * len(front))(*front), pointers)
         if wrong is not None:
             raise Wrong(wrong.decode())
+
+
+def stretches(*tensors: torch.Tensor | None) -> list[tuple[int, int]]:
+    """Where contiguous tensors lie."""
+    there = [t for t in tensors if t is not None]
+    assert all(t.is_contiguous() for t in there)
+    return [(t.data_ptr(), t.nbytes) for t in there]
 
 
 def tensor_map(
@@ -132,10 +145,10 @@ def instead_of_the_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
-def _preprocessed(source: Path, macros: tuple[str, ...]) -> str:
+def preprocessed(source: Path, macros: tuple[str, ...]) -> str:
     command = [str(GXX), "-E", "-P", "-x", "c++", "-std=c++17", *(f"-D{macro}" for macro in macros), str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _compile(*arguments: str | Path) -> None:
+def compiled(*arguments: str | Path) -> None:
     subprocess.run([str(GXX), *FLAGS, *map(str, arguments)], check=True)

@@ -10,5 +10,7 @@ unsigned char *memory_of(unsigned rank);
 bool some_copies_land(); // now and then a few of them, whichever; whether any did
 bool copies_left();
 void forget_copies();
+void front_begins(const Stretch *stretches, unsigned count);
+void front_ends();
 void forget_products();
 } // namespace emu

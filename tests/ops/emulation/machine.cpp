@@ -1,4 +1,5 @@
-// Threads as fibers, their meetings, and who runs when: warps in any order, some of them lagging behind.
+// Threads as fibers, their meetings, and who runs when: warps in any order, some of them lagging behind, and one block
+// of a cluster far behind the others.
 #include "machine.h"
 #include "late.h"
 #include <algorithm>
@@ -89,12 +90,14 @@ void start(unsigned first, unsigned cluster, unsigned threads) {
 const char *run_cluster() {
     std::vector<unsigned> order(fibers.size() / 32);
     for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+    const unsigned slow = blocks.size() > 1 ? generator() % blocks.size() : 1;
     int idle = 0;
     for (std::size_t left = fibers.size(); left;) {
         moved = false;
         std::shuffle(order.begin(), order.end(), generator);
         for (unsigned warp : order) {
             if (generator() % 4 == 0) continue;
+            if (fibers[warp * 32].block->rank == slow && generator() % 8) continue;
             for (unsigned lane = 0; lane < 32 && !reason; ++lane) {
                 Fiber &fiber = fibers[warp * 32 + lane];
                 if (fiber.done) continue;
@@ -194,8 +197,10 @@ const char *run(const Grid &grid, void (*kernel)(const void *), const void *para
         start(first, grid.cluster, grid.threads);
         forget_copies();
         forget_products();
+        if (first == 0) front_begins(grid.front, grid.stretches); // later blocks come when it has ended
         reason = run_cluster();
     }
+    front_ends();
     return reason;
 }
 } // namespace emu

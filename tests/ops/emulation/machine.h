@@ -55,6 +55,13 @@ bool ended(unsigned barrier, unsigned parity);
 void load_box(unsigned target, const void *map, const int *corner, unsigned dimensions, unsigned barrier);
 void load_bytes(unsigned target, Address from, unsigned bytes, unsigned barrier);
 
+// ---- The kernel in front, which ends at some time. What it reads and writes is rubbish before, and what others write
+// there before is lost.
+struct Stretch {
+    Address at, bytes;
+};
+void wait_for_front();
+
 // ---- Products. Those of a warpgroup read and write when somebody waits for them, as late as they may.
 void multiply(How how, float *const *d, const Words &mine);
 void multiply(How how, int *const *d, const Words &mine);
@@ -74,6 +81,8 @@ inline std::uint16_t rounded(How type, float wide) { return says(type, "bf16") ?
 // ---- A launch.
 struct Grid {
     unsigned blocks, threads, cluster, shared, seed;
+    const Stretch *front;
+    unsigned stretches;
 };
 const char *run(const Grid &grid, void (*body)(const void *), const void *told);
 
@@ -95,8 +104,9 @@ const char *launch(void (*kernel)(Parameters...), const Grid &grid, const void *
 }
 } // namespace emu
 
-// What a library offers for a kernel with clusters of so many blocks. sizes: blocks, threads, shared bytes, seed.
+// What a library offers for a kernel with clusters of so many blocks. n: blocks, threads, shared bytes, seed, stretches
+// of memory in ``front``.
 #define EMULATED(KERNEL, CLUSTER)                                                                                      \
-    extern "C" const char *emulate_##KERNEL(const unsigned *sizes, const void *const *pointers) {                      \
-        return emu::launch(KERNEL, {sizes[0], sizes[1], CLUSTER, sizes[2], sizes[3]}, pointers);                       \
+    extern "C" const char *emulate_##KERNEL(const unsigned *n, const emu::Stretch *front, const void *const *told) {   \
+        return emu::launch(KERNEL, {n[0], n[1], CLUSTER, n[2], n[3], front, n[4]}, told);                              \
     }

@@ -13,11 +13,13 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-// ---- What only orders memory or hints, and what launches: here all is in order and seen at once.
+// ---- What only orders memory or hints: here all is in order and seen at once. Launching early.
 template <typename... Any> inline void fence(How, Any...) {}
-template <typename... Any> inline void griddepcontrol(How, Any...) {}
 template <typename... Any> inline void prefetch(How, Any...) {}
 template <typename... Any> inline void setmaxnreg(How, Any...) {}
+inline void griddepcontrol(How how) {
+    if (emu::says(how, "wait")) emu::wait_for_front();
+}
 
 // ---- Numbers.
 inline void cvt(How, float &to, u16 half) { to = emu::half(half); }

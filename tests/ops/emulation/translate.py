@@ -15,7 +15,7 @@ from collections.abc import Callable
 TYPES = {"r": "u32", "f": "float", "h": "u16", "l": "u64"}
 LOCALS = {"pred": "bool", "b16": "u16", "b32": "u32"}
 QUOTED = r'"(?:[^"\\]|\\.)*"'
-KERNEL = re.compile(r"__global__ void([^{;]*?)\b(\w+)\(const __grid_constant__")
+KERNEL = re.compile(r"__global__ void([^{;]*?)\b(\w+)\(\s*const __grid_constant__")
 
 
 def translated(text: str, known: set[str]) -> str:
