@@ -8,7 +8,7 @@ import torch
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.cuda import norm_order
 from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
-from tests.ops.emulation.emulated import Emulator, Wrong, needed, stretches
+from tests.ops.emulation.emulated import Emulator, needed, stretches
 
 slow = pytest.mark.slow
 pytestmark = needed
@@ -45,7 +45,7 @@ def off(
     add: bool,
     bits: int,
 ) -> float:
-    """The most steps that a value is off; the sum and the scales are right. size: rows, columns of x, of the values."""
+    """The most steps that a value is off, all if something else is wrong. size: rows, columns of x, of the values."""
     rows, width, columns = size
     generator = torch.Generator().manual_seed(rows)
     x, residual = (torch.randn(2, rows, width, generator=generator) * 3).to(dtype)
@@ -54,16 +54,17 @@ def off(
     held = residual.clone() if add else None
     emulator.front = lambda name, arguments: stretches(x, held)
     values, scale = norm_order.norm(x, held, weight, EPS, kind, (factor, zero, order), bits)
-    if add:
+    if held is not None:
         right, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, kind, factor, zero, order, bits)
-        assert held is not None
-        assert torch.equal(held, total)
+        alike = torch.equal(held, total)
     else:
         right, of_rows = rms_norm_quant(x, weight, EPS, kind, factor, zero, order, bits)
+        alike = True
     if of_rows is not None:
         assert scale is not None
-        torch.testing.assert_close(scale, of_rows, rtol=float(torch.finfo(dtype).eps), atol=0)
-    assert not values.float()[:, order == -1].any()
+        alike = alike and torch.allclose(scale, of_rows, rtol=float(torch.finfo(dtype).eps), atol=0)
+    if not alike or values.float()[:, order == -1].any():
+        return float("inf")
     return float((steps(values) - steps(right)).abs().max())
 
 
@@ -107,9 +108,5 @@ def test_values_and_scales(
     ],
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    emulator.change = change
-    try:
-        wrong = off(emulator, (4, 320, 336), "token", INT8, BF, add=True, bits=8) > TOLERANCE[BF]
-    except (Wrong, AssertionError):
-        wrong = True
-    assert wrong
+    size = (4, 320, 336)
+    assert emulator.sees(change, lambda: off(emulator, size, "token", INT8, BF, add=True, bits=8) <= TOLERANCE[BF])

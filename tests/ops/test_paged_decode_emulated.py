@@ -14,7 +14,7 @@ from modelmill.ops.cuda import paged_decode8, paged_decode16
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops import test_cuda_paged_decode8 as of_8
 from tests.ops import test_cuda_paged_decode16 as of_16
-from tests.ops.emulation.emulated import Emulator, Wrong, needed, stretches
+from tests.ops.emulation.emulated import Emulator, needed, stretches
 
 slow = pytest.mark.slow
 pytestmark = needed
@@ -145,13 +145,13 @@ MASS = ("mass += found.mass[warp][head] * share;", "mass += found.mass[warp][hea
     ],
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, bits: int, change: tuple[str, str]) -> None:
-    emulator.multiprocessors, emulator.change = 2, change
-    if bits == 8:
-        args, limit = of_8._arguments([(1, 300)], 1, 64, 16, HF, 260, device="cpu"), of_8.LIMIT[HF]
-    else:
-        args, limit = of_16._arguments([(1, 150)], (2, 1), 128, 16, HF, 140, device="cpu"), of_16.LIMIT[HF]
-    try:
-        wrong = not error(emulator, args, 2) < limit
-    except Wrong:
-        wrong = True
-    assert wrong
+    emulator.multiprocessors = 2
+
+    def is_right() -> bool:
+        if bits == 8:
+            args = of_8._arguments([(1, 300)], 1, 64, 16, HF, 260, device="cpu")
+            return error(emulator, args, 2) < of_8.LIMIT[HF]
+        args = of_16._arguments([(1, 150)], (2, 1), 128, 16, HF, 140, device="cpu")
+        return error(emulator, args, 2) < of_16.LIMIT[HF]
+
+    assert emulator.sees(change, is_right)

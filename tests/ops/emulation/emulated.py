@@ -27,6 +27,7 @@ KNOWS_HALVES = GXX is not None and int(subprocess.check_output([GXX, "-dumpversi
 needed = pytest.mark.skipif(not KNOWS_HALVES, reason="g++ 12 or newer is not here")
 FLAGS = ("-O1", "-std=c++17", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}")
 MOST_SHARED = 227 << 10
+ORDERS = 6  # of events: a mistake may stay unseen in any one of them
 BYTES = {torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
 
 
@@ -47,6 +48,17 @@ class Emulator:
     seed: int = 1
     front: Callable[[str, tuple[bytes, ...]], list[tuple[int, int]]] = lambda name, arguments: []
     launched: list[tuple[str, int]] = field(default_factory=list)  # kernels and blocks
+
+    def sees(self, change: tuple[str, str], right: Callable[[], bool]) -> bool:
+        """Whether ``right`` is untrue, or the emulation itself fails, with the change made; in one of some orders."""
+        self.change = change
+        for self.seed in range(1, ORDERS + 1):
+            try:
+                if not right():
+                    return True
+            except Wrong:
+                return True
+        return False
 
     def library(self, source: str, macros: tuple[str, ...]) -> ctypes.CDLL:
         """``<source>.cu`` with all its kernels."""
@@ -78,7 +90,8 @@ class Emulator:
         folder = self.folder / hashlib.sha1(repr(self.change).encode(), usedforsecurity=False).hexdigest()[:16]
         folder.mkdir(exist_ok=True)
         texts = {path.name: path.read_text() for path in FOLDER.glob("*.cu*")}
-        assert any(old in text for text in texts.values()), "the sources have changed"
+        if not any(old in text for text in texts.values()):
+            raise LookupError(f"no kernel has this in it any more: {old}")
         for name, text in texts.items():
             (folder / name).write_text(text.replace(old, new))
         return folder
