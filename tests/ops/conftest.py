@@ -81,6 +81,7 @@ def emulator(emulator_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """What the launches of ops/cuda go to instead of a GPU; memory that nobody writes holds no numbers."""
     emulator = Emulator(emulator_folder)
     instead_of_the_gpu(emulator, monkeypatch)
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield emulator
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(before)
