@@ -19,13 +19,15 @@ def test_splits_are_powers_of_two_with_keys_for_all_warps(pairs: int, keys: int,
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 5000), st.data())
 def test_forms_are_all_that_a_step_can_meet(heads: int, most: int, longest: int, data: st.DataObject) -> None:
-    room, least = 396, 64
-    listed = paged_decode.forms(heads, room, least, most, longest)
+    def met(batch: int, keys: int) -> int:
+        return paged_decode.splits_of(batch * heads, keys, 396, 64)
+
+    listed = paged_decode.forms(met, most, longest)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
-    known = {paged_decode.splits_of(batch * heads, keys, room, least) for batch, keys in listed}
+    known = {met(batch, keys) for batch, keys in listed}
     assert len(known) == len(listed)
     batch, keys = data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))
-    assert paged_decode.splits_of(batch * heads, keys, room, least) in known
+    assert met(batch, keys) in known
 
 
 def test_what_cannot_be_read_is_refused() -> None:

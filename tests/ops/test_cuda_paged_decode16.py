@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import shelf
-from modelmill.ops.cuda import build, paged_attention, paged_decode16
+from modelmill.ops.cuda import paged_attention, paged_decode16
 from modelmill.ops.paged_attention import paged_attention as reference
-from tests.ops.compiled import compiles_without_spills
+from tests.ops.nvcc import compiles_without_spills, needed
 
 LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}  # of the whole, in the norm: the output's own rounding
 SIZES = [(64, 128, 1, 8), (64, 8, 8, 1), (80, 16, 3, 1), (96, 16, 4, 2), (112, 8, 1, 1)]
 SIZES += [(128, 16, 1, 1), (128, 8, 8, 2), (128, 128, 4, 8), (256, 8, 8, 1), (256, 16, 1, 8)]
 
 
-@pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not here")
+@needed
 @pytest.mark.parametrize(("dim", "page", "group", "splits"), SIZES)
 def test_compiles_without_spills(dim: int, page: int, group: int, splits: int, tmp_path: Path) -> None:
     dtype = torch.float16 if dim == 64 else torch.bfloat16

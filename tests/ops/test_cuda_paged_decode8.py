@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from modelmill.ops import shelf
-from modelmill.ops.cuda import build, paged_attention, paged_decode8
+from modelmill.ops.cuda import paged_attention, paged_decode8
 from modelmill.ops.paged_attention import paged_attention as reference
-from tests.ops.compiled import compiles_without_spills
+from tests.ops.nvcc import compiles_without_spills, needed
 
 LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # of the whole, in the norm: the output's own rounding
 
 
-@pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not here")
+@needed
 @pytest.mark.parametrize(("dim", "page", "splits"), [(128, 16, 1), (128, 8, 2), (64, 128, 8)])
 def test_compiles_without_spills(dim: int, page: int, splits: int, tmp_path: Path) -> None:
     dtype = torch.float16 if dim == 64 else torch.bfloat16

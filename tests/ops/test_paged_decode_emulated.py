@@ -5,7 +5,8 @@ Caches, scales and page tables hold what is no number, or names nothing, whereve
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,66 +45,63 @@ def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
     return float((out[rows].double() - truth[rows]).norm() / truth[rows].norm())
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads", "dim", "page", "dtype", "window", "multiprocessors", "splits"),
-    [
-        ([1, 17, 0, 33, 100], (2, 1), 64, 8, BF, None, 1, 1),
-        ([150, 7], (4, 1), 128, 16, HF, None, 2, 2),
-        ([140], (3, 1), 128, 32, BF, 70, 2, 2),
-        pytest.param(EDGES, (8, 2), 64, 16, HF, 33, 1, 1, marks=slow),
-        pytest.param(EDGES, (1, 1), 80, 16, BF, None, 1, 1, marks=slow),
-        pytest.param(EDGES, (7, 1), 96, 64, HF, 1, 1, 1, marks=slow),
-        pytest.param(EDGES, (6, 3), 112, 128, BF, None, 1, 1, marks=slow),
-        pytest.param(EDGES, (5, 1), 256, 8, HF, 20, 1, 1, marks=slow),
-        pytest.param([500, 33], (8, 1), 256, 16, BF, None, 132, 8, marks=slow),
-        pytest.param([900], (4, 1), 64, 128, BF, None, 132, 8, marks=slow),
-        pytest.param([1000], (2, 1), 128, 8, HF, None, 132, 8, marks=slow),
-        pytest.param([700, 3], (2, 2), 128, 32, BF, 300, 3, 2, marks=slow),
-    ],
-)
-def test_16_bits(
-    emulator: Emulator,
-    lengths: list[int],
-    heads: tuple[int, int],
-    dim: int,
-    page: int,
-    dtype: torch.dtype,
-    window: int | None,
-    multiprocessors: int,
-    splits: int,
-) -> None:
-    emulator.multiprocessors = multiprocessors
-    args = of_16._arguments([(1, n) for n in lengths], heads, dim, page, dtype, window, "cpu")
-    assert error(emulator, args, splits) < of_16.LIMIT[dtype]
+class Case(NamedTuple):
+    """One query a sequence, over so many keys; heads as the arguments of the kernel's own tests take them."""
+
+    lengths: Sequence[int]
+    heads: Any
+    dim: int
+    page: int
+    dtype: torch.dtype
+    window: int | None
+    multiprocessors: int
+    splits: int
+
+
+def off(emulator: Emulator, of: Any, case: Case) -> float:
+    """``error`` of a case. of: the kernel's own tests, whose arguments it is made of."""
+    emulator.multiprocessors = case.multiprocessors
+    lengths = [(1, length) for length in case.lengths]
+    args = of._arguments(lengths, case.heads, case.dim, case.page, case.dtype, case.window, "cpu")
+    return error(emulator, args, case.splits)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "dim", "page", "dtype", "window", "multiprocessors", "splits"),
+    "case",
     [
-        ([1, 17, 0, 33, 100], 1, 64, 8, BF, None, 1, 1),
-        ([300, 7], 1, 128, 16, HF, None, 2, 2),
-        ([140], 2, 64, 128, BF, 70, 1, 1),
-        pytest.param(EDGES, 2, 128, 32, HF, 33, 1, 1, marks=slow),
-        pytest.param(EDGES, 2, 128, 64, BF, None, 1, 1, marks=slow),
-        pytest.param(EDGES, 1, 64, 16, HF, 1, 1, 1, marks=slow),
-        pytest.param([1000], 1, 64, 8, BF, None, 132, 8, marks=slow),
-        pytest.param([500, 33], 2, 128, 16, HF, 400, 132, 4, marks=slow),
+        Case([1, 17, 0, 33, 100], (2, 1), 64, 8, BF, None, 1, 1),
+        Case([150, 7], (4, 1), 128, 16, HF, None, 2, 2),
+        Case([140], (3, 1), 128, 32, BF, 70, 2, 2),
+        pytest.param(Case(EDGES, (8, 2), 64, 16, HF, 33, 1, 1), marks=slow),
+        pytest.param(Case(EDGES, (1, 1), 80, 16, BF, None, 1, 1), marks=slow),
+        pytest.param(Case(EDGES, (7, 1), 96, 64, HF, 1, 1, 1), marks=slow),
+        pytest.param(Case(EDGES, (6, 3), 112, 128, BF, None, 1, 1), marks=slow),
+        pytest.param(Case(EDGES, (5, 1), 256, 8, HF, 20, 1, 1), marks=slow),
+        pytest.param(Case([500, 33], (8, 1), 256, 16, BF, None, 132, 8), marks=slow),
+        pytest.param(Case([900], (4, 1), 64, 128, BF, None, 132, 8), marks=slow),
+        pytest.param(Case([1000], (2, 1), 128, 8, HF, None, 132, 8), marks=slow),
+        pytest.param(Case([700, 3], (2, 2), 128, 32, BF, 300, 3, 2), marks=slow),
     ],
 )
-def test_8_bits(
-    emulator: Emulator,
-    lengths: list[int],
-    heads: int,
-    dim: int,
-    page: int,
-    dtype: torch.dtype,
-    window: int | None,
-    multiprocessors: int,
-    splits: int,
-) -> None:
-    emulator.multiprocessors = multiprocessors
-    args = of_8._arguments([(1, n) for n in lengths], heads, dim, page, dtype, window, "cpu")
-    assert error(emulator, args, splits) < of_8.LIMIT[dtype]
+def test_16_bits(emulator: Emulator, case: Case) -> None:
+    assert off(emulator, of_16, case) < of_16.LIMIT[case.dtype]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([1, 17, 0, 33, 100], 1, 64, 8, BF, None, 1, 1),
+        Case([300, 7], 1, 128, 16, HF, None, 2, 2),
+        Case([140], 2, 64, 128, BF, 70, 1, 1),
+        pytest.param(Case(EDGES, 2, 128, 32, HF, 33, 1, 1), marks=slow),
+        pytest.param(Case(EDGES, 2, 128, 64, BF, None, 1, 1), marks=slow),
+        pytest.param(Case(EDGES, 1, 64, 16, HF, 1, 1, 1), marks=slow),
+        pytest.param(Case([1000], 1, 64, 8, BF, None, 132, 8), marks=slow),
+        pytest.param(Case([500, 33], 2, 128, 16, HF, 400, 132, 4), marks=slow),
+    ],
+)
+def test_8_bits(emulator: Emulator, case: Case) -> None:
+    assert off(emulator, of_8, case) < of_8.LIMIT[case.dtype]
 
 
 @pytest.mark.parametrize("bits", [pytest.param(8, marks=slow), 16])

@@ -28,6 +28,8 @@ class Kernel:
 
 
 class Compiled:
+    function = 0x1234
+
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self.log = log
 
@@ -87,6 +89,18 @@ def test_what_was_not_compiled_is_asked_for_again() -> None:
 class Param:
     def __init__(self, name: str, free: bool = False) -> None:
         self.name, self.do_not_specialize = name, free
+
+
+def test_a_kernel_asks_for_its_division_once_when_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(quick, "divide", lambda function, percent: asked.append((function, percent)))
+    launch, x = Quick(Kernel()), torch.zeros(64)
+    for _ in range(2):
+        call(launch, x)
+        launch((3, 1, 1), (x, x), (3, 8), (8,), (False,), {"num_warps": 4}, 7)
+    assert asked == [(Compiled.function, 7)]
+    launch((3, 1, 1), (x, x), (3, 16), (16,), (False,), {"num_warps": 4}, 7)
+    assert len(asked) == 2
 
 
 def test_a_number_that_triton_compiles_for_must_be_told() -> None:

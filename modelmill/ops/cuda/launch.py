@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from modelmill.ops.carveout import divide, driver
 from modelmill.ops.cuda import build
 
 # Of the driver: CUtensorMapDataType, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -49,27 +50,33 @@ class Kernel:
         sizes = (blocks, 1, 1, self.threads, 1, 1, self.shared)
         if early:
             how = struct.pack(_CONFIG, *sizes, raw, ctypes.addressof(_EARLY_ATTRIBUTE), 1)
-            _check(_driver().cuLaunchKernelEx(how, ctypes.c_void_p(self.function), pointers, None))
+            _check(driver().cuLaunchKernelEx(how, ctypes.c_void_p(self.function), pointers, None))
             return
-        _check(_driver().cuLaunchKernel(ctypes.c_void_p(self.function), *sizes, stream, pointers, None))
+        _check(driver().cuLaunchKernel(ctypes.c_void_p(self.function), *sizes, stream, pointers, None))
 
 
 @functools.cache
-def kernel(source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, device: int) -> Kernel:
+def kernel(
+    source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, device: int, division: int | None = None
+) -> Kernel:
     """The kernel ``name`` of ``<source>.cu``, compiled if need be and loaded for ``device``, which is current.
+
+    division: per cent of a multiprocessor's memory that it asks to be shared (``ops.carveout``).
 
     Raises MissingDependency where it cannot be compiled.
     """
-    return load(build.compiled(source, macros), name, threads, shared)
+    loaded = load(build.compiled(source, macros), name, threads, shared)
+    if division is not None:
+        divide(loaded.function, division)
+    return loaded
 
 
 def load(path: Path, name: str, threads: int, shared: int) -> Kernel:
     """A kernel of a cubin, which stays loaded for as long as the process lives."""
-    driver = _driver()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver.cuModuleLoadData(ctypes.byref(module), path.read_bytes()))
-    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-    _check(driver.cuFuncSetAttribute(function, _MOST_SHARED, shared))
+    _check(driver().cuModuleLoadData(ctypes.byref(module), path.read_bytes()))
+    _check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+    _check(driver().cuFuncSetAttribute(function, _MOST_SHARED, shared))
     assert function.value is not None
     return Kernel(function.value, threads, shared)
 
@@ -93,7 +100,7 @@ def tensor_map(
     space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     _check(
-        _driver().cuTensorMapEncodeTiled(
+        driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(place),
             _ELEMENTS[dtype],
             rank,
@@ -122,13 +129,8 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _check(code: int) -> None:
     if code:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
+        driver().cuGetErrorString(code, ctypes.byref(text))
         raise RuntimeError(f"the CUDA driver refuses: {(text.value or b'?').decode()} ({code})")

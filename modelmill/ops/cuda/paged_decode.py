@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 
+from modelmill.ops.carveout import DECODING
 from modelmill.ops.cuda import launch
 
 LOG2E = 1.4426950408889634
@@ -25,21 +28,26 @@ def splits_of(pairs: int, keys: int, room: int, least: int) -> int:
     return 1 << max(0, wanted.bit_length() - 1)
 
 
-def forms(heads: int, room: int, least: int, most: int, longest: int) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) for each number of splits that decode steps may meet.
+def forms(planned: Callable[[int, int], Hashable], most: int, longest: int) -> list[tuple[int, int]]:
+    """(sequences, bound on their context) of decode steps, one for each way to compute them that they may meet.
 
-    heads: blocks of a sequence that is not split. most, longest: sequences of a step, keys of one.
+    planned: the way for so many sequences and keys. most, longest: sequences of a step, keys that a query of one sees.
     """
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[Hashable, tuple[int, int]] = {}
     for batch in range(1, most + 1):
-        for splits in (1, 2, 4, 8):
-            keys = min(splits * least, longest)
-            found.setdefault(splits_of(batch * heads, keys, room, least), (batch, keys))
+        for keys in sorted({min(1 << n, longest) for n in range(4, 14)}):
+            found.setdefault(planned(batch, keys), (batch, keys))
     return list(found.values())
 
 
-def start(q: torch.Tensor, name: str, macros: tuple[str, ...], warps: int, blocks: int, work: bytes) -> None:
-    """Launch the kernel ``name`` of the source of that name, in ``blocks`` blocks, where q is."""
+def start(
+    q: torch.Tensor, name: str, macros: tuple[str, ...], warps: int, blocks: int, work: bytes, *, alone: bool = True
+) -> None:
+    """Launch the kernel ``name`` of the source of that name, in ``blocks`` blocks, where q is.
+
+    alone: each query head has keys of its own, so that blocks share little memory and are placed behind rope_cache's.
+    """
     device = q.get_device()
     with torch.cuda.device(q.device):
-        launch.kernel(name, name, macros, 32 * warps, 0, device).launch(blocks, work, early=True)
+        kernel = launch.kernel(name, name, macros, 32 * warps, 0, device, DECODING if alone else None)
+        kernel.launch(blocks, work, early=True)

@@ -11,7 +11,6 @@ from modelmill.ops.cuda import build, launch, paged_decode
 from modelmill.ops.cuda.paged_decode import LOG2E, TYPES
 
 MOST_HEADS = 8  # query heads of a KV head: columns of a product
-INVITES = True  # a single sequence's step is many small kernels: the next is placed early
 
 
 class Form(NamedTuple):
@@ -83,12 +82,11 @@ def forms(heads: tuple[int, int], dim: int, most: int, longest: int, multiproces
 
     heads: query heads, KV heads. most, longest: sequences of a step, keys that a query of one sees.
     """
-    found: dict[tuple[Form, int], tuple[int, int]] = {}
-    for batch in range(1, most + 1):
-        for keys in sorted({min(1 << n, longest) for n in range(4, 14)}):
-            plan = planned(batch * heads[1], heads[0] // heads[1], dim, keys, multiprocessors)
-            found.setdefault(plan, (batch, keys))
-    return list(found.values())
+    query_heads, kv_heads = heads
+    group = query_heads // kv_heads
+    return paged_decode.forms(
+        lambda batch, keys: planned(batch * kv_heads, group, dim, keys, multiprocessors), most, longest
+    )
 
 
 def run(
@@ -111,10 +109,10 @@ def run(
     form, splits = planned(pairs, group, dim, keys, launch.multiprocessors(q.get_device()))
     pointers = launch.addresses(q, *caches, *indices, out)
     counts = (kv_heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
-    invite = INVITES and tables.shape[0] == 1
+    invite = tables.shape[0] == 1  # its step is many small kernels: the next is placed early
     work = struct.pack("=7Q6ifi", *pointers, *counts, scale * LOG2E, invite)
     chosen = macros(q.dtype, dim, page, group, splits, form)
-    paged_decode.start(q, "paged_decode16", chosen, form.warps, pairs * splits, work)
+    paged_decode.start(q, "paged_decode16", chosen, form.warps, pairs * splits, work, alone=group == 1)
     return out
 
 

@@ -43,7 +43,10 @@ def forms(heads: int, most: int, longest: int, device: int) -> list[tuple[int, i
 
     most, longest: sequences of a step, keys that a query of one sees.
     """
-    return paged_decode.forms(heads, BLOCKS * launch.multiprocessors(device), KEYS * WARPS, most, longest)
+    room = BLOCKS * launch.multiprocessors(device)
+    return paged_decode.forms(
+        lambda batch, keys: paged_decode.splits_of(batch * heads, keys, room, KEYS * WARPS), most, longest
+    )
 
 
 def run(

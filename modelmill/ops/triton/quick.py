@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from modelmill.ops.carveout import divide
 from modelmill.ops.triton.device import INTERPRETED
 
 ALIGNED = 16  # bytes; what Triton compiles for where an address is a multiple of it
@@ -31,9 +32,11 @@ class Quick:
         fixed: tuple[int, ...],
         constants: tuple[Any, ...],
         options: Mapping[str, Any],
+        division: int | None = None,
     ) -> None:
         """Launch. numbers: in the order of the signature, after the pointers; fixed: those of them that Triton compiles
-        for (whole numbers without ``do_not_specialize``). constants: every constexpr."""
+        for (whole numbers without ``do_not_specialize``). constants: every constexpr. division: per cent of a
+        multiprocessor's memory that it asks to be shared (``ops.carveout``); it follows from the constants."""
         if INTERPRETED:
             self.kernel[grid](*pointers, *numbers, *constants, **options)
             return
@@ -42,7 +45,9 @@ class Quick:
         compiled = self.kept.get(key)
         if compiled is None:
             self._check(len(pointers), numbers, fixed)
-            self.kept[key] = self.kernel[grid](*pointers, *numbers, *constants, **options)
+            compiled = self.kept[key] = self.kernel[grid](*pointers, *numbers, *constants, **options)
+            if compiled is not None and division is not None:
+                divide(compiled.function, division)
         else:
             compiled[grid](*pointers, *numbers, *constants)
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.carveout import DECODING
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import knows_fp8, power_of_two, rows_of
 from modelmill.ops.triton.early import enter, launch
@@ -80,6 +81,8 @@ def run(
             0.0 if k_scale is None else LARGEST[k_cache.dtype], early["EARLY"],
         ),
         {"num_warps": max(1, min(4, share * half // 128)), "launch_pdl": early["launch_pdl"]},
+        # as the decode kernel behind asks; where query heads share keys it needs more, and asks for nothing
+        DECODING if heads == kv_heads else None,
     )  # fmt: skip
     return q
 

@@ -98,8 +98,17 @@ class Emulator:
             (folder / name).write_text(text.replace(old, new))
         return folder
 
-    def kernel(self, source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, device: int) -> Kernel:
-        """As launch.kernel."""
+    def kernel(
+        self,
+        source: str,
+        name: str,
+        macros: tuple[str, ...],
+        threads: int,
+        shared: int,
+        device: int,
+        division: int | None = None,
+    ) -> Kernel:
+        """As launch.kernel; how memory is divided does not matter here."""
         assert shared <= MOST_SHARED
         assert threads % 32 == 0
         function = getattr(self.library(source, macros), f"emulate_{name}")
