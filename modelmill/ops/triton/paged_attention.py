@@ -24,6 +24,7 @@ LOG2E = 1.4426950408889634
 LEAST_KEYS = 64  # keys a split must have before it is worth a program
 LEAST_ALONE = 16  # the same where each head is a program of its own
 MOST_SPLITS = 64
+SPARE = 8  # prompts beside single queries for whose last tiles there are programs
 
 
 def supports(
@@ -201,13 +202,14 @@ def _prefill(
     heads, batch = q.shape[1], tables.shape[0]
     block_d = max(16, power_of_two(dim))
     block_m, block_n, warps, stages, registers = _tiling(bounds, heads * batch, block_d, q, k)
-    # Sequence b's tiles begin at starts[b] // block_m + b: no more than these in all, whatever the lengths.
-    tiles = q.shape[0] // block_m + batch
+    # Each sequence has one tile that is not full, or less. Where most of them are single queries, which have none, a
+    # program for each would find nothing to do; if there are more tiles after all, programs take several.
+    programs = q.shape[0] // block_m + (min(batch, SPARE) if mixed else batch)
     fixed = (q.stride(0), q.stride(1), *k.stride()[:3])
     scaled, sequences = k_scale is not q, 16 if batch <= 16 else max(256, power_of_two(batch))
     sizes = (heads, heads // kv_heads, dim, page_size, _wide(k), window or 0, scaled, mixed, sequences)
     _prompts(
-        (heads, tiles, 1),
+        (heads, programs, 1),
         tensors,
         (scale, batch, tables.shape[1], tables.stride(0), *fixed),
         fixed,

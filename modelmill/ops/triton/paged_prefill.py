@@ -17,16 +17,33 @@ def tiles(
     WINDOW: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # The last queries have the most keys: started first for all heads, they do not end last.
-    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    # Tiles are handed out to the programs of a head in turn. The last queries have the most keys: started first for
+    # all heads, they do not end last.
     b = tl.arange(0, BLOCK_B)
-    first = tl.load(starts_ptr + b, mask=b < batch, other=0) // BLOCK_M + b
-    sequence = tl.sum(((first <= tile) & (b < batch)).to(tl.int32), axis=0) - 1
+    counts = tl.load(starts_ptr + b + 1, mask=b < batch, other=0) - tl.load(starts_ptr + b, mask=b < batch, other=0)
+    each = tl.where(counts > (1 if MIXED else 0), (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    behind, total = tl.cumsum(each, 0), tl.sum(each, 0)
+    for turn in range(tl.program_id(1), total, tl.num_programs(1)):
+        tile = total - 1 - turn
+        sequence = tl.sum(((behind <= tile) & (b < batch)).to(tl.int32), axis=0)
+        block = tile - tl.sum(tl.where(b < sequence, each, 0), axis=0)
+        _tile(
+            q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
+            columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, tl.program_id(0),
+            sequence, block, HEADS, GROUP, DIM, PAGE, WIDE, WINDOW, SCALED, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
+    columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, head, sequence, block,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Queries ``block`` · BLOCK_M … of a sequence, one head."""
     row = tl.load(starts_ptr + sequence)
-    block = tile - (row // BLOCK_M + sequence)
     count = tl.load(starts_ptr + sequence + 1) - row
-    if block * BLOCK_M >= count or (MIXED and count == 1):
-        return
     m, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     history = tl.load(lengths_ptr + sequence) - count  # negative for padding: no key is visited then
     at = (row + m).to(tl.int64)
