@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
+from modelmill.nn.linear import Linear
 from modelmill.runtime import memory
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.layout import Layout
 from modelmill.runtime.pace import mixed_tokens
 from modelmill.runtime.runner import Runner
 from modelmill.runtime.scheduler import Limits
+from modelmill.weights.held import wanted
 
 LARGEST = 512
 """Sequences of the largest decode graph."""
@@ -31,10 +35,21 @@ def longest(model: nn.Module, config: RunConfig, built: int | None) -> int:
 
 def limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Limits:
     """What a step may hold; on a GPU the weights decide how many tokens join running answers."""
-    mixed = config.max_mixed_tokens or (mixed_tokens(memory.weight_bytes(model)) if on_gpu else None)
+    mixed = config.max_mixed_tokens
+    if mixed is None and on_gpu:
+        mixed = mixed_tokens(memory.weight_bytes(model), eight_bits=_in_eight_bits(model))
     return Limits(
         config.max_num_batched_tokens, config.max_num_seqs, config.page_size, config.enable_prefix_caching, mixed
     )
+
+
+def _in_eight_bits(model: nn.Module) -> bool:
+    """Whether most of the weights take inputs of 8 bits."""
+    share = 0
+    for module in model.modules():
+        if isinstance(module, Linear):
+            share += math.prod(module.shape) * (1 if wanted(module.held) is not None else -1)
+    return share > 0
 
 
 def fit_on_gpu(runner: Runner, config: RunConfig, width: int) -> None:

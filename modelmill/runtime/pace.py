@@ -25,8 +25,12 @@ AGAIN, SOON = 64, 8
 """After so many steps with a piece one goes without, to be timed; sooner where far more or fewer answers run."""
 SURE = 3
 """Times whose median one of them cannot spoil."""
-MIXED = 768
-"""Tokens of a step at which the products of a 7B model run at full speed."""
+LONGEST = 1.0
+"""Seconds of a step that prompts may fill: whoever asks meanwhile, or leaves, or has just begun, waits for its end."""
+WHOLE = 128
+"""Tokens of prompts that may fill a step however long they take; fewer would say little about how fast many are."""
+MIXED, MIXED_EIGHT = 768, 1024
+"""Tokens of a step at which the products of a 7B model run at full speed; the same where their inputs have 8 bits."""
 
 
 class Pace:
@@ -41,6 +45,7 @@ class Pace:
         self._since = 0
         self._up = FIRST_UP
         self._late = 0
+        self._rates: deque[float] = deque(maxlen=SURE)
 
     def room(self, rows: int) -> int:
         """Prompt tokens that may join ``rows`` running answers in the step that is made now; 0: one to be timed."""
@@ -56,6 +61,17 @@ class Pace:
     def size(self) -> int:
         """The piece as it is now, in tokens."""
         return max(self.least, int(self._piece) // self.grain * self.grain)
+
+    def whole(self, budget: int) -> int:
+        """Tokens, ``budget`` at most, of a step that prompts may fill: as many as take LONGEST, once that is known."""
+        if not self._rates:
+            return budget
+        return min(budget, max(WHOLE, round(statistics.median_high(self._rates) * LONGEST)))
+
+    def note_whole(self, tokens: int, seconds: float) -> None:
+        """A step that prompts could fill took so long."""
+        if tokens >= WHOLE and seconds > 0.0:
+            self._rates.append(tokens / seconds)
 
     def note(self, rows: int, joined: int, seconds: float) -> None:
         """A step of ``rows`` answers and ``joined`` tokens of prompts took so long."""
@@ -86,12 +102,12 @@ class Pace:
         return not (2 * self._rows <= 3 * rows and 2 * rows <= 3 * self._rows)
 
 
-def mixed_tokens(weight_bytes: int) -> int:
+def mixed_tokens(weight_bytes: int, *, eight_bits: bool = False) -> int:
     """Tokens of a step that continues running answers while prompts join, on a GPU.
 
     As many as compute for 10 ms at 700 TFLOP/s (two operations a weight, two bytes a weight), so that launching such
     a step, which is no graph, hides behind the one in front; not more, so that whoever is reading waits little; and
-    at least MIXED, where the products of a 7B model run at full speed.
+    at least as many as let the products of a 7B model run at full speed. eight_bits: the inputs of most of them.
     """
     each = max(weight_bytes, 1)
-    return max(MIXED, round(0.010 * 700e12 / each / 128) * 128)
+    return max(MIXED_EIGHT if eight_bits else MIXED, round(0.010 * 700e12 / each / 128) * 128)

@@ -31,7 +31,7 @@ class Limits:
 
     mixed: most tokens of a step that continues running sequences as well; None: as many as in any other. chunk:
     prompt tokens that may join it in any case. fresh: sequences with no more tokens than that have only just begun,
-    and wait for the prompts that came with them.
+    and wait for the prompts that came with them. foresee: whether whoever would make pages run out later waits now.
     """
 
     tokens: int
@@ -41,6 +41,7 @@ class Limits:
     mixed: int | None = None
     chunk: int = LEAST_CHUNK
     fresh: int = 0
+    foresee: bool = True
 
 
 @dataclass
@@ -140,16 +141,22 @@ class Scheduler:
         """Somebody reads along: prompts join running answers in pieces that keep those answers flowing.
 
         mixed: the most tokens of such a step where that was asked for; otherwise what such steps take decides.
+
+        Who asks is served while there are pages: an answer of somebody else that will be long does not keep them.
         """
         chunk = LEAST_CHUNK if on_gpu else CPU_CHUNK
-        self.limits = replace(self.limits, mixed=mixed, chunk=chunk, fresh=FRESH)
+        self.limits = replace(self.limits, mixed=mixed, chunk=chunk, fresh=FRESH, foresee=False)
         if mixed is None:
             most = self.limits.tokens
             self.pace = Pace(chunk, most, first=GPU_CHUNK, grain=64) if on_gpu else Pace(chunk, most)
 
     def timed(self, plan: Schedule, seconds: float) -> None:
         """A step took so long, of which the next ones' pieces follow."""
-        if self.pace is not None and not plan.free:
+        if self.pace is None:
+            return
+        if plan.free:
+            self.pace.note_whole(plan.tokens - plan.rows, seconds)
+        else:
             self.pace.note(plan.rows, plan.tokens - plan.rows, seconds)
 
     def _beside(self, plan: Schedule, singles: Collection[Sequence], chunks: list[Sequence]) -> int:
@@ -157,13 +164,15 @@ class Scheduler:
 
         Beams need their whole width at once, so that a search that runs lifts the limit. So do answers that have only
         just begun: what came together with them goes together, or the last of them would wait for many small steps.
+        Even so a step lasts no longer than somebody who reads along can be asked to wait.
         """
         limits, count = self.limits, len(singles)
         plan.rows, plan.free = count, True
-        if (limits.mixed is None and self.pace is None) or not count or any(s.beam is not None for s in chunks):
+        if (limits.mixed is None and self.pace is None) or any(s.beam is not None for s in chunks):
             return self.budget
-        if limits.fresh and all(s.outputs <= limits.fresh for s in singles):
-            return self.budget
+        if not count or (limits.fresh and all(s.outputs <= limits.fresh for s in singles)):
+            whole = self.budget if self.pace is None else self.pace.whole(self.budget)
+            return min(self.budget, count + max(limits.chunk, whole))
         plan.free = False
         if self.pace is None:
             return min(self.budget, max(limits.mixed or 0, count + limits.chunk))
@@ -337,7 +346,7 @@ class Scheduler:
         # as long as nobody has given pages back, who was refused is refused again
         if need + len(self.running) > pool.available or self._refused == (seq, self._released):
             return False
-        if seq.beam is not None or any(s.beam is not None for s in self.running):
+        if not self.limits.foresee or seq.beam is not None or any(s.beam is not None for s in self.running):
             return True
         twice = max(0, sum(len(s.pages) for s in self.running) - (pool.count - pool.available))
         if most_pages((*self.running, seq), self.limits.page_size) - twice <= pool.count:

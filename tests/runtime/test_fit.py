@@ -6,15 +6,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
+from modelmill.nn.linear import Linear
 from modelmill.runtime import fit
 from modelmill.runtime.layout import Layout
 from modelmill.runtime.memory import weight_bytes
 from modelmill.runtime.pace import mixed_tokens
 from modelmill.runtime.runner import Runner
 from modelmill.runtime.scheduler import Limits
+from modelmill.weights import held
 from tests.runtime import tiny
 
 
@@ -36,6 +39,16 @@ def test_what_a_step_may_hold() -> None:
     assert fit.limits(model, config, on_gpu=True).mixed == mixed_tokens(weight_bytes(model))
     asked = RunConfig(max_mixed_tokens=9)
     assert [fit.limits(model, asked, on_gpu=gpu).mixed for gpu in (False, True)] == [9, 9]
+
+
+@pytest.mark.parametrize(("kind", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)])
+def test_steps_are_larger_where_inputs_have_8_bits(kind: str, eight: bool) -> None:
+    model = tiny.decoder()
+    for module in model.modules():
+        if isinstance(module, Linear) and module is not model.head:
+            module.held = held.pack(kind, torch.randn(module.shape), torch.float32)
+    expected = mixed_tokens(weight_bytes(model), eight_bits=eight)
+    assert fit.limits(model, RunConfig(), on_gpu=True).mixed == expected
 
 
 @pytest.mark.parametrize(("wanted", "rows", "largest"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)])

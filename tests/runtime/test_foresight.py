@@ -83,3 +83,22 @@ def test_nobody_is_thrown_out_where_it_is_known_when_answers_end(seed: int) -> N
     assert most > 8
     assert steps <= 1.1 * more
     assert known.pool.available == pages
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["offline", "served"])
+def test_whoever_asks_a_server_does_not_wait_for_the_long_answers_of_others(reads: bool) -> None:
+    """Pages are there now; that they will run out one day is no reason to wait until an answer of 400 tokens ends."""
+    scheduler = Scheduler(Limits(1024, 64, 16, prefix=False), PagePool(30), 40)
+    if reads:
+        scheduler.interactive(None, on_gpu=False)
+    scheduler.add(sequence(16, 440, 0))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.advance(plan)
+    plan.work[0][0].tokens.append(7)
+    plan.work[0][0].pending = 0
+    late = sequence(100, 300, 1)
+    scheduler.add(late)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert (late in [seq for seq, _ in plan.work]) == reads

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.runtime.pace import AGAIN, MIXED, MOST, SOON, Pace, mixed_tokens
+from modelmill.runtime.pace import AGAIN, LONGEST, MIXED, MIXED_EIGHT, MOST, SOON, WHOLE, Pace, mixed_tokens
 
 Cost = Callable[[int, int], float]
 
@@ -171,10 +171,28 @@ def test_one_time_that_is_too_short_does_not_keep_the_pieces_small() -> None:
     assert pieces[-1] > 2 * min(filter(None, pieces))
 
 
+def test_steps_that_prompts_fill_take_no_longer_than_a_second() -> None:
+    pace = Pace(8, 4096)
+    assert pace.whole(4096) == 4096, "nothing was timed"
+    pace.note_whole(WHOLE - 1, 100.0)
+    assert pace.whole(4096) == 4096, "too few tokens say nothing"
+    pace.note_whole(1000, 2.0 * LONGEST)
+    assert pace.whole(4096) == 500
+    assert pace.whole(300) == 300
+    pace.note_whole(500, 100.0 * LONGEST)
+    assert pace.whole(4096) == 500, "one that took long may have waited for something else"
+    pace.note_whole(500, 100.0 * LONGEST)
+    assert pace.whole(4096) == WHOLE, "fewer would not be faster"
+    for _ in range(2):
+        pace.note_whole(WHOLE, 1e-3)
+    assert pace.whole(4096) == 4096
+
+
 @pytest.mark.parametrize(("weights", "expected"), [(15 << 30, MIXED), (270_000_000, 25984), (0, None)])
 def test_mixed_tokens_follow_the_weights(weights: int, expected: int | None) -> None:
     found = mixed_tokens(weights)
     assert found % 128 == 0
     assert found >= MIXED
+    assert mixed_tokens(weights, eight_bits=True) == max(found, MIXED_EIGHT)
     if expected is not None:
         assert abs(found - expected) <= 128

@@ -83,6 +83,45 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
     assert all(sum(counts) <= most(counts.count(1)) for counts in seen)
 
 
+def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
+    """Once it is known how fast prompts go, here 200 tokens a second; who runs gets a token in each step."""
+    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
+    engine.scheduler.interactive(None, on_gpu=False)
+    timed = engine.scheduler.timed
+    engine.scheduler.timed = lambda plan, _: timed(plan, plan.tokens / 200)  # type: ignore[method-assign]
+    seen = plans(engine)
+    how = tiny.params(max_tokens=40, ignore_eos=True)
+    engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
+    engine.step()
+    for number in range(5):
+        engine.add(Request(id=f"with-{number}", prompt=(6 + number, *range(5, 90), *range(5, 70)), params=how))
+    for _ in range(3):
+        engine.step()
+    assert seen[0] == [150]
+    assert seen[1:3] == [[1, 151, 49], [1, 1, 102, 98]]
+    assert all(sum(counts) <= 200 + counts.count(1) for counts in seen)
+    tiny.drain(engine)
+
+
+def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
+    """The first was compiled for, or another process had the machine; true is 2,000 tokens a second."""
+    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
+    engine.scheduler.interactive(None, on_gpu=False)
+    timed, slow = engine.scheduler.timed, [5.0]
+    engine.scheduler.timed = lambda plan, _: timed(plan, slow.pop() if slow else plan.tokens / 2000)  # type: ignore[method-assign]
+    seen = plans(engine)
+    how = tiny.params(max_tokens=40, ignore_eos=True)
+    engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
+    engine.step()
+    for number in range(8):
+        engine.add(Request(id=f"with-{number}", prompt=(6 + number, *range(5, 90), *range(5, 70)) * 2, params=how))
+    for _ in range(3):
+        engine.step()
+    assert [sum(counts) for counts in seen[:2]] == [150, 1 + 128]
+    assert sum(seen[2]) > 1500, "the second told how fast it is"
+    tiny.drain(engine)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
     engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096, overlap=ahead)
