@@ -164,11 +164,25 @@ def _reworded(error: Any, argv: list[str]) -> str:
         known = [f"--{n}" for f in flags_of(module.Args) if not f.positional for n in f.names] if module else []
         hint = nearest(option.replace("_", "-"), known)
         text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
-    text = text[:1].lower() + text[1:]
+    text = (text[:1].lower() + text[1:]).replace("Value error, ", "", 1)
+    given = _given_by(error)
+    if given:
+        text = text.replace("for '--", f"in {given} for '--", 1)
     if "unexpected extra argument" in text and argv[:1] == ["run"]:
         text += "; the prompt goes behind --prompt"
     verb = next((word for word in argv if not word.startswith("-")), "")
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
+
+
+def _given_by(error: Any) -> str | None:
+    """The environment variable that a refused value stands in; None where it was given as a flag."""
+    context, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    if context is None or param is None:
+        return None
+    if getattr(context.get_parameter_source(param.name), "name", "") != "ENVIRONMENT":
+        return None
+    named = param.envvar if isinstance(param.envvar, (list, tuple)) else [param.envvar]
+    return next((each for each in named if env.flag(each.removeprefix("MODELMILL_")) is not None), None)
 
 
 def _fail(message: str, code: int) -> int:

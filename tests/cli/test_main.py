@@ -164,3 +164,20 @@ def test_a_prompt_without_its_flag(cli: Any) -> None:
     code, _, said = cli("run", "some.engine", "Hello there")
     assert code == 2
     assert "--prompt" in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("MODELMILL_MAX_NUM_SEQS", "abc"), ("MODELMILL_KV_CACHE_DTYPE", "float7")]
+)
+def test_a_refused_value_of_the_environment_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
+) -> None:
+    flag = "--" + variable.removeprefix("MODELMILL_").lower().replace("_", "-")
+    monkeypatch.setenv(variable, value)
+    assert command.execute(["run", "an.engine", "--prompt", "hi"]) == 2
+    assert f"invalid value in {variable} for '{flag}'" in capsys.readouterr().err
+    assert command.execute(["run", "an.engine", "--prompt", "hi", flag, value]) == 2
+    told = capsys.readouterr().err
+    assert f"invalid value for '{flag}'" in told
+    assert variable not in told
+    assert "Value error" not in told
