@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace, form: str, work: list[tuple[int, int]],
         floor = sum(r["keys_s"] + r["products_s"] for r in rows)
         line = {
             "figure": "trace.loop_s", "value": seconds, "gpu_s": gpu, "floor_s": floor, "order": name,
-            "weights": weights, "kv": kv or "auto", "mixed": int(mixed) if mixed else None,
+            "weights": weights, "kv": kv or "auto", "mixed": loop.scheduler.limits.mixed,
             "requests_per_s": len(work) / seconds, "kernels": dict(loop.ops.chosen),
             "preemptions": loop.stats().preemptions, "pages": loop.num_pages, "groups": rows, "shape": options.shape,
             "copy_gbps": round(rate / 1e9), "command": "python benchmarks/trace_steps.py " + " ".join(sys.argv[1:]),

@@ -35,12 +35,28 @@ def test_sides_take_turns_on_the_same_ids_and_the_first_round_is_not_counted() -
     found = in_turn(Work("decode-2x8", (8, 8)), [ours, peer], rounds=2)  # type: ignore[list-item]
     assert found["ours"].value == pytest.approx(4.0)
     assert found["peer"].value == pytest.approx(8.0)
-    assert found["ours"].runs == 2
+    assert found["ours"].runs == 4
     firsts = [name for name, output, _ in asked if output == SHORT]
-    assert firsts == ["peer", "ours", "ours", "peer", "peer", "ours"], "another side begins each round"
+    twice = ["ours", "ours", "peer", "peer", "peer", "peer", "ours", "ours"]
+    assert firsts == ["peer", "ours", *twice], "another side begins each round"
     seeds = [seed for name, _, seed in asked if name == "ours"]
     assert set(seeds) == {seed for name, _, seed in asked if name == "peer"}
     assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
+
+
+class Warm(Clocked):
+    """A side on a card that is slower, by as much as it takes, after a call of prompts alone."""
+
+    def generate(self, lengths: Lengths, seed: int) -> float:
+        """After a short call a call takes 0.3 s more."""
+        late = 0.3 if self.asked and self.asked[-1][1] == SHORT else 0.0
+        return super().generate(lengths, seed) + late
+
+
+def test_neither_length_is_always_called_on_a_warmer_card() -> None:
+    found = in_turn(Work("decode-2x8", (8, 8)), [Warm("ours", 0.004, [])], rounds=3)  # type: ignore[list-item]
+    assert found["ours"].value == pytest.approx(4.0)
+    assert found["ours"].max > 4.0
 
 
 def test_the_first_token_is_a_whole_call_in_milliseconds() -> None:
