@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from modelmill.ops import shelf
 from modelmill.ops.cuda import build, int4_ring, int4_rows
 from modelmill.ops.int4_linear import int4_linear, pack_codes
-from tests.ops.compiled import compiles_without_spills
+from tests.ops.nvcc import compiles_without_spills, needed
 
-FORMS = (*int4_ring.FORMS, *(int4_ring.Form(2, split, 1) for split in (1, 2, 4)))
 LIMIT = {torch.bfloat16: 3e-3, torch.float16: 5e-4}  # of the whole, in the norm
 
 
@@ -39,8 +38,8 @@ def test_what_it_does_not_serve() -> None:
     assert not int4_ring.serves(4104, 4096, 128, gated=True)
 
 
-@pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not here")
-@pytest.mark.parametrize("form", [int4_ring.Form(2, 4, 1), int4_ring.Form(3, 1), int4_ring.Form(3, 4)], ids=str)
+@needed
+@pytest.mark.parametrize("form", [int4_ring.Form(2, 4), int4_ring.Form(3, 1), int4_ring.Form(3, 4)], ids=str)
 @pytest.mark.parametrize("box", [32, 64])
 def test_compiles_without_spills(form: int4_ring.Form, box: int, tmp_path: Path) -> None:
     for dtype, gated in ((torch.bfloat16, True), (torch.float16, False)):
@@ -75,7 +74,7 @@ def _check(x: torch.Tensor, args: dict, form: int4_ring.Form, bias: torch.Tensor
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", int4_ring.FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_form(form: int4_ring.Form, dtype: torch.dtype) -> None:
     if build.available("cuda") is not None:

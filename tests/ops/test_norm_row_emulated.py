@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -35,18 +37,20 @@ def steps(values: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >= 128, 128 - bits, bits)
 
 
-def off(
-    emulator: Emulator,
-    size: tuple[int, int, int],
-    way: str,
-    kind: torch.dtype,
-    dtype: torch.dtype,
-    *,
-    add: bool,
-    bits: int,
-) -> float:
-    """The most steps that a value is off, all if something else is wrong. size: rows, columns of x, of the values."""
-    rows, width, columns = size
+class Case(NamedTuple):
+    """size: rows, columns of x, of the values. way: what a factor is for. add: whether there is a residual."""
+
+    size: tuple[int, int, int]
+    way: str
+    kind: torch.dtype
+    dtype: torch.dtype
+    add: bool
+    bits: int
+
+
+def off(emulator: Emulator, case: Case) -> float:
+    """The most steps that a value is off, all if something else is wrong."""
+    (rows, width, columns), way, kind, dtype, add, bits = case
     generator = torch.Generator().manual_seed(rows)
     x, residual = (torch.randn(2, rows, width, generator=generator) * 3).to(dtype)
     weight = (torch.randn(width, generator=generator) + 1).to(dtype)
@@ -69,30 +73,22 @@ def off(
 
 
 @pytest.mark.parametrize(
-    ("size", "way", "kind", "dtype", "add", "bits"),
+    "case",
     [
-        ((1, 96, 112), "token", INT8, BF, False, 8),
-        ((3, 576, 320), "shifted", INT8, HF, True, 8),
-        ((2, 320, 320), "token", FP8, BF, True, 8),
-        pytest.param((1, 4096, 4224), "shifted", INT8, BF, True, 4, marks=slow),
-        pytest.param((2, 1600, 8192), "token", INT8, HF, True, 8, marks=slow),
-        pytest.param((1, 8192, 16), "all", INT8, BF, False, 8, marks=slow),
-        pytest.param((5, 48, 64), "column", INT8, BF, False, 4, marks=slow),
-        pytest.param((5, 1040, 1040), "column", FP8, HF, False, 8, marks=slow),
-        pytest.param((1, 512, 528), "all", FP8, BF, True, 8, marks=slow),
+        Case((1, 96, 112), "token", INT8, BF, False, 8),
+        Case((3, 576, 320), "shifted", INT8, HF, True, 8),
+        Case((2, 320, 320), "token", FP8, BF, True, 8),
+        pytest.param(Case((1, 4096, 4224), "shifted", INT8, BF, True, 4), marks=slow),
+        pytest.param(Case((2, 1600, 8192), "token", INT8, HF, True, 8), marks=slow),
+        pytest.param(Case((1, 8192, 16), "all", INT8, BF, False, 8), marks=slow),
+        pytest.param(Case((5, 48, 64), "column", INT8, BF, False, 4), marks=slow),
+        pytest.param(Case((5, 1040, 1040), "column", FP8, HF, False, 8), marks=slow),
+        pytest.param(Case((1, 512, 528), "all", FP8, BF, True, 8), marks=slow),
     ],
 )
-def test_values_and_scales(
-    emulator: Emulator,
-    size: tuple[int, int, int],
-    way: str,
-    kind: torch.dtype,
-    dtype: torch.dtype,
-    add: bool,
-    bits: int,
-) -> None:
-    assert off(emulator, size, way, kind, dtype, add=add, bits=bits) <= TOLERANCE[dtype]
-    assert emulator.launched == [("norm_row", size[0])]
+def test_values_and_scales(emulator: Emulator, case: Case) -> None:
+    assert off(emulator, case) <= TOLERANCE[case.dtype]
+    assert emulator.launched == [("norm_row", case.size[0])]
 
 
 @pytest.mark.parametrize(
@@ -108,5 +104,5 @@ def test_values_and_scales(
     ],
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    size = (4, 320, 336)
-    assert emulator.sees(change, lambda: off(emulator, size, "token", INT8, BF, add=True, bits=8) <= TOLERANCE[BF])
+    case = Case((4, 320, 336), "token", INT8, BF, True, 8)
+    assert emulator.sees(change, lambda: off(emulator, case) <= TOLERANCE[BF])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda import launch, products8
+from modelmill.ops.cuda import products8
 from modelmill.ops.cuda.products8 import available as available
 
 FEW = 16  # rows up to which it is not worth it
@@ -46,8 +46,5 @@ def run(
 
 def forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
     """Numbers of rows, up to ``most``, with which every form of the kernel is met that such a product may take."""
-    if x.dtype not in products8.KINDS:
-        return []
     most = most if (weight.shape[0] | weight.shape[1]) % 16 else min(most, THOUSANDS - 1)
-    processors = launch.multiprocessors(x.get_device())
-    return products8.rows_of_forms(weight.shape[0], processors, FEW, most)
+    return products8.forms(x, weight, FEW, most)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda import launch, products8
+from modelmill.ops.cuda import products8
 from modelmill.ops.cuda.products8 import available as available
 
 FEW = 64  # rows up to which a kernel of its own for the gate is no slower
@@ -36,7 +36,4 @@ def run(
 
 def forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
     """Numbers of rows, up to ``most``, with which every form of the kernel is met that such a product may take."""
-    if x.dtype not in products8.KINDS:
-        return []
-    processors = launch.multiprocessors(x.get_device())
-    return products8.rows_of_forms(weight.shape[0], processors, FEW, most, gated=True)
+    return products8.forms(x, weight, FEW, most, gated=True)

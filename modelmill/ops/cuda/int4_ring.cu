@@ -14,8 +14,8 @@
 //
 // SPLIT blocks of a cluster share K, and add up in the first one's order at the end.
 //
-// Macros: BOX (rows of x, padded: 32, 64), WORKERS, SPLIT, STAGES, AHEAD (1: the next piece's weights are made ready
-// while products run), GATED (as narrow_weights.cuh), OFFSET (0: symmetric), HALF.
+// Macros: BOX (rows of x, padded: 32, 64), WORKERS, SPLIT, STAGES, GATED (as narrow_weights.cuh), OFFSET (0: symmetric),
+// HALF.
 #include "cluster.cuh"
 #include "numbers.cuh"
 #include "ring.cuh"
@@ -264,36 +264,6 @@ struct Worker {
         }
     }
 
-    // One piece of ``pieces_ahead``: its products run while the next one's weights are made ready.
-    __device__ void one(Left &now, Left &next, float (&part)[BOX / 2], Range range, int number,
-                        const unsigned char *low_at, const unsigned char *high_at, u64 x) {
-        now.issue(part, x + place.stage * (STAGE / 16));
-        const uint2 grid = grids(number);
-        const int stage = place.stage;
-        place.advance();
-        if (number + 1 < range.end) {
-            wait(full(), place.parity);
-            next.take(low_at + place.stage * STAGE, high_at + place.stage * STAGE);
-        }
-        now.hold();
-        products_wait<0>();
-        changed(part);
-        now.hold();
-        release(stage);
-        flush(total, part, grid.x, grid.y);
-    }
-
-    __device__ void pieces_ahead(Range range, const unsigned char *low_at, const unsigned char *high_at, u64 x) {
-        float part[BOX / 2];
-        Left even, odd;
-        wait(full(), place.parity);
-        even.take(low_at, high_at);
-        for (int number = range.begin; number < range.end; number += 2) {
-            one(even, odd, part, range, number, low_at, high_at, x);
-            if (number + 1 < range.end) one(odd, even, part, range, number + 1, low_at, high_at, x);
-        }
-    }
-
     // What the groups' bases take from the sums of x.
     __device__ void bases(Range range, u64 x) {
         const int lane = threadIdx.x % 4;
@@ -343,10 +313,7 @@ __device__ inline void work_on(const Work &w, Barriers &barriers, u32 *grids, in
     for (int i = 0; i < BOX / 2; ++i) worker.total[i] = 0.0f;
     const u64 x = along_rows(shared_address(shared) + WEIGHTS, EIGHT_ROWS);
     const unsigned char *low_at = shared + low * 64 + lane % 4 * 16, *high_at = shared + high * 64 + lane % 4 * 16;
-    if (AHEAD)
-        worker.pieces_ahead(range, low_at, high_at, x);
-    else
-        worker.pieces(range, low_at, high_at, x);
+    worker.pieces(range, low_at, high_at, x);
     worker.bases(range, x);
     meet(1, MULTIPLIERS); // nobody reads x any more
     float *results = reinterpret_cast<float *>(shared); // [BOX][PITCH]

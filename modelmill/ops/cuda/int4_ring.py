@@ -8,22 +8,19 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda import launch
-from modelmill.ops.cuda.int4_rows import box_of, share_of
+from modelmill.ops.cuda.int4_rows import FEWEST, box_of, busiest, share_of
 from modelmill.ops.cuda.narrow_weights import PIECE, TYPES, shift
 
 _SHARED = 222 << 10  # bytes of a block at most
 _MOST_STAGES = 8
-_FEWEST = 4  # pieces of K that a block of a cluster is worth
 _CHUNK = 16  # groups whose sums are multiplied at once
 
 
 class Form(NamedTuple):
-    """How the kernel is compiled: warpgroups of a block, blocks that share K, whether the next piece's weights are made
-    ready while products run."""
+    """How the kernel is compiled: warpgroups of a block, blocks that share K."""
 
     workers: int
     split: int
-    ahead: int = 0
 
 
 FORMS = (Form(2, 1), Form(2, 2), Form(2, 4), Form(3, 1), Form(3, 2), Form(3, 4))
@@ -53,7 +50,7 @@ def shared(form: Form, box: int, share: int) -> int:
 def fits(form: Form, columns: int, group: int, box: int) -> bool:
     """Whether a block's scales leave room for pieces enough, and for the sums where they were."""
     pieces, by = -(-columns // PIECE), shift(group, columns)
-    if by is None or (form.split > 1 and pieces < _FEWEST * form.split):
+    if by is None or (form.split > 1 and pieces < FEWEST * form.split):
         return False
     stages = stages_of(form, box, share_of(pieces, form.split, by))
     return stages >= 3 and stages * stage(form, box) >= box * (64 * form.workers + 4) * 4
@@ -61,14 +58,7 @@ def fits(form: Form, columns: int, group: int, box: int) -> bool:
 
 def form_of(rows: int, columns: int, group: int, box: int, blocks: int) -> Form | None:
     """The form that keeps ``blocks`` multiprocessors busiest with a weight of so many rows; None where none fits."""
-
-    def cost(form: Form) -> tuple[float, int]:
-        # clusters of four do not fill every group of multiprocessors
-        places = blocks if form.split <= 2 else blocks * 9 // 10
-        waves = -(-(-(-rows // (64 * form.workers)) * form.split) // places)
-        return waves * form.workers / form.split, waves
-
-    return min((form for form in FORMS if fits(form, columns, group, box)), key=cost, default=None)
+    return busiest([form for form in FORMS if fits(form, columns, group, box)], rows, blocks)
 
 
 def product(
@@ -110,5 +100,5 @@ def product(
 
 def _macros(dtype: torch.dtype, form: Form, box: int, share: int, *, offset: bool, gated: bool) -> tuple[str, ...]:
     sizes = {"BOX": box, "WORKERS": form.workers, "SPLIT": form.split, "STAGES": stages_of(form, box, share)}
-    switches = {"AHEAD": form.ahead, "GATED": int(gated), "OFFSET": int(offset)}
+    switches = {"GATED": int(gated), "OFFSET": int(offset)}
     return (*(f"{name}={size}" for name, size in (sizes | switches).items()), *TYPES[dtype])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -12,7 +13,19 @@ from modelmill.ops.cuda.narrow_weights import PIECE, RUN, TYPES, shift
 
 MOST = 64
 _SHARED = 220 << 10  # bytes of a block at most
-_FEWEST = 4  # pieces of K that a block of a cluster is worth
+FEWEST = 4  # pieces of K that a block of a cluster is worth
+
+
+class Divided(Protocol):
+    """What a form is judged by: warpgroups of 64 rows of the weight a block, blocks that share K."""
+
+    @property
+    def workers(self) -> int: ...
+    @property
+    def split(self) -> int: ...
+
+
+Cut = TypeVar("Cut", bound=Divided)
 
 
 class Form(NamedTuple):
@@ -51,21 +64,26 @@ def form_of(rows: int, columns: int, group: int, box: int, blocks: int) -> Form 
     pieces, by = -(-columns // PIECE), shift(group, columns)
     if by is None:
         return None
+    fitting = [
+        form
+        for form in FORMS
+        if (form.split == 1 or pieces >= FEWEST * form.split)
+        and shared(form, box, share_of(pieces, form.split, by)) <= _SHARED
+        and form.stages * box * 256 >= box * (64 * form.workers + 4) * 4
+    ]
+    return busiest(fitting, rows, blocks)
 
-    def cost(form: Form) -> tuple[float, int]:
+
+def busiest(forms: Iterable[Cut], rows: int, blocks: int) -> Cut | None:
+    """The form that keeps ``blocks`` multiprocessors busiest with a weight of so many rows; None of none."""
+
+    def cost(form: Cut) -> tuple[float, int]:
         # clusters of four do not fill every group of multiprocessors
         places = blocks if form.split <= 2 else blocks * 9 // 10
         waves = -(-(-(-rows // (64 * form.workers)) * form.split) // places)
         return waves * form.workers / form.split, waves
 
-    fitting = [
-        form
-        for form in FORMS
-        if (form.split == 1 or pieces >= _FEWEST * form.split)
-        and shared(form, box, share_of(pieces, form.split, by)) <= _SHARED
-        and form.stages * box * 256 >= box * (64 * form.workers + 4) * 4
-    ]
-    return min(fitting, key=cost, default=None)
+    return min(forms, key=cost, default=None)
 
 
 def product(

@@ -7,18 +7,17 @@
 // the column as it is written, the word holds two rows in 16 bits, to which they were rounded anyway.
 //
 // A block takes every so-many-th group of rows, which the copy engine brings to shared memory STAGES groups ahead: in
-// registers a group ahead would not fit. Its threads hold PIECES times 8 columns of each row as they are read and as many
-// as they are written, of which place, factor and zero-point stay in registers from group to group.
+// registers a group ahead would not fit. Its threads hold 8 columns of each row as they are read and as many as
+// they are written, of which place, factor and zero-point stay in registers from group to group.
 //
 // Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD, TOKEN (a scale a token), EACH (a
-// factor a column), SHIFT (zero-points), BLOCKS (of a multiprocessor), STAGES, PIECES (1 or 2),
-// FP8, HALF (float16 for bfloat16).
+// factor a column), SHIFT (zero-points), BLOCKS (of a multiprocessor), STAGES, FP8, HALF (float16 for bfloat16).
 #include "eight_bits.cuh"
 #include "hopper.cuh"
 
 constexpr bool BYTES = !EACH && !SHIFT;
 constexpr int ROWS = BYTES ? 4 : 2;
-constexpr int MINE = 8 * PIECES; // columns of a thread
+constexpr int MINE = 8; // columns of a thread
 constexpr int READERS = WIDTH / MINE, WRITERS = COLUMNS / MINE;
 constexpr int THREADS = READERS > WRITERS ? READERS : WRITERS, PADDED = (THREADS + 31) / 32 * 32, WARPS = PADDED / 32;
 constexpr int SHARE = 32 / ROWS; // lanes that a row gets where warps' results are put together
@@ -75,12 +74,8 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
     const bool reads = t < READERS, writes = t < WRITERS;
     const uint4 nothing = {0, 0, 0, 0};
-    u32 w[4 * PIECES]; // of the columns as read: piece t, and READERS further the next
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        const uint4 piece = reads ? work.weight[i * READERS + t] : nothing;
-        w[4 * i] = piece.x, w[4 * i + 1] = piece.y, w[4 * i + 2] = piece.z, w[4 * i + 3] = piece.w;
-    }
+    const uint4 weight = reads ? work.weight[t] : nothing;
+    const u32 w[4] = {weight.x, weight.y, weight.z, weight.w}; // of the columns as read
     u32 places[MINE / 2]; // of two columns each as written, in bytes
     float factor[EACH ? MINE : 1], zero[SHIFT ? MINE : 1];
 #pragma unroll
@@ -116,29 +111,25 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
     for (; first < work.rows; first += stride) {
         wait(shared_address(arrived + stage), parity);
         const uint4 *row = reinterpret_cast<const uint4 *>(stages + stage * STAGE_BYTES);
-        u32 v[ROWS][4 * PIECES];
+        u32 v[ROWS][4];
         float sum[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             sum[i] = 0.0f;
+            // rows behind the last are whatever lies there: nothing of them is written
+            const uint4 x = reads ? row[i * READERS + t] : nothing;
+            u32 *four = v[i];
+            four[0] = x.x, four[1] = x.y, four[2] = x.z, four[3] = x.w;
+            if (ADD) {
+                const uint4 other = reads ? row[(ROWS + i) * READERS + t] : nothing;
+                const u32 o[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
-            for (int p = 0; p < PIECES; ++p) {
-                const int piece = p * READERS + t;
-                // rows behind the last are whatever lies there: nothing of them is written
-                const uint4 x = reads ? row[i * (WIDTH / 8) + piece] : nothing;
-                u32 *four = v[i] + 4 * p;
-                four[0] = x.x, four[1] = x.y, four[2] = x.z, four[3] = x.w;
-                if (ADD) {
-                    const uint4 other = reads ? row[(ROWS + i) * (WIDTH / 8) + piece] : nothing;
-                    const u32 o[4] = {other.x, other.y, other.z, other.w};
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) four[j] = rounded_pair(low(four[j]) + low(o[j]), high(four[j]) + high(o[j]));
-                    if (reads && first + i < work.rows)
-                        work.total[(first + i) * (WIDTH / 8) + piece] = make_uint4(four[0], four[1], four[2], four[3]);
-                }
-#pragma unroll
-                for (int j = 0; j < 4; ++j) sum[i] += low(four[j]) * low(four[j]) + high(four[j]) * high(four[j]);
+                for (int j = 0; j < 4; ++j) four[j] = rounded_pair(low(four[j]) + low(o[j]), high(four[j]) + high(o[j]));
+                if (reads && first + i < work.rows)
+                    work.total[(first + i) * READERS + t] = make_uint4(four[0], four[1], four[2], four[3]);
             }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[i] += low(four[j]) * low(four[j]) + high(four[j]) * high(four[j]);
         }
         const float own = row_sums(sum, lane);
         if (lane % SHARE == 0) sums[lane / SHARE][warp] = own;
@@ -157,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
             const float by = __shfl_sync(~0u, spread, i * SHARE);
             u32 top = 0;
 #pragma unroll
-            for (int j = 0; j < 4 * PIECES; ++j) {
+            for (int j = 0; j < 4; ++j) {
                 v[i][j] = times(rounded_pair(low(v[i][j]) * by, high(v[i][j]) * by), w[j]);
                 if (TOKEN) top = larger_sizes(top, v[i][j]);
             }
@@ -200,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         if (reads) {
 #pragma unroll
             for (int j = 0; j < MINE; j += 4)
-                reinterpret_cast<uint4 *>(exchange)[j % 8 / 4 * (WIDTH / 8) + j / 8 * READERS + t] =
+                reinterpret_cast<uint4 *>(exchange)[j / 4 * READERS + t] =
                     make_uint4(word[j], word[j + 1], word[j + 2], word[j + 3]);
         }
         __syncthreads();
@@ -235,8 +226,7 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) norm_order(const __
         for (int i = 0; i < ROWS; ++i) {
             if (!writes || first + i >= work.rows) continue;
             u32 *values = work.values + (first + i) * (COLUMNS / 4) + t * (MINE / 4);
-            if constexpr (PIECES == 2) *reinterpret_cast<uint4 *>(values) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
-            else *reinterpret_cast<uint2 *>(values) = make_uint2(out[i][0], out[i][1]);
+            *reinterpret_cast<uint2 *>(values) = make_uint2(out[i][0], out[i][1]);
         }
     }
 }

@@ -40,26 +40,25 @@ def fits(x: torch.Tensor, weight: torch.Tensor, kind: torch.dtype, per_column: P
 
 @dataclass(frozen=True)
 class Form:
-    """How the kernel is cut: pieces of 8 columns a thread, threads a block, blocks a multiprocessor, groups of rows
+    """How the kernel is cut: threads a block, blocks a multiprocessor, groups of rows
     that are brought ahead, bytes of shared memory."""
 
-    pieces: int
     threads: int
     blocks: int
     stages: int
     shared: int
 
 
-def cut(width: int, columns: int, rows: int, pieces: int = 1, stages: int = 1, busy: int = 1024) -> Form:
+def cut(width: int, columns: int, rows: int, stages: int = 1, busy: int = 1024) -> Form:
     """For groups of so many rows of ``width`` 16-bit values (with a residual, twice as many).
 
     stages: groups ahead at most; busy: threads that a multiprocessor has room for, or is best left with.
     """
-    threads = -(-max(width, columns) // (256 * pieces)) * 32
+    threads = -(-max(width, columns) // 256) * 32
     exchange, stage, static = 4 * width + 16, 2 * width * rows, 2048  # static: sums and barriers, and the system's own
     blocks = max(1, min(busy // threads, 8, SHARED // (stage + exchange + static)))
     stages = max(1, min(stages, (SHARED // blocks - exchange - static) // stage))
-    return Form(pieces, threads, blocks, stages, exchange + stages * stage)
+    return Form(threads, blocks, stages, exchange + stages * stage)
 
 
 def norm(
@@ -100,7 +99,7 @@ def norm(
             stages=2 if together == 2 else 1,
             busy=1024 if residual is None else 512,
         )
-        macros += [f"PIECES={form.pieces}", f"BLOCKS={form.blocks}", f"STAGES={form.stages}"]
+        macros += [f"BLOCKS={form.blocks}", f"STAGES={form.stages}"]
         kernel = launch.kernel("norm_order", "norm_order", tuple(macros), form.threads, form.shared, device)
         blocks = min(-(-rows // together), form.blocks * launch.multiprocessors(device))
         kernel.launch(blocks, struct.pack("=8Qq2f", *pointers, rows, eps, most), early=True)

@@ -115,6 +115,13 @@ def rows_of_forms(n: int, processors: int, few: int, most: int, gated: bool = Fa
     return list(found.values())
 
 
+def forms(x: torch.Tensor, weight: torch.Tensor, few: int, most: int, gated: bool = False) -> list[int]:
+    """``rows_of_forms`` for x's kind and place; none where the kernel does not read x."""
+    if x.dtype not in KINDS:
+        return []
+    return rows_of_forms(weight.shape[0], launch.multiprocessors(x.get_device()), few, most, gated)
+
+
 def _tiles(form: Form, tokens: int, n: int) -> int:
     down, across, _ = FORMS[form]
     return -(-tokens // down) * -(-n // across)
