@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 from tools import page
 from tools import quantization_marks as marks
 from tools import quantization_speed as speed
+from tools import quantization_trace as trace
+from tools.performance.rows import read_rows
 
 STORY, PAGE = Path("docs/quantization.story.md"), Path("docs/quantization.md")
 PLOT = Path("docs/img/quantization.svg")
@@ -27,7 +28,7 @@ def rows_of(file: Path, second: bool = False) -> list[Row]:
 
     second: those of the second checkpoint instead, the least KL first.
     """
-    found = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    found = read_rows(file)
     newest = {row["key"]: row for row in found if row["tokens"] == WHOLE}
     newest = {key: row for key, row in newest.items() if (row.get("checkpoint") == SECOND) == second}
     if second:
@@ -62,14 +63,17 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def render(story: str, rows: Sequence[Row], steps: Sequence[Row] = (), second: Sequence[Row] = ()) -> str:
-    """The page's text; steps: rows of whole steps on a GPU; second: of the second checkpoint."""
+def render(
+    story: str, rows: Sequence[Row], steps: Sequence[Row] = (), second: Sequence[Row] = (), served: Sequence[Row] = ()
+) -> str:
+    """The page's text; steps: rows of whole steps on a GPU; second: of the second checkpoint; served: of a trace."""
     text = story.replace("{{ table }}", "\n".join(table(rows)))
     text = text.replace("{{ marks }}", "\n".join(marks.table(rows)))
     text = text.replace("{{ second table }}", "\n".join(table(second)))
     text = text.replace("{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})")
     text = text.replace("{{ speed }}", "\n".join(speed.table(steps)))
     text = text.replace("{{ speed plot }}", f"![Speed and what it costs]({speed.PLOT.relative_to('docs')})")
+    text = text.replace("{{ trace }}", "\n".join(trace.table(served)))
     return f"{NOTE}\n\n{text.strip()}\n"
 
 
@@ -108,7 +112,8 @@ def stale(root: Path) -> list[Path]:
 def text_of(root: Path) -> str:
     """The page as story and rows give it."""
     results, steps = root / RESULTS, speed.rows_of(root / speed.RESULTS)
-    return render((root / STORY).read_text("utf-8"), rows_of(results), steps, rows_of(results, second=True))
+    served = trace.newest(trace.rows_of(root / speed.RESULTS))
+    return render((root / STORY).read_text("utf-8"), rows_of(results), steps, rows_of(results, second=True), served)
 
 
 def write(root: Path) -> list[Path]:

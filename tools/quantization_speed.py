@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tools.performance.rows import read_rows
 
 RESULTS = Path("benchmarks/results/h200.jsonl")
 PLOT = Path("docs/img/quantization-speed.svg")
@@ -60,7 +61,7 @@ BUILDS = {
 
 def rows_of(file: Path) -> list[Row]:
     """The rows of whole steps."""
-    found = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    found = read_rows(file)
     return [row for row in found if str(row.get("figure", "")).startswith("step.") and "shape" in row]
 
 

@@ -1,0 +1,64 @@
+"""The conversation trace on docs/quantization.md: a run of benchmarks/trace_steps.py with several kinds of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.performance.rows import read_rows
+
+MUST = 1.6
+"""Times bfloat16's requests a second that W8A8 with int8 keys and values must reach."""
+Row = Mapping[str, Any]
+
+
+def rows_of(file: Path) -> list[Row]:
+    """The rows of the loop alone."""
+    found = read_rows(file)
+    return [row for row in found if row.get("figure") == "trace.loop_s" and "weights" in row]
+
+
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """Those of the newest run that has bfloat16 beside something else.
+
+    A run is rows of one command that follow one another; where one of them comes again, another run begins.
+    """
+    runs: list[list[Row]] = []
+    for row in rows:
+        last = runs[-1] if runs else []
+        again = any(_what(each) == _what(row) for each in last)
+        if not last or again or last[-1]["command"] != row["command"]:
+            runs.append([])
+        runs[-1].append(row)
+    whole = [run for run in runs if len({row["weights"] for row in run}) > 1 and any(_plain(r) for r in run)]
+    return max(whole, key=lambda run: run[-1]["date"], default=[])
+
+
+def table(run: Sequence[Row]) -> list[str]:
+    """Markdown lines; "× bfloat16" is a ratio of this run."""
+    plain = next((row for row in run if _plain(row)), None)
+    if plain is None:
+        return []
+    lines = [
+        "| weights | KV | tokens of a step with prompts | s | requests/s | × bfloat16 | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in run:
+        ratio = plain["value"] / row["value"]
+        judged = row["weights"] == "smoothquant" and row["kv"] == "int8"
+        state = ("reached" if ratio >= MUST else "missed") if judged else ""
+        cells = (
+            f"`{row['weights']}`", row["kv"], str(row.get("mixed") or "default of that day"), f"{row['value']:.2f}",
+            f"{row['requests_per_s']:.1f}", f"{ratio:.2f}", state,
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _what(row: Row) -> tuple[Any, ...]:
+    return row["weights"], row["kv"], row.get("mixed")
+
+
+def _plain(row: Row) -> bool:
+    return row["weights"] == "dense" and row["kv"] == "auto"
