@@ -7,6 +7,7 @@
 | decode | time per token at five batch sizes and prompts, Qwen-7B's shape, bfloat16 | vLLM |
 | first | first token of 1,024 and 4,096 tokens, batch 1 | vLLM |
 | warm | the same once more; for after `decode`, whose last line heats the card | vLLM |
+| marks | decode and first tokens in blocks, each side by itself, as the marks of the targets were taken | vLLM |
 | trace | 500 requests of a conversation trace, all at once (--trace FILE.csv) | vLLM |
 | startup | process start to first token | vLLM |
 | eager | decode at batch 1 | transformers |
@@ -15,10 +16,11 @@
 
 --peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is one); otherwise
 --peer-python: an interpreter that has vLLM; with neither, only ours is measured. The model is made and built once in
---work. Both sides live on the card together and take turns call by call, with the same ids; only the trace and the
-start-up, which need the whole card, give it to one side after the other. The parts that share the card run in the
-order in which they are named: "first decode warm" begins on a cool card. Both sides' seconds become a figure by the
-same function (``benchmarks/statistic.py``). A row a side is appended to --out as soon as it is known.
+--work. Both sides live on the card together and take turns call by call (``marks``: block by block), with the same
+ids; only the trace and the start-up, which need the whole card, give it to one side after the other. The parts that
+share the card run in the order in which they are named: "first decode warm" begins on a cool card. Both sides' seconds
+become a figure by the same function (``benchmarks/statistic.py``). A row a side is appended to --out as soon as it is
+known.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from benchmarks.side import Lengths, Side  # noqa: E402
 from benchmarks.stage import ALONE, OURS, SHARED, Stage  # noqa: E402
 from benchmarks.statistic import Figure, ratio  # noqa: E402
 from benchmarks.targets import CPU_MUST, TARGETS  # noqa: E402
-from benchmarks.works import FIRSTS, PARTS, PEER_OF, Work, in_turn, warm_up, works_of  # noqa: E402
+from benchmarks.works import BLOCKS, FIRSTS, MARKS, PARTS, PEER_OF, Work, in_blocks, in_turn, warm_up, works_of  # noqa: E402
 
 CPU_SIDES = ("ours", "llamacpp")
 
@@ -72,9 +74,13 @@ class Bench:
         """Parts whose sides share the card."""
         with self.stage.opened(self.names(parts[0]), shape, SHARED, 64) as sides:
             for part in parts:
+                facts = {side.name: side.facts for side in sides}
+                for batch, prompt in MARKS if part == "marks" else ():
+                    for work, figures in in_blocks(batch, prompt, sides, self.options.blocks):
+                        self.tell(part, work, figures, facts, order=BLOCKS)
                 for work in works_of(part):
                     rounds = self.options.rounds * (3 if part in FIRSTS else 1)
-                    self.tell(part, work, in_turn(work, sides, rounds), {side.name: side.facts for side in sides})
+                    self.tell(part, work, in_turn(work, sides, rounds), facts)
 
     def trace(self) -> None:
         """The trace on the whole card, ours, then the peer, then ours again where time allows."""
@@ -114,7 +120,7 @@ class Bench:
         seconds: dict[str, list[float]] = {name: [] for name in self.names("startup")}
         facts: dict[str, Any] = {}
         self.stage.engine("qwen-7b")
-        warm = {"decode", "first", "trace"} & set(self.options.parts)
+        warm = {"decode", "first", "marks", "trace"} & set(self.options.parts)
         for turn in range(0 if warm else -1, self.options.starts):
             for name in seconds:
                 side = self.stage.start(name, "qwen-7b", ALONE, 256)
@@ -241,6 +247,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=3, help="measured rounds of a line (first, warm: three times as many)"
     )
+    parser.add_argument("--blocks", type=int, default=2, help="marks: blocks of each side")
     parser.add_argument("--starts", type=int, default=2, help="counted starts of each side")
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=JSON", help="trace: ours with RunConfig fields"
@@ -261,7 +268,7 @@ def main() -> None:
     bench = Bench(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        shared = [part for part in options.parts if part in ("decode", *FIRSTS)]
+        shared = [part for part in options.parts if part in ("decode", "marks", *FIRSTS)]
         if shared:
             bench.together(shared, "qwen-7b")
         for part, shape in (("eager", "qwen-7b"), ("gpt2", "gpt2-medium")):

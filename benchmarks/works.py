@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from benchmarks.side import Lengths, Side
 from benchmarks.statistic import LONG, SHORT, Figure, per_token, whole
 
-PARTS = ("decode", "first", "warm", "trace", "startup", "eager", "gpt2", "cpu")
+PARTS = ("decode", "first", "warm", "marks", "trace", "startup", "eager", "gpt2", "cpu")
 PEER_OF = {"eager": "transformers", "gpt2": "transformers"}
 DECODES = {"decode": ((1, 128), (1, 4096), (8, 1024), (64, 128), (64, 1024)), "eager": ((1, 128),), "gpt2": ((1, 128),)}
 FIRSTS = ("first", "warm")
+MARKS = ((1, 128), (1, 1024), (1, 4096), (8, 1024), (64, 1024), (64, 128))
+RUNNING = 3
+"""Calls of one length that follow each other in part ``marks``."""
+BLOCKS = f"blocks of each side: {RUNNING} calls of {SHORT} tokens, {RUNNING} of {LONG}, {RUNNING} of 1"
 STATISTICS = {
     "per_token": f"(median of calls with {LONG} tokens - median with {SHORT}) / {LONG - SHORT}; spread over rounds",
     "whole": "median of whole calls; spread over rounds",
@@ -41,6 +45,8 @@ class Work:
 
 def works_of(part: str) -> list[Work]:
     """The lines of a part whose sides take turns call by call."""
+    if part == "marks":
+        return []
     if part in FIRSTS:
         return [Work(f"{part}-{prompt}", (prompt,), (1,)) for prompt in (1024, 4096)]
     return [Work(f"{part}-{batch}x{prompt}", (prompt,) * batch) for batch, prompt in DECODES[part]]
@@ -63,6 +69,28 @@ def in_turn(work: Work, sides: Sequence[Side], rounds: int) -> dict[str, Figure]
                 if turn >= 0:
                     calls[side.name][output].append(seconds)
     return {name: work.figure(found) for name, found in calls.items()}
+
+
+def marks_of(batch: int, prompt: int) -> list[Work]:
+    """The lines that one block of part ``marks`` gives: the time per token, and alone the first token as well."""
+    decode = Work(f"decode-{batch}x{prompt}", (prompt,) * batch)
+    return [decode, Work(f"first-{prompt}", (prompt,), (1,))] if batch == 1 else [decode]
+
+
+def in_blocks(batch: int, prompt: int, sides: Sequence[Side], rounds: int) -> list[tuple[Work, dict[str, Figure]]]:
+    """The lines of ``marks_of``, each side by itself, in the order in which vLLM's marks of the table were taken.
+
+    A call to warm up, then RUNNING calls each of SHORT, of LONG tokens and of one: a first token comes after answers,
+    on a card as warm as those make it, not as many first tokens one after another do. Sides take turns by blocks.
+    """
+    calls: dict[str, dict[int, list[float]]] = {side.name: {n: [] for n in (SHORT, LONG, 1)} for side in sides}
+    for turn in range(rounds):
+        for side in sides[:: 1 if turn % 2 == 0 else -1]:
+            side.generate([(prompt, 8)] * batch, seed=1000 * turn)
+            for output, seconds in calls[side.name].items():
+                for number in range(RUNNING):
+                    seconds.append(side.generate([(prompt, output)] * batch, 1000 * turn + 200 * (1 + number) + output))
+    return [(work, {name: work.figure(found) for name, found in calls.items()}) for work in marks_of(batch, prompt)]
 
 
 def warm_up(lengths: Lengths) -> list[tuple[int, int]]:

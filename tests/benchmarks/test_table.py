@@ -66,6 +66,14 @@ def test_a_line_gives_a_row_a_side_of_one_run(bench: table.Bench) -> None:
     assert found[1]["value"] == 2 * float(str(found[0]["value"]))
 
 
+def test_marks_give_rows_that_say_in_which_order_they_were_taken(bench: table.Bench) -> None:
+    bench.together(["marks"], "qwen-7b")
+    found = rows(bench)
+    assert len(found) == 2 * (6 + 3), "a line a block, and the first token of one sequence"
+    assert all("3 of 144" in str(row["order"]) for row in found)
+    assert {row["part"] for row in found} == {"marks"}
+
+
 def test_the_trace_is_served_by_ours_again_after_the_peer(bench: table.Bench) -> None:
     bench.trace()
     ours, peer = rows(bench)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.side import Lengths
 from benchmarks.statistic import LONG, SHORT
 from benchmarks.targets import TARGETS
-from benchmarks.works import DECODES, Work, in_turn, warm_up, works_of
+from benchmarks.works import DECODES, MARKS, RUNNING, Work, in_blocks, in_turn, marks_of, warm_up, works_of
 
 
 class Clocked:
@@ -68,6 +68,26 @@ def test_the_warm_part_is_the_first_token_under_names_of_its_own() -> None:
     warm, first = works_of("warm"), works_of("first")
     assert [(work.prompts, work.outputs) for work in warm] == [(work.prompts, work.outputs) for work in first]
     assert not {work.name for work in warm} & set(TARGETS), "the table keeps the line that was measured first"
+
+
+def test_marks_are_taken_in_blocks_of_one_length_and_sides_take_turns() -> None:
+    asked: list[tuple[str, int, int]] = []
+    ours, peer = Clocked("ours", 0.004, asked), Clocked("peer", 0.008, asked)
+    (decode, steps), (first, firsts) = in_blocks(1, 1024, [ours, peer], rounds=2)  # type: ignore[list-item]
+    assert (decode.name, first.name) == ("decode-1x1024", "first-1024")
+    assert [steps[name].value for name in ("ours", "peer")] == pytest.approx([4.0, 8.0])
+    assert firsts["ours"].value == pytest.approx(1004.0)
+    block = [8, *[SHORT] * RUNNING, *[LONG] * RUNNING, *[1] * RUNNING]
+    assert [output for _, output, _ in asked] == 4 * block
+    assert [name for name, *_ in asked[:: len(block)]] == ["ours", "peer", "peer", "ours"]
+    seeds = [seed for name, _, seed in asked if name == "ours"]
+    assert set(seeds) == {seed for name, _, seed in asked if name == "peer"}
+    assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
+
+
+def test_marks_hold_every_decode_and_first_line_of_the_targets() -> None:
+    names = {work.name for mark in MARKS for work in marks_of(*mark)}
+    assert {name for name in TARGETS if name.startswith(("decode-", "first-"))} <= names
 
 
 def test_a_statistic_is_told_in_words() -> None:
