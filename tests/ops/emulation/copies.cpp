@@ -1,8 +1,10 @@
 // mbarriers, the copy engine and the kernel in front: who does not wait for them finds rubbish, and who asks for a copy
 // too early spoils what is read.
 #include "late.h"
+#include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <vector>
 
 namespace emu {
@@ -39,22 +41,54 @@ void land(Barrier &barrier, unsigned bytes) {
     settle(barrier);
 }
 
-// Bytes of a row of the box, x of them along its innermost dimension; what lies outside of the tensor is zero.
-void read_row(unsigned char *to, const Map &map, const long long *corner, unsigned dimensions, std::uint64_t row) {
-    const auto *from = reinterpret_cast<const unsigned char *>(map.address);
-    bool inside = true;
-    for (unsigned d = 1; d < dimensions; ++d) {
-        const long long place = corner[d] + static_cast<long long>(row % map.box[d]);
-        row /= map.box[d];
-        inside = inside && place >= 0 && place < static_cast<long long>(map.sizes[d]);
-        from += place * static_cast<long long>(map.strides[d - 1]);
+// A box of a tensor: its rows, one below the other, are ``width`` bytes each.
+struct Box {
+    Map map;
+    std::array<long long, 4> corner = {};
+    unsigned dimensions;
+    std::uint64_t rows = 1, width;
+
+    Box(const void *told, const int *at, unsigned dimensions) : dimensions(dimensions) {
+        std::memcpy(&map, told, sizeof map);
+        for (unsigned d = 0; d < dimensions; ++d) corner[d] = at[d];
+        for (unsigned d = 1; d < dimensions; ++d) rows *= map.box[d];
+        width = map.box[0] * map.bytes;
     }
-    for (std::uint64_t i = 0; i < map.box[0]; ++i) {
+
+    // In shared memory; whether it may be there.
+    void fits(unsigned target) const {
+        if (map.swizzled && width != 128) fail("a swizzled box whose rows are not of 128 bytes");
+        if (target % (map.swizzled ? 1024 : 128)) fail("a box at an address that is no multiple of 128, swizzled of 1,024");
+        at(static_cast<unsigned>(target + rows * width - 1));
+    }
+
+    std::uint64_t place(unsigned target, std::uint64_t row, std::uint64_t byte) const {
+        const std::uint64_t straight = target + row * width + byte;
+        return map.swizzled ? straight ^ (straight >> 7 & 7) << 4 : straight;
+    }
+
+    // In the tensor: null for what lies outside.
+    unsigned char *element(std::uint64_t row, std::uint64_t i) const {
+        auto *from = reinterpret_cast<unsigned char *>(map.address);
         const long long column = corner[0] + static_cast<long long>(i);
-        const bool there = inside && column >= 0 && column < static_cast<long long>(map.sizes[0]);
-        if (there) std::memcpy(to + i * map.bytes, from + column * static_cast<long long>(map.bytes), map.bytes);
-        if (!there) std::memset(to + i * map.bytes, 0, map.bytes);
+        if (column < 0 || column >= static_cast<long long>(map.sizes[0])) return nullptr;
+        for (unsigned d = 1; d < dimensions; ++d) {
+            const long long place = corner[d] + static_cast<long long>(row % map.box[d]);
+            row /= map.box[d];
+            if (place < 0 || place >= static_cast<long long>(map.sizes[d])) return nullptr;
+            from += place * static_cast<long long>(map.strides[d - 1]);
+        }
+        return from + column * static_cast<long long>(map.bytes);
     }
+};
+
+// Of a thread: stores that have not ended, group by group; the last group is open.
+std::map<unsigned, std::deque<std::vector<std::shared_ptr<bool>>>> stores;
+
+std::deque<std::vector<std::shared_ptr<bool>>> &stores_of_thread() {
+    auto &mine = stores[thread_in_cluster()];
+    if (mine.empty()) mine.emplace_back();
+    return mine;
 }
 } // namespace
 
@@ -76,30 +110,49 @@ bool ended(unsigned address, unsigned parity) {
 }
 
 void load_box(unsigned target, const void *told, const int *corner, unsigned dimensions, unsigned address) {
-    Map map;
-    std::memcpy(&map, told, sizeof map);
-    std::uint64_t rows = 1, width = map.box[0] * map.bytes;
-    for (unsigned d = 1; d < dimensions; ++d) rows *= map.box[d];
-    if (map.swizzled && width != 128) fail("a swizzled box whose rows are not of 128 bytes");
-    if (target % (map.swizzled ? 1024 : 128)) fail("a box at an address that is no multiple of 128, swizzled of 1,024");
+    const Box box(told, corner, dimensions);
+    box.fits(target);
     unsigned char *const memory = at(target) - target;
-    at(static_cast<unsigned>(target + rows * width - 1));
-    std::memset(memory + target, 0xFF, rows * width);
-    std::array<long long, 4> first = {};
-    for (unsigned d = 0; d < dimensions; ++d) first[d] = corner[d];
+    std::memset(memory + target, 0xFF, box.rows * box.width);
     Barrier &barrier = known(address);
     under_way.push_back([=, &barrier] {
-        std::vector<unsigned char> got(width);
-        for (std::uint64_t row = 0; row < rows; ++row) {
-            read_row(got.data(), map, first.data(), dimensions, row);
-            for (std::uint64_t i = 0; i < width; ++i) {
-                std::uint64_t place = target + row * width + i;
-                if (map.swizzled) place ^= (place >> 7 & 7) << 4;
-                memory[place] = got[i];
+        for (std::uint64_t row = 0; row < box.rows; ++row) {
+            for (std::uint64_t i = 0; i < box.map.box[0]; ++i) {
+                const unsigned char *const from = box.element(row, i);
+                unsigned char *const to = memory + box.place(target, row, i * box.map.bytes);
+                from ? std::memcpy(to, from, box.map.bytes) : std::memset(to, 0, box.map.bytes);
             }
         }
-        land(barrier, static_cast<unsigned>(rows * width));
+        land(barrier, static_cast<unsigned>(box.rows * box.width));
     });
+}
+
+void store_box(const void *told, const int *corner, unsigned dimensions, unsigned source) {
+    const Box box(told, corner, dimensions);
+    box.fits(source);
+    const unsigned char *const memory = at(source) - source;
+    const auto done = std::make_shared<bool>(false);
+    stores_of_thread().back().push_back(done);
+    under_way.push_back([=] {
+        for (std::uint64_t row = 0; row < box.rows; ++row) {
+            for (std::uint64_t i = 0; i < box.map.box[0]; ++i) {
+                unsigned char *const to = box.element(row, i);
+                if (to) std::memcpy(to, memory + box.place(source, row, i * box.map.bytes), box.map.bytes);
+            }
+        }
+        *done = true;
+    });
+}
+
+void stores_commit() { stores_of_thread().emplace_back(); }
+
+void stores_wait(unsigned left) {
+    auto &mine = stores_of_thread();
+    for (; mine.size() > left + 1; mine.pop_front()) {
+        for (const auto &done : mine.front()) {
+            while (!*done) yield();
+        }
+    }
 }
 
 void load_bytes(unsigned target, Address from, unsigned bytes, unsigned address) {
@@ -146,5 +199,5 @@ void wait_for_front() {
     while (front_runs) yield();
 }
 
-void forget_copies() { under_way.clear(), barriers.clear(); }
+void forget_copies() { under_way.clear(), barriers.clear(), stores.clear(); }
 } // namespace emu

@@ -55,6 +55,11 @@ bool ended(unsigned barrier, unsigned parity);
 void load_box(unsigned target, const void *map, const int *corner, unsigned dimensions, unsigned barrier);
 void load_bytes(unsigned target, Address from, unsigned bytes, unsigned barrier);
 
+// Stores of boxes read what they write as late as they may: until their thread waits for their group.
+void store_box(const void *map, const int *corner, unsigned dimensions, unsigned source);
+void stores_commit();
+void stores_wait(unsigned left);
+
 // ---- The kernel in front, which ends at some time. What it reads and writes is rubbish before, and what others write
 // there before is lost.
 struct Stretch {
@@ -66,6 +71,7 @@ void wait_for_front();
 void multiply(How how, float *const *d, const Words &mine);
 void multiply(How how, int *const *d, const Words &mine);
 void group_product(How how, float *const *d, const unsigned *a, Address b, bool add);
+void group_product(How how, float *const *d, Address a, Address b, bool add);
 void group_commit();
 void group_wait(unsigned left);
 

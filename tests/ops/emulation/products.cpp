@@ -44,14 +44,15 @@ void multiply_warp(Number *const *d, const Words &mine, ValueA value_a, ValueB v
     }
 }
 
-// A product of a warpgroup, which all of its threads issue; d[t], a[t]: what thread t has.
+// A product of a warpgroup, which all of its threads issue; d[t], a[t]: what thread t has. a_there: a descriptor, where
+// A lies in shared memory.
 struct GroupProduct {
     How how;
     unsigned arrived = 0;
-    bool done = false, add[128];
+    bool done = false, add[128], in_memory = false;
     std::vector<float *> d[128];
     std::uint32_t a[128][4];
-    Address b;
+    Address a_there, b;
     unsigned rank;
 };
 
@@ -63,37 +64,67 @@ struct Thread {
 std::map<unsigned, std::deque<GroupProduct>> products; // of each warpgroup
 std::map<unsigned, Thread> threads;
 
-// B as a descriptor names it, its rows swizzled: 8 of 128 bytes side by side.
-float value_of_b(const GroupProduct &product, int column, int k) {
-    const auto field = [&](int by) { return static_cast<unsigned>(product.b >> by & 0x3FFF) << 4; };
-    const auto row = static_cast<unsigned>(column);
-    unsigned place = field(0) + row / 8 * field(32) + row % 8 * 128 + static_cast<unsigned>(k) * 2;
-    place ^= (place >> 7 & 7) << 4;
-    std::uint16_t bits;
-    std::memcpy(&bits, memory_of(product.rank) + place, 2);
-    return number(type_of(product.how, "k16.", 2), bits);
+// A matrix as a descriptor names it, its rows swizzled: 8 of 128 bytes side by side. 16 values of each of its rows.
+std::vector<float> rows_of(Address matrix, How type, unsigned rank, unsigned rows) {
+    const auto field = [&](int by) { return static_cast<unsigned>(matrix >> by & 0x3FFF) << 4; };
+    const unsigned char *const memory = memory_of(rank);
+    std::vector<float> found;
+    for (unsigned row = 0; row < rows; ++row) {
+        for (unsigned k = 0; k < 16; ++k) {
+            unsigned place = field(0) + row / 8 * field(32) + row % 8 * 128 + k * 2;
+            place ^= (place >> 7 & 7) << 4;
+            std::uint16_t bits;
+            std::memcpy(&bits, memory + place, 2);
+            found.push_back(number(type, bits));
+        }
+    }
+    return found;
+}
+
+// A's 64 rows of 16 from the registers that hold them.
+std::vector<float> rows_held(const GroupProduct &product, How type) {
+    std::vector<float> found(64 * 16);
+    for (unsigned thread = 0; thread < 128; ++thread) {
+        for (unsigned i = 0; i < 8; ++i) { // words 0, 2: the upper row; 2, 3: 8 columns further
+            const unsigned word = i / 2, row = thread / 32 * 16 + thread % 32 / 4 + word % 2 * 8;
+            const unsigned column = word / 2 * 8 + thread % 4 * 2 + i % 2;
+            found[row * 16 + column] = number(type, static_cast<std::uint16_t>(product.a[thread][word] >> 16 * (i % 2)));
+        }
+    }
+    return found;
 }
 
 void finish(GroupProduct &product) {
-    const int columns = static_cast<int>(product.d[0].size()) * 2;
+    const auto columns = static_cast<unsigned>(product.d[0].size()) * 2;
     const How type = type_of(product.how, "k16.", 1);
-    std::vector<float> b(static_cast<std::size_t>(columns) * 16);
-    for (int i = 0; i < columns * 16; ++i) b[static_cast<std::size_t>(i)] = value_of_b(product, i / 16, i % 16);
-    for (int thread = 0; thread < 128; ++thread) {
-        const int quad = thread / 4 * 4;
-        for (int i = 0; i < columns / 2; ++i) {
-            const int column = i / 4 * 8 + thread % 4 * 2 + i % 2, lower = i % 4 / 2;
-            float &to = *product.d[thread][static_cast<std::size_t>(i)];
+    const auto b = rows_of(product.b, type_of(product.how, "k16.", 2), product.rank, columns);
+    const auto a = product.in_memory ? rows_of(product.a_there, type, product.rank, 64) : rows_held(product, type);
+    for (unsigned thread = 0; thread < 128; ++thread) {
+        for (unsigned i = 0; i < columns / 2; ++i) {
+            const unsigned row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8;
+            const float *left = &a[row * 16], *right = &b[(i / 4 * 8 + thread % 4 * 2 + i % 2) * 16];
+            float &to = *product.d[thread][i];
             double sum = product.add[thread] ? to : 0.0;
-            for (int k = 0; k < 16; ++k) {
-                const auto word = product.a[quad + k % 8 / 2][k / 8 * 2 + lower];
-                const float left = number(type, static_cast<std::uint16_t>(word >> 16 * (k % 2)));
-                sum += static_cast<double>(left) * b[static_cast<std::size_t>(column * 16 + k)];
-            }
+            for (int k = 0; k < 16; ++k) sum += static_cast<double>(left[k]) * right[k];
             to = static_cast<float>(sum);
         }
     }
     product.done = true;
+}
+
+// The next product of this thread's warpgroup; what this thread is to it is told.
+GroupProduct &issued(How how, float *const *d, Address b, bool add) {
+    const unsigned thread = thread_in_cluster();
+    const std::size_t number = threads[thread].issued++;
+    auto &all = products[rank() * 16 + threadIdx.x / 128];
+    if (all.size() <= number) all.resize(number + 1);
+    GroupProduct &product = all[number];
+    const unsigned mine = threadIdx.x % 128;
+    const auto columns = static_cast<unsigned>(std::stoi(std::string(how.substr(how.find("m64n") + 4))));
+    product.how = how, product.b = b, product.rank = rank(), product.add[mine] = add;
+    product.d[mine].assign(d, d + columns / 2);
+    ++product.arrived;
+    return product;
 }
 } // namespace
 
@@ -112,17 +143,13 @@ void multiply(How how, int *const *d, const Words &mine) {
 }
 
 void group_product(How how, float *const *d, const unsigned *a, Address b, bool add) {
-    const unsigned thread = thread_in_cluster();
-    const std::size_t number = threads[thread].issued++;
-    auto &all = products[rank() * 16 + threadIdx.x / 128];
-    if (all.size() <= number) all.resize(number + 1);
-    GroupProduct &product = all[number];
-    const unsigned mine = threadIdx.x % 128;
-    const auto columns = static_cast<unsigned>(std::stoi(std::string(how.substr(how.find("m64n") + 4))));
-    product.how = how, product.b = b, product.rank = rank(), product.add[mine] = add;
-    product.d[mine].assign(d, d + columns / 2);
-    std::memcpy(product.a[mine], a, sizeof product.a[mine]);
-    ++product.arrived;
+    auto &held = issued(how, d, b, add).a[threadIdx.x % 128];
+    std::memcpy(held, a, sizeof held);
+}
+
+void group_product(How how, float *const *d, Address a, Address b, bool add) {
+    GroupProduct &product = issued(how, d, b, add);
+    product.a_there = a, product.in_memory = true;
 }
 
 void group_commit() {

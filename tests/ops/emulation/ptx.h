@@ -33,6 +33,7 @@ inline void cvt(How, u16 &to, float upper, float lower) {
 inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 inline void ex2(How, float &to, float x) { to = flushed(std::exp2(flushed(x))); }
 inline void lg2(How, float &to, float x) { to = std::log2(flushed(x)); }
+inline void rcp(How, float &to, float x) { to = flushed(1.0f / flushed(x)); }
 template <typename Of> inline u32 of_halves(How how, u32 a, u32 b, Of of) {
     const auto half = [&](u32 pair, int by) { return emu::number(how, static_cast<u16>(pair >> by)); };
     const auto one = [&](int by) -> u32 { return emu::rounded(how, of(half(a, by), half(b, by))); };
@@ -68,6 +69,10 @@ template <typename T, std::size_t COUNT> inline void ld(How, std::array<T *, COU
 template <typename T, typename Place> inline void ld(How how, T &to, Place address) {
     ld(how, std::array<T *, 1>{&to}, address);
 }
+inline void st(How, u32 address, u32 word) {
+    if (address % 4) emu::fail("a store that is not aligned");
+    std::memcpy(emu::at(address), &word, 4);
+}
 inline void atom(How, u32 &before, u32 address, u32 most) { // inc
     std::memcpy(&before, emu::at(address), 4);
     const u32 next = before >= most ? 0 : before + 1;
@@ -86,13 +91,29 @@ inline void mbarrier(How how, u32 address, u32 number) {
 }
 inline void mbarrier(How, bool &done, u32 address, u32 parity) { done = emu::ended(address, parity); }
 
-// ---- The copy engine: boxes; bytes side by side; bytes to the L2 cache; stores.
+// ---- The copy engine: boxes, to one block or to several; bytes side by side; bytes to the L2 cache; boxes that are
+// stored, and groups of them.
+template <std::size_t DIMENSIONS> inline std::array<int, DIMENSIONS> corner_of(std::array<u32, DIMENSIONS> told) {
+    std::array<int, DIMENSIONS> corner;
+    for (std::size_t i = 0; i < DIMENSIONS; ++i) corner[i] = static_cast<int>(told[i]);
+    return corner;
+}
 template <std::size_t DIMENSIONS>
 inline void cp(How, u32 target, u64 map, std::array<u32, DIMENSIONS> corner, u32 barrier) {
-    int first[DIMENSIONS];
-    for (std::size_t i = 0; i < DIMENSIONS; ++i) first[i] = static_cast<int>(corner[i]);
-    emu::load_box(target, reinterpret_cast<const void *>(map), first, DIMENSIONS, barrier);
+    emu::load_box(target, reinterpret_cast<const void *>(map), corner_of(corner).data(), DIMENSIONS, barrier);
 }
+template <std::size_t DIMENSIONS>
+inline void cp(How how, u32 target, u64 map, std::array<u32, DIMENSIONS> corner, u32 barrier, u16 blocks) {
+    for (u32 rank = 0; rank < 16; ++rank) {
+        const u32 there = (rank + 1) << 24;
+        if (blocks >> rank & 1) cp(how, target | there, map, corner, barrier | there);
+    }
+}
+template <std::size_t DIMENSIONS> inline void cp(How, u64 map, std::array<u32, DIMENSIONS> corner, u32 source) {
+    emu::store_box(reinterpret_cast<const void *>(map), corner_of(corner).data(), DIMENSIONS, source);
+}
+inline void cp(How) { emu::stores_commit(); }
+inline void cp(How, int left) { emu::stores_wait(static_cast<unsigned>(left)); }
 inline void cp(How, u32 target, u64 from, u32 bytes, u32 barrier) { emu::load_bytes(target, from, bytes, barrier); }
 inline void cp(How, u64 from, u32 bytes) {
     if (from % 16 || bytes % 16) emu::fail("bytes to the L2 cache that are not of 16");
@@ -119,6 +140,11 @@ template <std::size_t COUNT, typename Add>
 inline void wgmma(How how, std::array<float *, COUNT> d, std::array<u32, 4> a, u64 b, Add add, int, int, int across) {
     if (across) emu::fail("a right operand along columns is not emulated");
     emu::group_product(how, d.data(), a.data(), b, add);
+}
+template <std::size_t COUNT, typename Add>
+inline void wgmma(How how, std::array<float *, COUNT> d, u64 a, u64 b, Add add, int, int, int down, int across) {
+    if (down || across) emu::fail("an operand along columns is not emulated");
+    emu::group_product(how, d.data(), a, b, add);
 }
 template <typename... Others> inline void wgmma(How, Others...) { emu::fail("a product that is not emulated"); }
 } // namespace ptx

@@ -32,8 +32,13 @@ def translated(text: str, known: set[str]) -> str:
 
 def clusters(text: str) -> dict[str, int]:
     """Names of the kernels, and the blocks of a cluster of each."""
-    dims = ((name, re.search(r"__cluster_dims__\((\d+)", attributes)) for attributes, name in KERNEL.findall(text))
-    return {name: int(found[1]) if found else 1 for name, found in dims}
+    dims = ((name, re.search(r"__cluster_dims__\((\w+)", attributes)) for attributes, name in KERNEL.findall(text))
+    return {name: _number(found[1], text) if found else 1 for name, found in dims}
+
+
+def _number(told: str, text: str) -> int:
+    """A number, or a constant's name."""
+    return int(told) if told.isdigit() else int(re.findall(rf"\b{told} = (\d+)\b", text)[0])
 
 
 def _shared_by_name(text: str) -> str:

@@ -1,0 +1,98 @@
+"""many_rows.cu on a CPU, launched by its own Python, against float64: two blocks that bring each other weights, tiles
+over the edges, more tiles than pairs of blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from modelmill.ops.cuda import products
+from tests.ops.emulation.emulated import Emulator, needed
+
+slow = pytest.mark.slow
+pytestmark = needed
+BF, HF = torch.bfloat16, torch.float16
+LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own rounding
+
+
+class Case(NamedTuple):
+    """tokens, columns of x, rows of the weight. switches: gated, biased."""
+
+    size: tuple[int, int, int]
+    dtype: torch.dtype = BF
+    gated: bool = True
+    biased: bool = False
+    multiprocessors: int = 2
+
+
+def error(emulator: Emulator, case: Case) -> float:
+    tokens, columns, rows = case.size
+    emulator.multiprocessors = case.multiprocessors
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.full((tokens, columns + 24), float("nan")).to(case.dtype)[:, :columns]
+    x[:] = torch.randn(tokens, columns, generator=generator)
+    weight = (torch.randn(rows, columns, generator=generator) / 8).to(case.dtype)
+    bias = torch.randn(rows, generator=generator).to(case.dtype) if case.biased else None
+    out = torch.empty(tokens, rows // 2 if case.gated else rows, dtype=case.dtype)
+    products.many(x, weight, bias, out)
+    right = x.double() @ weight.double().T
+    right = right if bias is None else right + bias.double()
+    if case.gated:
+        gate, up = right.to(case.dtype).double().chunk(2, 1)
+        right = torch.nn.functional.silu(gate) * up
+    return float((out.double() - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((300, 192, 528)),
+        Case((130, 136, 272), HF, gated=False, biased=True),
+        pytest.param(Case((256, 640, 512), HF, biased=True), marks=slow),
+        pytest.param(Case((1, 64, 16)), marks=slow),
+        pytest.param(Case((1030, 72, 1040), multiprocessors=5), marks=slow),
+        pytest.param(Case((513, 1096, 784), gated=False), marks=slow),
+    ],
+    ids=str,
+)
+def test_products(emulator: Emulator, case: Case) -> None:
+    assert error(emulator, case) < LIMIT[case.dtype]
+    assert [name for name, _ in emulator.launched] == ["many_rows"]
+
+
+FILLED = ("        wait(shared_address(&barriers.full[at.stage]), at.parity);\n", "")
+READ = ("            wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n", "")
+OTHER = (
+    "lane < CLUSTER) arrive_at(shared_address(&barriers.empty[last]), lane)",
+    "lane < CLUSTER) arrive_at(shared_address(&barriers.empty[last]), rank)",
+)
+DONE = ("        products_wait<1>(); // those of the slab before\n", "")
+LAST = ("        products_wait<0>();\n        changed(d);", "        changed(d);")
+DESK = ("if (P == 0) desk.clear();", "")
+SENT = ("    if (thread == 0) stores_done();\n", "")
+HALF = (" + rank * W_HALF, w_map", ", w_map")
+BOTH = ("held, 3);", "held, 1 << rank);")
+EDGE = ("if (column + 64 < n) store_box", "if (column + 128 < n) store_box")
+MADE = ("    cluster_meet();\n    const int group", "    const int group")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(FILLED, id="slabs not waited for"),
+        pytest.param(READ, id="stages filled too early", marks=slow),
+        pytest.param(OTHER, id="the other block is not told", marks=slow),
+        pytest.param(DONE, id="stages given back too early", marks=slow),
+        pytest.param(LAST, id="products not waited for", marks=slow),
+        pytest.param(DESK, id="a store's place used too early", marks=slow),
+        pytest.param(SENT, id="stores not waited for", marks=slow),
+        pytest.param(HALF, id="both halves in one place", marks=slow),
+        pytest.param(BOTH, id="a half brought to one block", marks=slow),
+        pytest.param(EDGE, id="the last columns forgotten", marks=slow),
+        pytest.param(MADE, id="barriers of a block that has not made them", marks=slow),
+    ],
+)
+def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
+    assert emulator.sees(change, lambda: error(emulator, Case((300, 448, 400))) < LIMIT[BF])
