@@ -40,6 +40,22 @@ def test_tiles_fill_at_most_all_of_the_time(pairs: int, multiprocessors: int) ->
     assert share == 1 or pairs % (multiprocessors // 2)
 
 
+@given(st.integers(512, 9000), st.integers(1, 2000).map(lambda n: 8 * n), MULTIPROCESSORS)
+def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(rows: int, columns: int, multiprocessors: int) -> None:
+    clusters = max(1, multiprocessors // 2)
+    cost = {w: w * -(-products.pairs_of(rows, columns, w) // clusters) for w in products.TILE_WIDES}
+    chosen = products.wide_of(rows, columns, multiprocessors, products.TILE_WIDES)
+    assert cost[chosen] == min(cost.values())
+    assert products.pairs_of(rows, columns, chosen) * 256 * (chosen // 2) >= rows * columns
+
+
+def test_the_width_of_tiles_of_a_7b_model() -> None:
+    """Six turns for 5.2 pairs a cluster, or six of which each is an eighth shorter."""
+    assert products.wide_of(1024, 11008, 132, products.TILE_WIDES) == 224
+    assert products.wide_of(4096, 11008, 132, products.TILE_WIDES) == 256
+    assert products.wide_of(768, 11008, 132, products.TILE_WIDES) == 256
+
+
 def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
     x = torch.empty(4, 64, dtype=torch.bfloat16)
     assert products.copyable(x)
@@ -58,9 +74,9 @@ def test_few_rows_compile_without_spills(rows: int, gated: bool, tmp_path: Path)
 
 
 @needed
-@pytest.mark.parametrize("gated", [0, 1])
-def test_many_rows_compile_without_spills(gated: int, tmp_path: Path) -> None:
-    macros = (f"GATED={gated}", "BIAS=1", f"BAND={products.BAND}", *(("HALF",) if gated else ()))
+@pytest.mark.parametrize("wide", products.TILE_WIDES)
+def test_many_rows_compile_without_spills(wide: int, tmp_path: Path) -> None:
+    macros = (f"WIDE={wide}", "BIAS=1", f"BAND={products.BAND}", *(("HALF",) if wide == 224 else ()))
     compiles_without_spills("many_rows.cu", macros, tmp_path / "out")
 
 

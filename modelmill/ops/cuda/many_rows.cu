@@ -1,16 +1,16 @@
-// Products of many rows (prompts): out[t, n] = sum_k x[t, k] · w[n, k] (+ bias[n]), or with GATED of a weight whose first
-// half is a gate: out[t, n] = silu(gate) · up, which then never reach memory. 16 bits, sums in float32.
+// Gated products of many rows (prompts): out[t, n] = silu(gate) · up, gate[t, n] = sum_k x[t, k] · w[n, k] (+ bias[n]), up
+// the same with the other half of w's rows; neither reaches memory. 16 bits, sums in float32.
 //
-// Two blocks, a cluster, compute two tiles of 128 rows of x each and the same 256 rows of w: each block brings its own
+// Two blocks, a cluster, compute two tiles of 128 rows of x each and the same WIDE rows of w: each block brings its own
 // rows of x and half of those of w, which go to both. A block is three warpgroups: one thread of the first keeps STAGES
-// slabs of 64 columns on their way, tile after tile without a pause; the other two multiply, 64 rows of x each. With
-// GATED the 256 rows of w are 128 of the gate and the same 128 of the other half, so that a thread holds both values of
-// an output. The gate is computed and stored while the next tile's products run: only rounding stands between two tiles.
+// slabs of 64 columns on their way, tile after tile without a pause; the other two multiply, 64 rows of x each. Half of
+// w's rows are of the gate and the others the same of the other half, so that a thread holds both values of an output.
+// The gate is computed and stored while the next tile's products run: only rounding stands between two tiles.
 //
 // What would be read from memory there (a residual, angles) cannot be: products begin when all registers of a warpgroup
 // are at rest, so that each load on its way holds them up by its whole latency.
 //
-// Macros: GATED (0, 1), BIAS (0, 1), BAND (pairs of tiles of x that are served together, while they lie in the cache),
+// Macros: WIDE (256, 224), BIAS (0, 1), BAND (pairs of tiles of x that are served together, while they lie in the cache),
 // HALF (float16 for bfloat16).
 #include "cluster.cuh"
 #include "ring.cuh"
@@ -18,14 +18,16 @@
 
 // DEPTH: columns of a slab, 128 bytes, the widest that the swizzle allows. STAGES: as many as fit, beside the output, into
 // the 227 KB that a block may have.
-constexpr int ROWS = 128, WIDE = 256, DEPTH = 64, STAGES = 4, WORKERS = 2, THREADS = 384, CLUSTER = 2;
-constexpr int OUT_WIDE = GATED ? WIDE / 2 : WIDE;
+constexpr int ROWS = 128, DEPTH = 64, STAGES = 4, WORKERS = 2, THREADS = 384, CLUSTER = 2;
+constexpr int OUT_WIDE = WIDE / 2;
 constexpr u32 X_BYTES = ROWS * DEPTH * 2, W_BYTES = WIDE * DEPTH * 2, W_HALF = W_BYTES / CLUSTER;
-constexpr u32 BOX_BYTES = 64 * DEPTH * 2;    // of the output: 64 rows, 64 columns
-constexpr u32 OUT_BYTES = 2 * BOX_BYTES;     // of a worker
+// The output leaves in boxes of 64 rows and BOX columns; those of 64 columns are swizzled, narrower ones are not.
+constexpr int BOX = OUT_WIDE % 64 ? 16 : 64;
+constexpr u32 BOX_BYTES = 64 * BOX * 2, OUT_BYTES = 64 * OUT_WIDE * 2; // OUT_BYTES: of a worker
 constexpr u32 AT_W = STAGES * X_BYTES, AT_OUT = AT_W + STAGES * W_BYTES, AT_BARRIERS = AT_OUT + WORKERS * OUT_BYTES;
-constexpr int PACKED = 64;                   // registers of a tile that waits for its gate or its store
-constexpr int PIECES = 8;                    // in which that is done, one a slab
+constexpr int SUMS = WIDE / 2, PACKED = SUMS / 2; // registers of a tile; of one that waits for its gate
+constexpr int PIECES = OUT_WIDE / 16;             // in which that is done, one a slab: 16 columns
+static_assert(PIECES <= 8 && OUT_WIDE % BOX == 0 && W_HALF % 1024 == 0, "");
 
 struct Work {
     const void *bias;             // of x's type
@@ -57,7 +59,7 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
     Place at;
     for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) {
         const Tile tile = tile_of(work, index, rank);
-        const int held = GATED ? tile.column + rank * work.n : tile.column + rank * (WIDE / CLUSTER);
+        const int held = tile.column + rank * work.n; // one brings the gate's rows, the other the other half's
         for (int slab = 0; slab < work.slabs; ++slab, at.advance()) {
             const u32 full = shared_address(&barriers.full[at.stage]);
             wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);
@@ -85,17 +87,20 @@ struct Leaving {
     Tile tile;
 };
 
-// Where a worker's output lies in shared memory: boxes of 64 columns, swizzled as the copy engine reads them.
+// Where a worker's output lies in shared memory: boxes as the copy engine reads them.
 struct Desk {
-    u32 at;      // of this worker's boxes
-    u32 row, xor_row; // of this thread: the offset of its first row, and what its pieces are exchanged by
-    int thread;  // of the warpgroup
-    int id;      // of the named barrier
+    u32 at;     // of this worker's boxes
+    u32 row;    // of this thread, the first of its two
+    int thread; // of the warpgroup
+    int id;     // of the named barrier
 
-    __device__ void put(int box, int piece, u32 first, u32 second) const {
-        const u32 place = at + box * BOX_BYTES + row + ((piece ^ xor_row) << 4) + (thread % 4) * 4;
+    // Columns 8·piece + 2·(t % 4), +1: of the thread's first row, and of the one 8 below.
+    __device__ void put(int piece, u32 first, u32 second) const {
+        const int inside = piece % (BOX / 8);
+        const u32 across = BOX == 64 ? inside ^ row % 8 : inside;
+        const u32 place = at + piece / (BOX / 8) * BOX_BYTES + row * (BOX * 2) + (across << 4) + (thread % 4) * 4;
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(first) : "memory");
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + 8 * 128), "r"(second) : "memory");
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + 8 * BOX * 2), "r"(second) : "memory");
     }
 
     // Before the first value of a tile: what the copy engine was to read here has been read.
@@ -104,12 +109,13 @@ struct Desk {
         meet(id, 128);
     }
 
-    __device__ void send(const TensorMap &map, int row_of_tile, int column, int n) const {
+    __device__ void send(const TensorMap &map, Tile tile, int n) const {
         fence_async();
         meet(id, 128);
         if (thread != 0) return;
-        store_box(map, at, column, row_of_tile);
-        if (column + 64 < n) store_box(map, at + BOX_BYTES, column + 64, row_of_tile);
+#pragma unroll
+        for (int i = 0; i < OUT_WIDE / BOX; ++i)
+            if (tile.column + i * BOX < n) store_box(map, at + i * BOX_BYTES, tile.column + i * BOX, tile.row);
         stores_end();
     }
 };
@@ -117,26 +123,17 @@ struct Desk {
 // Piece P of PIECES of a tile: gated, and on its way out.
 template <int P>
 __device__ __forceinline__ void leave(const Leaving &out, const Desk &desk, const TensorMap &map, const Work &work) {
-    if constexpr (GATED) {
-        if (P == 0) desk.clear();
+    if (P == 0) desk.clear();
+    if constexpr (P < PIECES) {
 #pragma unroll
         for (int i = 2 * P; i < 2 * P + 2; ++i)
-            desk.put(i / 8, i % 8, gated_pair(out.held[2 * i], out.held[32 + 2 * i]),
-                     gated_pair(out.held[2 * i + 1], out.held[33 + 2 * i]));
-        if (P == PIECES - 1) desk.send(map, out.tile.row, out.tile.column, work.n);
-    } else {
-        constexpr int PART = P / (PIECES / 2), WITHIN = P % (PIECES / 2); // 128 columns, and 32 of those
-        const int column = out.tile.column + PART * 128;
-        if (column >= work.n) return;
-        if (WITHIN == 0) desk.clear();
-#pragma unroll
-        for (int i = 4 * WITHIN; i < 4 * WITHIN + 4; ++i)
-            desk.put(i / 8, i % 8, out.held[PART * 32 + 2 * i], out.held[PART * 32 + 2 * i + 1]);
-        if (WITHIN == PIECES / 2 - 1) desk.send(map, out.tile.row, column, work.n);
+            desk.put(i, gated_pair(out.held[2 * i], out.held[PACKED / 2 + 2 * i]),
+                     gated_pair(out.held[2 * i + 1], out.held[PACKED / 2 + 2 * i + 1]));
     }
+    if (P == PIECES - 1) desk.send(map, out.tile, work.n);
 }
 
-// Of the tile's column ``inside``: of a gated tile those from 128 on are of the other half.
+// Of the tile's column ``inside``: from OUT_WIDE on they are of the other half.
 __device__ inline float bias_of(const Work &work, int column, int inside) {
     const int here = column + inside % OUT_WIDE;
     if (here >= work.n) return 0.0f;
@@ -144,7 +141,7 @@ __device__ inline float bias_of(const Work &work, int column, int inside) {
 }
 
 // Rounds a tile. held[2i], held[2i + 1]: columns 8i + 2·(t % 4), +1 of the thread's first row and of the one 8 below.
-__device__ __forceinline__ void round_tile(Leaving &out, const float (&d)[2 * PACKED], const Work &work, int thread) {
+__device__ __forceinline__ void round_tile(Leaving &out, const float (&d)[SUMS], const Work &work, int thread) {
 #if BIAS
 #pragma unroll
     for (int i = 0; i < PACKED / 2; ++i) {
@@ -163,8 +160,8 @@ __device__ __forceinline__ void multiply(const TensorMap &out_map, const Work &w
     const u32 base = shared_address(shared);
     const int thread = threadIdx.x % 128, lane = thread % 32, count = pairs(work) * work.across;
     const u32 rank = cluster_rank(), row = thread / 32 * 16 + lane / 4;
-    const Desk desk{base + AT_OUT + worker * OUT_BYTES, row * 128, row % 8, thread, 1 + worker};
-    float d[2 * PACKED];
+    const Desk desk{base + AT_OUT + worker * OUT_BYTES, row, thread, 1 + worker};
+    float d[SUMS];
     Leaving out;
     bool waiting = false; // whether ``out`` holds a tile
     Place at;

@@ -2,7 +2,7 @@
 prompts.
 
 Few rows: as fast as the weights come from memory; a block for each multiprocessor, each weight read once. Many rows:
-worth it where something is joined to the product that would otherwise travel through memory.
+the gate joined to its two products, whose results would otherwise travel through memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from modelmill.ops.cuda import launch
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of many_rows.cu.
-TILE_ROWS, TILE_WIDE, DEPTH, MANY_THREADS = 128, 256, 64, 384
-MANY_SHARED = 4 * (TILE_ROWS + TILE_WIDE) * DEPTH * 2 + 2 * 64 * 128 * 2 + 64
+TILE_ROWS, DEPTH, MANY_THREADS = 128, 64, 384
+TILE_WIDES = (256, 224)  # rows of the weight of a tile that it can be compiled for
+CHOSEN_WIDES = (256,)  # those it is: what the narrower ones are worth has not been measured on a GPU
 BAND = 8
 # Of few_rows.cu: columns of the output a block, as (PARTS, WIDE); shared memory that a block may take.
 WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
@@ -96,14 +97,25 @@ def many_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """Whether the kernel for many rows takes these and is worth it: its tiles fill the multiprocessors to the end."""
     if x.dim() != 2 or x.shape[0] < LEAST_MANY or weight.shape[0] % 16 or not _readable(x, weight, bias):
         return False
-    across = -(-weight.shape[0] // TILE_WIDE)
-    return filled(-(-x.shape[0] // (2 * TILE_ROWS)) * across, launch.multiprocessors(x.get_device())) >= LEAST_FILLED
+    rows, columns = x.shape[0], weight.shape[0] // 2
+    multiprocessors = launch.multiprocessors(x.get_device())
+    return filled(pairs_of(rows, columns, wide_of(rows, columns, multiprocessors)), multiprocessors) >= LEAST_FILLED
 
 
 def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
     """Numbers of rows, up to ``most``, with which every form of ``many`` is met: the least that is served, or none."""
     steps = range(LEAST_MANY, most + 1, 2 * TILE_ROWS)
     return next(([rows] for rows in steps if many_serves(x.new_empty((rows, x.shape[1])), weight, None)), [])
+
+
+def pairs_of(rows: int, columns: int, wide: int) -> int:
+    """Pairs of tiles of an output [rows, columns]."""
+    return -(-rows // (2 * TILE_ROWS)) * -(-columns // (wide // 2))
+
+
+def wide_of(rows: int, columns: int, multiprocessors: int, wides: tuple[int, ...] = CHOSEN_WIDES) -> int:
+    """Of ``wides`` the one whose tiles are computed first: as many turns, each as long as a tile is wide."""
+    return min(wides, key=lambda wide: wide * -(-pairs_of(rows, columns, wide) // max(1, multiprocessors // 2)))
 
 
 def filled(pairs: int, multiprocessors: int) -> float:
@@ -147,24 +159,36 @@ def few(
         kernel.launch(blocks, _map(x, made.box // made.cluster), _map(weight, box), work, early=True)
 
 
-def many(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, band: int = BAND) -> None:
-    """As ``few`` for any number of rows."""
+def many(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    wide: int | None = None,
+    band: int = BAND,
+) -> None:
+    """out = silu(first half) · second half of x · weightᵀ (+ bias). x: [T, K], weight: [2 N, K], out: [T, N].
+
+    N is a multiple of 8. wide: one of TILE_WIDES, by default the one with the least to compute.
+    """
     tokens, columns = out.shape
-    gated = columns != weight.shape[0]
     device = x.get_device()
     with torch.cuda.device(x.device):
-        macros = (f"GATED={int(gated)}", f"BIAS={int(bias is not None)}", f"BAND={band}", *TYPES[x.dtype])
-        kernel = launch.kernel("many_rows", "many_rows", macros, MANY_THREADS, MANY_SHARED, device)
-        across = -(-columns // (TILE_WIDE // 2 if gated else TILE_WIDE))
-        pairs = -(-tokens // (2 * TILE_ROWS)) * across
-        blocks = 2 * min(launch.multiprocessors(device) // 2, pairs)
-        sizes = (tokens, columns, -(-x.shape[1] // DEPTH), across)
+        multiprocessors = launch.multiprocessors(device)
+        wide = wide or wide_of(tokens, columns, multiprocessors)
+        macros = (f"WIDE={wide}", f"BIAS={int(bias is not None)}", f"BAND={band}", *TYPES[x.dtype])
+        shared = 4 * (TILE_ROWS + wide) * DEPTH * 2 + 2 * 64 * (wide // 2) * 2 + 64
+        kernel = launch.kernel("many_rows", "many_rows", macros, MANY_THREADS, shared, device)
+        blocks = 2 * min(multiprocessors // 2, pairs_of(tokens, columns, wide))
+        sizes = (tokens, columns, -(-x.shape[1] // DEPTH), -(-columns // (wide // 2)))
         work = struct.pack("=Q4i", 0 if bias is None else bias.data_ptr(), *sizes)
-        kernel.launch(blocks, _map(x, TILE_ROWS), _map(weight, TILE_WIDE // 2), _map(out, 64), work)
+        # 112 columns are no whole number of swizzled boxes
+        leaving = _map(out, 64) if wide % 128 == 0 else _map(out, 64, 16, swizzled=False)
+        kernel.launch(blocks, _map(x, TILE_ROWS), _map(weight, wide // 2), leaving, work)
 
 
-def _map(x: torch.Tensor, rows: int) -> bytes:
-    """A matrix as the copy engine sees it: boxes of some rows and 64 columns."""
+def _map(x: torch.Tensor, rows: int, columns: int = 64, *, swizzled: bool = True) -> bytes:
+    """A matrix as the copy engine sees it: boxes of some rows and columns."""
     size = x.element_size()
     sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * size,)
-    return launch.tensor_map(x.data_ptr(), x.dtype, sizes, strides, (64, rows))
+    return launch.tensor_map(x.data_ptr(), x.dtype, sizes, strides, (columns, rows), swizzled)

@@ -79,6 +79,8 @@ __device__ inline void products_wait() {
 #define NAMES_96                                                                                                       \
     NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "  \
              "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_112                                                                                                      \
+    NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES_128                                                                                                      \
     NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "    \
              "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -109,6 +111,14 @@ __device__ inline void product(float (&d)[64], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NAMES_64 "}, %64, %65, add, 1, 1, 0, 0; }"
                  : HOLD_32(d, 0), HOLD_32(d, 32)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+__device__ inline void product(float (&d)[112], u64 a, u64 b, int add) {
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, %114, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n224k16.f32." TYPE "." TYPE " {" NAMES_112
+                 "}, %112, %113, add, 1, 1, 0, 0; }"
+                 : HOLD_32(d, 0), HOLD_32(d, 32), HOLD_32(d, 64), HOLD_16(d, 96)
                  : "l"(a), "l"(b), "r"(add));
 }
 
