@@ -39,7 +39,12 @@ def limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Limits:
     if mixed is None and on_gpu:
         mixed = mixed_tokens(memory.weight_bytes(model), eight_bits=_in_eight_bits(model))
     return Limits(
-        config.max_num_batched_tokens, config.max_num_seqs, config.page_size, config.enable_prefix_caching, mixed
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        config.page_size,
+        config.enable_prefix_caching,
+        mixed,
+        together=config.max_mixed_tokens is None,
     )
 
 

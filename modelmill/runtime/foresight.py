@@ -1,4 +1,4 @@
-"""How many pages running answers will need at their worst moment, where it is known when they end.
+"""What is known of how long answers will be: how many pages they need at their worst moment, whether they end together.
 
 An answer that ignores the end of text has as many tokens as its limit says. One that may end earlier is taken as it is:
 what it will need is nobody's knowledge.
@@ -12,11 +12,20 @@ import numpy as np
 
 from modelmill.runtime.sequence import Sequence
 
+ALIKE = 4 / 3
+"""The longest answer over the shortest, of those that are taken to end together."""
+
 
 def ends_at_limit(seq: Sequence) -> bool:
     """Whether nothing but its limit ends the answer."""
     params = seq.request.params
     return params.ignore_eos and seq.beam is None and seq.guide is None and not (params.stop or seq.stops)
+
+
+def alike(seqs: Iterable[Sequence]) -> bool:
+    """Whether no answer may become much longer than another, by their limits."""
+    longest = [max(seq.limit - seq.prompt_len, 1) for seq in seqs]
+    return not longest or max(longest) <= ALIKE * min(longest)
 
 
 def most_pages(seqs: Iterable[Sequence], size: int) -> int:

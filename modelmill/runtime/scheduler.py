@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from modelmill.core.types import MEAN
-from modelmill.runtime.foresight import most_pages
+from modelmill.runtime.foresight import alike, most_pages
 from modelmill.runtime.pace import Pace
 from modelmill.runtime.pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
@@ -32,6 +32,7 @@ class Limits:
     mixed: most tokens of a step that continues running sequences as well; None: as many as in any other. chunk:
     prompt tokens that may join it in any case. fresh: sequences with no more tokens than that have only just begun,
     and wait for the prompts that came with them. foresee: whether whoever would make pages run out later waits now.
+    together: prompts that can all run now go first where no answer will be longer than others, whatever ``mixed`` is.
     """
 
     tokens: int
@@ -42,6 +43,7 @@ class Limits:
     chunk: int = LEAST_CHUNK
     fresh: int = 0
     foresee: bool = True
+    together: bool = False
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Scheduler:
         Who asks is served while there are pages: an answer of somebody else that will be long does not keep them.
         """
         chunk = LEAST_CHUNK if on_gpu else CPU_CHUNK
-        self.limits = replace(self.limits, mixed=mixed, chunk=chunk, fresh=FRESH, foresee=False)
+        self.limits = replace(self.limits, mixed=mixed, chunk=chunk, fresh=FRESH, foresee=False, together=False)
         if mixed is None:
             most = self.limits.tokens
             self.pace = Pace(chunk, most, first=GPU_CHUNK, grain=64) if on_gpu else Pace(chunk, most)
@@ -175,10 +177,21 @@ class Scheduler:
             return min(self.budget, count + max(limits.chunk, whole))
         plan.free = False
         if self.pace is None:
-            return min(self.budget, max(limits.mixed or 0, count + limits.chunk))
+            return self.budget if self._at_once() else min(self.budget, max(limits.mixed or 0, count + limits.chunk))
         if not chunks and not self.waiting:
             return self.budget
         return min(self.budget, count + self.pace.room(count))
+
+    def _at_once(self) -> bool:
+        """Whether all that waits can run now, with answers that end together: then prompts go first, in whole steps.
+
+        Prompts in pieces let long answers begin early, so that fewer of them are left alone at the end. Where none is
+        longer than the others that gains nothing, and an answer's tokens cost more in a step that prompts fill.
+        """
+        if not self.limits.together or len(self.running) + len(self.waiting) > self.limits.seqs:
+            return False
+        need = sum(seq.length // self.limits.page_size + 1 for seq in self.waiting)
+        return need <= self.pool.available and alike((*self.running, *self.waiting))
 
     def advance(self, plan: Schedule) -> None:
         """The step is launched: its tokens count as computed, its samples as pending, its forks run."""

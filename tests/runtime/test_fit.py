@@ -35,10 +35,11 @@ def test_how_long_a_sequence_may_be() -> None:
 def test_what_a_step_may_hold() -> None:
     model = tiny.decoder()
     config = RunConfig(max_num_batched_tokens=60, max_num_seqs=5, page_size=8, enable_prefix_caching=False)
-    assert fit.limits(model, config, on_gpu=False) == Limits(60, 5, 8, False, None)
+    assert fit.limits(model, config, on_gpu=False) == Limits(60, 5, 8, False, None, together=True)
     assert fit.limits(model, config, on_gpu=True).mixed == mixed_tokens(weight_bytes(model))
     asked = RunConfig(max_mixed_tokens=9)
     assert [fit.limits(model, asked, on_gpu=gpu).mixed for gpu in (False, True)] == [9, 9]
+    assert not fit.limits(model, asked, on_gpu=True).together, "what was asked for is kept"
 
 
 @pytest.mark.parametrize(("kind", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.core.types import Request
-from modelmill.runtime.foresight import ends_at_limit, most_pages
+from modelmill.runtime.foresight import alike, ends_at_limit, most_pages
 from modelmill.runtime.pages import PagePool
 from modelmill.runtime.scheduler import Limits, Scheduler
 from modelmill.runtime.sequence import RopeRule, Sequence
@@ -102,3 +102,52 @@ def test_whoever_asks_a_server_does_not_wait_for_the_long_answers_of_others(read
     plan = scheduler.schedule()
     assert plan is not None
     assert (late in [seq for seq, _ in plan.work]) == reads
+
+
+def test_answers_are_alike_by_their_limits_whatever_their_prompts() -> None:
+    assert alike([])
+    assert alike([sequence(10, 90), sequence(4000, 120), sequence(1, 100)])
+    assert not alike([sequence(10, 90), sequence(10, 121)])
+    assert alike([sequence(10, 0), sequence(10, 1)]), "no answer at all, and one token"
+
+
+def steps_of(works: list[tuple[int, int]], *, together: bool, seqs: int = 64, pages: int = 1000) -> list[list[int]]:
+    """Tokens of each sequence in each step."""
+    limits = Limits(1024, seqs, 16, prefix=False, mixed=256, together=together)
+    scheduler, counts = Scheduler(limits, PagePool(pages), 80), []
+    for number, work in enumerate(works):
+        scheduler.add(sequence(*work, number))
+    while scheduler.running or scheduler.waiting:
+        plan = scheduler.schedule()
+        assert plan is not None
+        counts.append([count for _, count in plan.work])
+        scheduler.advance(plan)
+        for seq in [seq for seq, _ in plan.work if seq.pending]:
+            seq.tokens.append(7)
+            seq.pending = 0
+            if len(seq.tokens) >= seq.limit:
+                scheduler.remove(seq)
+    return counts
+
+
+def test_prompts_of_answers_that_end_together_go_first() -> None:
+    works = [(500, 40)] * 8
+    assert [sum(step) for step in steps_of(works, together=True)[:4]] == [1024, 1024, 1024, 934 + 6]
+    pieces = steps_of(works, together=False)
+    assert sum(pieces[0]) == 1024
+    assert {sum(step) for step in pieces[1:10]} == {256}
+
+
+@pytest.mark.parametrize(
+    ("works", "room"),
+    [
+        ([(500, 40)] * 4 + [(500, 80)] * 4, {}),
+        ([(500, 40)] * 8, {"seqs": 6}),
+        ([(500, 40)] * 8, {"pages": 200}),
+    ],
+    ids=["answers differ", "rows for six", "pages for six"],
+)
+def test_prompts_join_in_pieces_where_some_have_to_wait_or_answers_differ(
+    works: list[tuple[int, int]], room: dict[str, int]
+) -> None:
+    assert steps_of(works, together=True, **room)[:8] == steps_of(works, together=False, **room)[:8]
