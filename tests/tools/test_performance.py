@@ -43,6 +43,7 @@ def cpu(ours: float, ratio: float, note: str = "", prompt: int = 16) -> dict[str
     """A row of ``benchmarks/llamacpp_peer.py``."""
     engine = {"dtype": "bfloat16", "quantization": "int8", "quantize_head": False}
     row = {"op": "llamacpp_peer", "phase": "decode", "prompt": prompt, "engine": engine, "busy": 0}
+    row["device"] = "AMD EPYC (family 26 model 2), 2 cores"
     return {**row, "ours": ours, "ratio": ratio, "note": note}
 
 
@@ -178,6 +179,10 @@ def test_a_cpu_line_pairs_the_newest_before_and_now() -> None:
     assert (pair.before["ours"], pair.now["ours"]) == (126, 215)
     assert "| 126 | 0.80 | 215 | **1.60** | 1 | reached |" in tables.cpu(rows)[2]
     assert "| – |  | 90 | **0.90** | 1 | missed |" in tables.cpu([cpu(90, 0.9)])[2]
+    other = cpu(78, 1.2) | {"device": "Intel(R) Xeon(R) Processor (family 6 model 167), 2 cores"}
+    assert list(cpu_groups([*rows, other])) == [
+        "`-q int8 --dtype bfloat16`", "`-q int8 --dtype bfloat16`, Intel Xeon Processor",
+    ]  # fmt: skip
     assert cpu_groups([cpu(1, 1, "before all")]) == {"`-q int8 --dtype bfloat16`": {}}
 
 

@@ -170,11 +170,16 @@ CPU_WORKS = {
 }
 
 
+USUAL_CPU = "AMD EPYC"
+
+
 def cpu_engine(row: Row) -> str:
-    """How the engine of a row was built, and what else ran."""
+    """How the engine of a row was built, on which machine where it is another one than usual, and what else ran."""
     engine = row["engine"]
     flags = [f"-q {engine['quantization']}"] if engine["quantization"] != "none" else []
     flags += ["--quantize-head"] if engine["quantize_head"] else []
     flags += [f"--dtype {engine['dtype']}"]
+    maker = row["device"].replace("(R)", "").partition(" (")[0]
+    machine = "" if maker == USUAL_CPU else f", {maker}"
     busy = {0: "", 1: ", one other process busy"}.get(row["busy"], f", {row['busy']} other processes busy")
-    return f"`{' '.join(flags)}`{busy}"
+    return f"`{' '.join(flags)}`{machine}{busy}"
