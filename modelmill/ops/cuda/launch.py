@@ -25,6 +25,7 @@ _SWIZZLE_128, _PROMOTE_256, _MOST_SHARED = 3, 3, 8
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: its id and the first word of 64 bytes.
 _CONFIG, _ATTRIBUTE, _EARLY = "=7I4xQQI4x", "=i4xi60x", 6
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_POINTERS = [ctypes.c_char_p * count for count in range(9)]  # to arguments; making such a type takes microseconds
 # Read by the driver at each launch, written by nobody.
 _EARLY_ATTRIBUTE = ctypes.create_string_buffer(struct.pack(_ATTRIBUTE, _EARLY, 1))
 _MOST_MAPS = 1024  # kept; each is a few hundred bytes, and making one takes microseconds
@@ -43,16 +44,18 @@ class Kernel:
 
         early: it may be placed before the kernel in front has ended, and waits for it by itself (griddepcontrol).
         """
-        pointers = (ctypes.c_char_p * len(arguments))(*arguments)
+        pointers = _POINTERS[len(arguments)](*arguments)
         # as torch.cuda.current_stream() knows it, without making a Stream of it
-        raw = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        stream = ctypes.c_void_p(raw)
-        sizes = (blocks, 1, 1, self.threads, 1, 1, self.shared)
-        if early:
-            how = struct.pack(_CONFIG, *sizes, raw, ctypes.addressof(_EARLY_ATTRIBUTE), 1)
-            _check(driver().cuLaunchKernelEx(how, ctypes.c_void_p(self.function), pointers, None))
-            return
-        _check(driver().cuLaunchKernel(ctypes.c_void_p(self.function), *sizes, stream, pointers, None))
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        attributes = (ctypes.addressof(_EARLY_ATTRIBUTE), 1) if early else (0, 0)
+        how = struct.pack(_CONFIG, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, *attributes)
+        code = driver().cuLaunchKernelEx(how, self._handle, pointers, None)
+        if code:
+            _check(code)
+
+    @functools.cached_property
+    def _handle(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.function)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import struct
 
@@ -75,24 +74,31 @@ def run(
     gated: silu(first half) · second half of that, [T, N / 2]; N is a multiple of 16.
     """
     (tokens, k), n = x.shape, weight.shape[0]
-    out = torch.empty((tokens, n // 2 if gated else n), dtype=dtype, device=x.device)
     device = x.get_device()
+    out = torch.empty((tokens, n // 2 if gated else n), dtype=dtype, device=x.device)
     form = form or chosen(tokens, n, launch.multiprocessors(device), gated)
     down, across, _ = FORMS[form]
-    blocks = min(_tiles(form, tokens, n), launch.multiprocessors(device))
     pointers = (scale.data_ptr(), x_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
     work = struct.pack("=4Q4i", *pointers, tokens, n, -(-k // SLAB), x_scale.numel() > 1)
-    told = _TOLD[bias is not None, gated]
-    here = device == torch.cuda.current_device()
-    with contextlib.nullcontext() if here else torch.cuda.device(device):
-        kernel = _kernel(form, x.dtype, dtype, told, device)
-        kernel.launch(blocks, _map(x, down), _map(weight, across >> gated), work, early=True)
+    maps = _map(x.data_ptr(), tokens, k, down), _map(weight.data_ptr(), n, k, across >> gated)
+    blocks = _blocks(form, tokens, n, device)
+    if device == torch.cuda.current_device():
+        _kernel(form, x.dtype, dtype, bias is not None, gated, device).launch(blocks, *maps, work, early=True)
+    else:
+        with torch.cuda.device(device):
+            _kernel(form, x.dtype, dtype, bias is not None, gated, device).launch(blocks, *maps, work, early=True)
     return out
 
 
 @functools.cache
-def _kernel(form: Form, kind: torch.dtype, dtype: torch.dtype, told: tuple[str, ...], device: int) -> launch.Kernel:
+def _kernel(form: Form, kind: torch.dtype, dtype: torch.dtype, biased: bool, gated: bool, device: int) -> launch.Kernel:
+    told = _TOLD[biased, gated]
     return launch.kernel("products8", "products8", macros(form, kind, dtype, told), THREADS, _shared(form), device)
+
+
+@functools.lru_cache(4096)
+def _blocks(form: Form, tokens: int, n: int, device: int) -> int:
+    return min(_tiles(form, tokens, n), launch.multiprocessors(device))
 
 
 @functools.lru_cache(4096)
@@ -144,7 +150,7 @@ def _shared(form: Form) -> int:
     return _stages(form) * (SLAB * (down + across) + BARRIER_BYTES)
 
 
-def _map(matrix: torch.Tensor, rows: int) -> bytes:
-    """A matrix [R, K] as the copy engine sees it; it takes 128 columns of ``rows`` rows at a time."""
-    sizes = (matrix.shape[1], matrix.shape[0])
-    return launch.tensor_map(matrix.data_ptr(), torch.uint8, sizes, (matrix.shape[1],), (SLAB, rows))
+@functools.lru_cache(4096)
+def _map(address: int, rows: int, columns: int, box: int) -> bytes:
+    """A matrix of bytes as the copy engine sees it; it takes 128 columns of ``box`` rows at a time."""
+    return launch.tensor_map(address, torch.uint8, (columns, rows), (columns,), (SLAB, box))

@@ -46,7 +46,7 @@ def run(
     # A program's columns: those of a group where it finds its step, else as many as are worth a program.
     each = group if own else 512
     block = power_of_two(each)
-    _kernel[(rows, triton.cdiv(columns, each))](
+    _kernel[(rows, -(-columns // each))](
         flat, order, order if factor is None else factor, order if zero is None else zero, q,
         flat if step is None else step, columns, flat.stride(0), flat.shape[1] // 2, each,
         GATED=gated, OWN=own, SHIFT=zero is not None, MOST=float(2 ** (bits - 1) - 1), BLOCK=block,

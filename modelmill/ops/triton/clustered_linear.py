@@ -52,7 +52,7 @@ def run(
     out = torch.empty((tokens, n), dtype=dtype, device=q.device)
     block_t, block_n, deepest, stages, warps = next(row[1:] for row in SIZES if tokens <= row[0])
     depth = min(group & -group, deepest)  # the largest power of two that divides a group
-    _kernel[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
+    _kernel[(-(-n // block_n), -(-tokens // block_t))](
         q, weight, scale, scale if offset is None else offset, step, step if constant is None else constant,
         step if bias is None else bias, out, tokens, n, columns, columns // group, weight.stride(0),
         PACKED=weight.dtype is torch.uint8, OFFSET=offset is not None, DYNAMIC=step.dim() == 2,

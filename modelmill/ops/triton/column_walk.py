@@ -37,7 +37,7 @@ def run(
     to where pull over diagonal says, and its change is passed on.
     """
     rows, width = work.shape[0], passed.shape[1]
-    grid = (triton.cdiv(rows, ROWS),)
+    grid = (-(-rows // ROWS),)
     _walk[grid](
         work, matrix, scale, scale if offset is None else offset, values, passed, rows, first,
         work.stride(0), matrix.stride(0), *scale.stride(), values.stride(0), passed.stride(0), levels - 1.0,

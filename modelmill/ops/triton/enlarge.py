@@ -47,7 +47,7 @@ def run(
     boxes = torch.full((count, 4), _FAR, dtype=torch.int32, device=logits.device)
     boxes[:, 2:] = -1
     masks = torch.empty((count, height, width), dtype=torch.bool, device=logits.device) if pixels else None
-    _enlarge[(count, triton.cdiv(height, ROWS), triton.cdiv(width, BLOCK))](
+    _enlarge[(count, -(-height // ROWS), -(-width // BLOCK))](
         logits, columns, column_weights, rows, row_weights, counts, boxes,
         counts if masks is None else masks.view(torch.int8), grid, width, height, offset or 0.0,
         STEADY=offset is not None, KEPT=pixels, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,

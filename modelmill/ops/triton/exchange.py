@@ -84,8 +84,8 @@ def gather_columns(x: torch.Tensor, starts: torch.Tensor, widths: tuple[int, ...
     width, rows = sum(widths), x.shape[0]
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     widest = max(widths) // per
-    block = _BLOCKS[0] if rows * triton.cdiv(widest, _BLOCKS[0]) <= PROGRAMS else min(_BLOCKS[1], region)
-    blocks = triton.cdiv(widest, block)
+    block = _BLOCKS[0] if rows * -(-widest // _BLOCKS[0]) <= PROGRAMS else min(_BLOCKS[1], region)
+    blocks = -(-widest // block)
     asm, constraints = _waiting(1, "word", _PACK, 0)
     _gather_columns[(min(rows * blocks, PROGRAMS),)](
         x, out, starts, buffers.addresses, buffers.addresses[buffers.rank], buffers.count, buffers.stop,

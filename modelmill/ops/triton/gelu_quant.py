@@ -29,7 +29,7 @@ def run(
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if factor is None else None
     main, rest = halves(width)
     share, warps = sizes or (1, max(1, min(16, main // 1024)))
-    _kernel[(triton.cdiv(rows, share),)](
+    _kernel[(-(-rows // share),)](
         flat, values, values if scale is None else scale, values if factor is None else factor,
         rows, width, flat.stride(0), WHOLE=kind is torch.int8, TOKEN=factor is None,
         ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED,

@@ -49,7 +49,7 @@ def run(
     """As the reference."""
     batch, height, width, _, _, dim = qkv.shape
     tall, wide = (height, width) if window is None else (window, window)
-    rows, columns = triton.cdiv(height, tall), triton.cdiv(width, wide)
+    rows, columns = -(-height // tall), -(-width // wide)
     out = torch.empty((batch, height, width, heads * dim), dtype=qkv.dtype, device=qkv.device)
     assert fill is not None or (height % tall == 0 and width % wide == 0), "windows over the edge need a fill"
     fill = None if fill is None else fill.to(qkv.dtype).contiguous()
@@ -58,7 +58,7 @@ def run(
         return out
     outside, table = qkv if fill is None else fill, qkv if bias is None else bias.contiguous()
     block_m, block_n, warps, stages = _tiling(tall * wide, qkv)
-    grid = (triton.cdiv(tall * wide, block_m), heads, batch * rows * columns)
+    grid = (-(-(tall * wide) // block_m), heads, batch * rows * columns)
     _attend[grid](
         qkv, outside, table, out, dim**-0.5,
         height, width, rows, columns, *qkv.stride()[:5],

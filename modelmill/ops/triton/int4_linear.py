@@ -45,7 +45,7 @@ def run(
         return F.linear(x, unpacked(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = _sizes(tokens, n)
-    _int4[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
+    _int4[(-(-n // block_n), -(-tokens // block_t))](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
         tokens, n, k, weight.shape[1], x.stride(0), weight.stride(0), scale.stride(0), out.stride(0),
         OFFSET=offset is not None, BIAS=bias is not None, ZERO=ZERO, GROUP=group, CHUNK=math.gcd(group, CHUNK),

@@ -30,7 +30,7 @@ def run(
     n = weight.shape[0]
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = next(sizes[1:] for sizes in SIZES if tokens <= sizes[0])
-    _int8_group[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
+    _int8_group[(-(-n // block_n), -(-tokens // block_t))](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), scale.stride(0),
         OFFSET=offset is not None, BIAS=bias is not None, GROUP=group, CHUNK=math.gcd(group, CHUNK),

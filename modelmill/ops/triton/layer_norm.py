@@ -23,7 +23,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     share, block, warps = row_launch(flat)
-    _kernel[(triton.cdiv(rows, share),)](
+    _kernel[(-(-rows // share),)](
         flat, weight, bias, out, rows, width, flat.stride(0), eps,
         ROWS=share, BLOCK=block, num_warps=warps, **launch(x.device, rows),
     )  # fmt: skip

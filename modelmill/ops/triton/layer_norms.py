@@ -45,7 +45,7 @@ def norm(
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if token else None
     main, rest = halves(width)
     share, warps = sizes or (1, max(1, min(16, main // 1024)))
-    _norm[(triton.cdiv(rows, share),)](
+    _norm[(-(-rows // share),)](
         flat, held, weight, bias, out, out if scale is None else scale, total, weight if factor is None else factor,
         rows, width, flat.stride(0), held.stride(0), eps,
         ADD=residual is not None, KIND=0 if kind is None else 1 if kind is torch.int8 else 2, TOKEN=token,

@@ -63,7 +63,7 @@ def vector(
     n, k = weight.shape
     gated = out.shape[1] != n
     rows, block, warps = sizes.strip(x, weight, chosen, gated=gated)
-    _vector[(triton.cdiv(n, rows),)](
+    _vector[(-(-n // rows),)](
         x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k, weight.stride(0),
         GATED=gated, SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED,
         EVEN=k % block == 0, ONCE=k <= block, BLOCK_N=rows, BLOCK_K=block, num_warps=warps,
@@ -83,7 +83,7 @@ def tile(
     tokens, k = x.shape
     n = weight.shape[0]
     block_t, block_n, block_k, stages, warps = sizes.tiling(x, weight, chosen)
-    _tile[(triton.cdiv(n, block_n), triton.cdiv(tokens, block_t))](
+    _tile[(-(-n // block_n), -(-tokens // block_t))](
         x, weight, x if scale is None else scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0),
         GATED=out.shape[1] != n, SCALE=scale is not None, BIAS=bias is not None,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,13 +24,49 @@ def fits(
 ) -> bool:
     """A device that knows the type; rows up to 16,384 wide (32,768 without norm) of the weight's dtype; factors,
     zero-points and orders packed, of their dtypes."""
-    kinds = (torch.float32, torch.int32, torch.int32)
-    packed = all(t is None or (t.dtype is each and t.is_contiguous()) for t, each in zip(per_column, kinds))
-    order = per_column[2]
-    width = max(x.shape[-1], 0 if order is None else order.numel())
-    packed = packed and (kind is torch.int8 or knows_fp8(x.device))
+    factor, zero, order = per_column
+    width = x.shape[-1]
+    if order is not None:
+        if order.dtype is not torch.int32 or not order.is_contiguous():
+            return False
+        width = max(width, order.numel())
+    if factor is not None and (factor.dtype is not torch.float32 or not factor.is_contiguous()):
+        return False
+    if zero is not None and (zero.dtype is not torch.int32 or not zero.is_contiguous()):
+        return False
+    if kind is not torch.int8 and not knows_fp8(x.device):
+        return False
     same = x.dtype == weight.dtype if weight is not None else x.dtype.itemsize > 1
-    return packed and width <= (2 * WIDEST if weight is None else WIDEST) and same and x.numel() > 0
+    return same and width <= (2 * WIDEST if weight is None else WIDEST) and x.numel() > 0
+
+
+class Plan(NamedTuple):
+    """How a launch is cut, and what of it the code is compiled for."""
+
+    programs: int
+    share: int
+    most: float
+    blocks: tuple[int, int]
+    stages: int
+    early: int
+    options: Mapping[str, Any]
+
+
+@functools.lru_cache(4096)
+def _planned(
+    rows: int, width: int, columns: int, walks: bool, kind: torch.dtype, bits: int, device: torch.device
+) -> Plan:
+    """walks: something is read a column."""
+    most = 448.0 if kind is not torch.int8 else float(2 ** (bits - 1) - 1)
+    blocks = power_of_two(width), power_of_two(columns)
+    # What is read a column is read once for several rows; the next of them is on its way while one is rounded.
+    many = rows // (4 * multiprocessors(device))
+    share = max(1, many) if walks else 1
+    # Where rows are many a thread takes 32 of a row's values; with what it keeps of each column, 8.
+    warps = max(blocks) // (256 if share > 1 else 1024 if many else 512)
+    early = launch(device, rows)
+    options = {"num_warps": max(1, min(16, warps)), "launch_pdl": early["launch_pdl"]}
+    return Plan(-(-rows // share), share, most, blocks, 3 if share > 1 else 1, early["EARLY"], options)
 
 
 def norm(
@@ -42,36 +82,31 @@ def norm(
     factor, zero, order = per_column
     flat, held = rows_of(x), rows_of(x if residual is None else residual)
     rows, width = flat.shape
+    device = x.device
     columns = width if order is None else order.numel()
-    values = torch.empty((rows, columns), dtype=kind, device=x.device)
-    scale = None if factor is not None else torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    values = torch.empty((rows, columns), dtype=kind, device=device)
+    scale = None if factor is not None else torch.empty(x.shape[:-1], dtype=torch.float32, device=device)
     total = x
     if residual is not None:
-        total = residual if residual.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    most = 448.0 if kind is not torch.int8 else float(2 ** (bits - 1) - 1)
-    block, block_n = power_of_two(width), power_of_two(columns)
+        total = residual if residual.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=device)
     each = factor is not None and factor.numel() > 1
-    # What is read a column is read once for several rows; the next of them is on its way while one is rounded.
-    many = rows // (4 * multiprocessors(x.device))
-    share = 1 if order is None and not each else max(1, many)
-    # Where rows are many a thread takes 32 of a row's values; with what it keeps of each column, 8.
-    warps = max(block, block_n) // (256 if share > 1 else 1024 if many else 512)
-    early = launch(x.device, rows)
+    plan = _planned(rows, width, columns, each or order is not None, kind, bits, device)
+    strides = (flat.stride(0), held.stride(0))
     _quick(
-        (triton.cdiv(rows, share), 1, 1),
+        (plan.programs, 1, 1),
         (
             flat, held, flat if weight is None else weight, values, flat if scale is None else scale, total,
             flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
         ),
-        (rows, width, columns, flat.stride(0), held.stride(0), eps, share),
-        (width, columns, flat.stride(0), held.stride(0)),
+        (rows, width, columns, *strides, eps, plan.share),
+        (width, columns, *strides),
         (
             weight is not None, residual is not None, factor is None, each, zero is not None, order is not None,
-            kind is torch.int8, most, block, block_n, 3 if share > 1 else 1, early["EARLY"],
+            kind is torch.int8, plan.most, *plan.blocks, plan.stages, plan.early,
         ),
-        {"num_warps": max(1, min(16, warps)), "launch_pdl": early["launch_pdl"]},
+        plan.options,
     )  # fmt: skip
-    return values.view(*x.shape[:-1], columns), scale, total
+    return values if x.dim() == 2 else values.view(*x.shape[:-1], columns), scale, total
 
 
 @triton.jit(do_not_specialize=["rows", "share"])

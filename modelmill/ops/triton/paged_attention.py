@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
 from modelmill.ops.triton import paged_decode, paged_prefill
 from modelmill.ops.triton.device import available as available
@@ -138,7 +137,7 @@ def _splits(pairs: int, each: int, keys: int, least: int, device: torch.device) 
     Rounded down: one program more than there is room for waits for a place, and all others for it.
     """
     wanted = each * multiprocessors(device) // pairs
-    return max(1, min(wanted, triton.cdiv(keys, least), MOST_SPLITS))
+    return max(1, min(wanted, -(-keys // least), MOST_SPLITS))
 
 
 def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, window: int | None) -> None:
@@ -233,7 +232,7 @@ def _tiling(
             return 64, 64, 4, 2, None
         return (64, 128, 4, 2, None) if max_query <= 64 else (128, 128, 8, 2, None)
     # Tiles of 128 queries read the keys half as often, but need work enough to be spread evenly.
-    tiles = triton.cdiv(max_query, 128) * pairs
+    tiles = -(-max_query // 128) * pairs
     even = tiles >= 4 * multiprocessors(q.device) or max_context >= 2 * max_query
     if block_d > 128:
         return 64, 64, 8, 2, None

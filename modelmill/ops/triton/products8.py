@@ -37,8 +37,8 @@ def tile8(
         _sizes(tokens, n), x, weight, shared_bytes(x.device)
     )
     # neighbours share a block of the weight: it is read once from memory, the activations stay in the cache
-    blocks = triton.cdiv(tokens, block_t)
-    _tile8[(triton.cdiv(n, block_n) * blocks,)](
+    blocks = -(-tokens // block_t)
+    _tile8[(-(-n // block_n) * blocks,)](
         x, weight, scale, x_scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0), blocks,
         BIAS=bias is not None, EACH=x_scale.numel() > 1, WHOLE=x.dtype == torch.int8, AHEAD=tokens <= AHEAD,
@@ -134,7 +134,7 @@ def vector8(
     picked = None if chosen is None else chosen.get(sizes.key_of(x, weight))
     rows, block, warps = picked or strip8(n, weight.shape[1], whole)
     block = min(block, power_of_two(max(k, 8)))
-    _vector8[(triton.cdiv(n, rows),)](
+    _vector8[(-(-n // rows),)](
         x.view(torch.int32), weight.view(torch.int32), scale, x_scale, x if bias is None else bias, out, n, k,
         BIAS=bias is not None, WHOLE=whole, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0, ONCE=k <= block,
         BLOCK_N=rows, BLOCK_K=block, num_warps=max(1, min(warps, rows * block // 32)), **launch(x.device, 1),

@@ -1,20 +1,27 @@
 """Launches with less Python than ``kernel[grid](...)`` takes: for kernels that a prompt's step launches by the hundred.
 
-Triton finds a compiled kernel by everything that it was given, options and all, in 20 to 40 microseconds. Here the
-caller says what decides the code; the compiled kernel is kept under that, and launched as it is.
+Triton finds a compiled kernel by everything that it was given, options and all, in 20 to 40 microseconds, and asks the
+driver about each address. Here the caller says what decides the code; the compiled kernel is kept under that, and
+launched by the function that Triton made for it, with addresses as numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import triton
 
 from modelmill.ops.carveout import divide
 from modelmill.ops.triton.device import INTERPRETED
 
 ALIGNED = 16  # bytes; what Triton compiles for where an address is a multiple of it
+# Versions of Triton whose launcher takes what ``_straight`` gives it; with others the compiled kernel launches itself.
+KNOWN = ("3.6.",)
+Launch = Callable[[tuple[int, int, int], int, list[int], tuple[float, ...], tuple[Any, ...]], Any]
 
 
 class Quick:
@@ -22,7 +29,7 @@ class Quick:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.kept: dict[Any, Any] = {}
+        self.kept: dict[Any, Launch] = {}
 
     def __call__(
         self,
@@ -40,16 +47,22 @@ class Quick:
         if INTERPRETED:
             self.kernel[grid](*pointers, *numbers, *constants, **options)
             return
-        kinds = tuple([(t.dtype, t.data_ptr() % ALIGNED == 0) for t in pointers])
-        key = (torch.cuda.current_device(), kinds, fixed, constants, tuple(options.values()))
-        compiled = self.kept.get(key)
-        if compiled is None:
-            self._check(len(pointers), numbers, fixed)
-            compiled = self.kept[key] = self.kernel[grid](*pointers, *numbers, *constants, **options)
-            if compiled is not None and division is not None:
+        device = torch.cuda.current_device()
+        addresses = [t.data_ptr() for t in pointers]
+        aligned: Any = functools.reduce(operator.or_, addresses, 0) % ALIGNED == 0
+        if not aligned:
+            aligned = tuple([address % ALIGNED == 0 for address in addresses])
+        key = (device, tuple([t.dtype for t in pointers]), aligned, fixed, constants, tuple(options.values()))
+        launch = self.kept.get(key)
+        if launch is not None:
+            launch(grid, device, addresses, numbers, constants)
+            return
+        self._check(len(pointers), numbers, fixed)
+        compiled = self.kernel[grid](*pointers, *numbers, *constants, **options)
+        if compiled is not None:  # else it was compiled in the background, and is asked for again
+            if division is not None:
                 divide(compiled.function, division)
-        else:
-            compiled[grid](*pointers, *numbers, *constants)
+            self.kept[key] = _straight(compiled) or _by_itself(compiled)
 
     def _check(self, pointers: int, numbers: tuple[float, ...], fixed: tuple[int, ...]) -> None:
         """A number that Triton compiles for and that is not among ``fixed`` would bring another number's kernel."""
@@ -57,3 +70,39 @@ class Quick:
         for param, number in zip(told, numbers, strict=False):
             if isinstance(number, int) and not param.do_not_specialize and number not in fixed:
                 raise AssertionError(f"Triton compiles for {param.name} = {number}: it belongs to ``fixed``")
+
+
+def _straight(compiled: Any) -> Launch | None:
+    """The launcher that Triton compiled for this kernel's arguments; None where it needs more than we give it.
+
+    Left out: memory of its own for the kernel, hooks of profilers.
+    """
+    run: Any = getattr(compiled, "run", None)
+    if not triton.__version__.startswith(KNOWN) or not hasattr(run, "launch_pdl"):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, function, sizes = run.launch, compiled.function, compiled.packed_metadata
+    together, early = run.launch_cooperative_grid, run.launch_pdl
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def straight(
+        grid: tuple[int, int, int], device: int, addresses: list[int], numbers: tuple[Any, ...], rest: tuple[Any, ...]
+    ) -> None:
+        launch(
+            *grid, stream_of(device), function, together, early, None, None, sizes, None, None, None,
+            *addresses, *numbers, *rest,
+        )  # fmt: skip
+
+    return straight
+
+
+def _by_itself(compiled: Any) -> Launch:
+    """As ``compiled[grid]`` launches."""
+
+    def launch(
+        grid: tuple[int, int, int], device: int, addresses: list[int], numbers: tuple[Any, ...], rest: tuple[Any, ...]
+    ) -> None:
+        compiled[grid](*addresses, *numbers, *rest)
+
+    return launch

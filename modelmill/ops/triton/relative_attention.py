@@ -58,12 +58,12 @@ def windowed(
     batch, height, width, _, heads, dim = qkv.shape
     tall, wide = window
     tokens = tall * wide
-    rows, columns = triton.cdiv(height, tall), triton.cdiv(width, wide)
+    rows, columns = -(-height // tall), -(-width // wide)
     block_m, block_n, warps, stages, registers = sizes or _window_sizes(tokens, qkv)
     main, rest = split(dim)
     left = tokens % block_n
     outside = qkv if fill is None else fill
-    grid = (triton.cdiv(tokens, block_m), heads, batch * rows * columns)
+    grid = (-(-tokens // block_m), heads, batch * rows * columns)
     _windowed[grid](
         qkv, outside, rel_h, rel_w, out, dim**-0.5, height, width, rows, columns, *qkv.stride()[:5],
         HEADS=heads, DIM=dim, TALL=tall, WIDE=wide, PADDED=fill is not None, MAIN=main, REST=rest,
@@ -219,7 +219,7 @@ def whole(
     by_row, by_column = tables(qkv, rel_h, rel_w)
     block_m, _, warps, stages, registers = sizes or _whole_sizes(qkv)
     main, rest = split(dim)
-    grid = (triton.cdiv(height * width, block_m), heads, batch)
+    grid = (-(-(height * width) // block_m), heads, batch)
     _whole[grid](
         qkv, by_row, by_column, out, dim**-0.5, *qkv.stride()[:5],
         HEADS=heads, DIM=dim, TALL=height, WIDE=width, MAIN=main, REST=rest, BLOCK_M=block_m,
@@ -290,7 +290,7 @@ def tables(qkv: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor) -> tuple
         block, places = max(16, power_of_two(long)), max(16, power_of_two(lines))
         if qkv.dtype == torch.float32:
             block = min(block, 32)
-        _table[(lines * triton.cdiv(long, block), heads, batch)](
+        _table[(lines * -(-long // block), heads, batch)](
             qkv, table, target, lines, long, batch_stride, line_stride, step, head_stride,
             width if vertical else 1, 1 if vertical else width,
             HEADS=heads, DIM=dim, MAIN=main, REST=rest, BLOCK=block, PLACES=places, num_warps=4,

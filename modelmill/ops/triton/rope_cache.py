@@ -65,7 +65,7 @@ def run(
     share = max(1, min(512 // half, power_of_two(total)))
     early, strides = launch(qkv.device, tokens), (flat.stride(0), *k_cache.stride()[:3])
     _quick(
-        (tokens, triton.cdiv(total, share), 1),
+        (tokens, -(-total // share), 1),
         (
             flat, q, k_cache, v_cache,
             flat if k_scale is None else k_scale, flat if v_scale is None else v_scale, slots,

@@ -64,7 +64,7 @@ def run(
     """As the reference, to the bit."""
     rows, vocab = logits.shape
     chunk = 1024 if rows <= _FEW_ROWS else 4096
-    count = triton.cdiv(vocab, chunk)
+    count = -(-vocab // chunk)
     padded = power_of_two(count)
     sums = torch.empty((rows, 2 * PIVOTS + 4 + padded), dtype=torch.int64, device=logits.device)
     words = torch.empty((rows, 2 + 3 * padded + 2 * GATHERED), dtype=torch.int32, device=logits.device)

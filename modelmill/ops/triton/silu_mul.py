@@ -25,7 +25,7 @@ def run(gate_up: torch.Tensor) -> torch.Tensor:
     # A few rows need small blocks to reach every multiprocessor; many rows want wide ones.
     few = rows * inner < 4096 * multiprocessors(flat.device)
     block = min(256 if few else 2048, power_of_two(inner))
-    across = triton.cdiv(inner, block)
+    across = -(-inner // block)
     early, fixed = launch(flat.device, rows), (inner, flat.stride(0), across)
     _quick(
         (rows * across, 1, 1),

@@ -1,0 +1,118 @@
+"""Times what the host does for a step with prompts, which is launched kernel by kernel: no GPU is needed.
+
+    python benchmarks/host.py [-q smoothquant] [--kv-cache-dtype int8] [--steps 1024,768+230] [--rounds 60] [--profile]
+
+A LLaMA of 32 layers, its matrices narrow, on a driver that launches nothing (``silent.py``). ``1024``: a prompt of so
+many tokens; ``768+230``: so many tokens of prompts beside so many answers. CPU milliseconds of this process, the least
+and the median of the rounds: other programs make them larger, never smaller. What torch itself computes (cuBLAS on a
+GPU) would run here, so that ``-q`` is one of the kinds whose products are kernels of ours. To compare two checkouts,
+run each in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import silent  # noqa: E402
+
+KINDS = ("smoothquant", "smoothquant-static", "fp8", "fp8-static", "rptq-w8a8")
+NARROW = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "vocab_size": 64}
+PIECE, CONTEXT = 512, 1000
+INSIDE = "MODELMILL_SILENT_DRIVER"
+
+
+def step_of(told: str, kind: str, kv_dtype: str) -> Callable[[], Any]:
+    """One step down to the ids, with kernels that have been compiled."""
+    import torch
+
+    from benchmarks.forms import form
+    from benchmarks.make_checkpoint import SHAPES
+    from modelmill.nn.kv import KVCache, held_dtype
+    from modelmill.nn.linear import Linear
+    from modelmill.nn.trial import PAGE, draw_weights, trial_step
+    from modelmill.ops.shelf import resolve
+    from modelmill.runtime.graph import bucket
+    from modelmill.runtime.load import build
+
+    raw = {**SHAPES["llama-7b"], **NARROW, "num_key_value_heads": NARROW["num_attention_heads"]}
+    model = build(str(raw["model_type"]), raw)
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear) and name != "head"]
+    draw_weights(model, dict.fromkeys(linears, form(kind)), torch.bfloat16, "cpu")
+    tokens, answers = (int(part or 0) for part in told.partition("+")[::2])
+    pieces = range(0, tokens, PIECE) if answers else (0,)
+    lengths = [min(PIECE, tokens - at) if answers else tokens for at in pieces]
+    groups = [(1, length, length) for length in lengths] + ([(answers, 1, CONTEXT)] if answers else [])
+    pages = sum(count * -(-context // PAGE) for count, _, context in groups) + 1
+    cache = KVCache.allocate(model.kv, pages, PAGE, held_dtype(kv_dtype, torch.bfloat16), "cpu")  # type: ignore[arg-type]
+    bound = bucket(CONTEXT) if answers else tokens
+    step = trial_step(model, resolve("cuda"), groups, bound=bound, kv=cache)
+
+    @torch.inference_mode()
+    def call() -> Any:
+        return step.ops.argmax(model(step))
+
+    for _ in range(3):
+        call()
+    return call
+
+
+def cpu_ms(call: Callable[[], Any], rounds: int) -> list[float]:
+    """CPU milliseconds of each call."""
+    found = []
+    for _ in range(rounds):
+        began = time.process_time()
+        call()
+        found.append(1e3 * (time.process_time() - began))
+    return found
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("-q", "--weights", default="smoothquant", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
+    parser.add_argument("--steps", default="1024,768+230")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--profile", action="store_true", help="where the time goes")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure and print; once more, in a process that finds the silent driver, where this one does not."""
+    options = parse()
+    if os.environ.get(INSIDE) != "1":
+        os.environ[INSIDE] = "1"
+        return silent.again(Path(tempfile.gettempdir()) / "modelmill-silent-driver", sys.argv)
+    import torch
+
+    torch.set_num_threads(1)
+    silent.pretend()
+    silent.silence()
+    for told in options.steps.split(","):
+        call = step_of(told, options.weights, options.kv_cache_dtype)
+        times = cpu_ms(call, options.rounds)
+        what = f"{options.weights}, pages {options.kv_cache_dtype}, {told} tokens"
+        print(f"{what}: {min(times):.2f} ms of CPU at least, {statistics.median(times):.2f} in the median")
+        if options.profile:
+            with cProfile.Profile() as profile:
+                for _ in range(5):
+                    call()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
