@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.linear import linear
 
 RUN = 32  # columns that are packed together; groups hold whole runs
 
@@ -23,7 +23,7 @@ class Drawn(Protocol):
 
 def product(x: torch.Tensor, wide: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] · wide [N, K]ᵀ + bias [N], summed in wide's dtype, rounded once: [T, N] of x's dtype."""
-    out = F.linear(x.to(wide.dtype), wide)
+    out = linear(x.to(wide.dtype), wide)
     return (out if bias is None else out + bias).to(x.dtype)
 
 

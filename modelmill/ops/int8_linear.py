@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.linear import linear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -20,10 +20,7 @@ def int8_linear(
     The product with the integers is taken in x's dtype (small integers are exact in bfloat16 and float16), the
     scale is applied to the float32 sums.
     """
-    product = (
-        F.linear(x.float(), weight.float()) if x.dtype == torch.float32 else F.linear(x, weight.to(x.dtype)).float()
-    )
-    out = product * scale
+    out = linear(x, weight.to(x.dtype)).float() * scale
     if bias is not None:
         out = out + bias
     return out.to(x.dtype)

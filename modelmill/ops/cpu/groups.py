@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu import build
-from modelmill.ops.cpu.linear import most_rows
+from modelmill.ops.cpu.linear import ours
 
 RUN = 32
 _DTYPES = build.DTYPES
@@ -47,7 +47,7 @@ class Grouped:
             return self.reference(x, weight, scale, offset, group, bias)
         x = x.contiguous()
         rows, k = x.shape
-        if rows > most_rows(dtype):
+        if not ours(dtype, rows, k):
             return self._widened(x, weight, scale, offset, group, bias)
         n = weight.shape[0]
         out = torch.empty(rows, n, dtype=dtype)

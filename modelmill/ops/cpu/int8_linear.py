@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu import build
-from modelmill.ops.cpu.linear import most_rows
+from modelmill.ops.cpu.linear import ours
 from modelmill.ops.int8_linear import int8_linear
 
 available = build.available
@@ -31,7 +31,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.
         return int8_linear(x, weight, scale, bias)
     x = x.contiguous()
     rows, k = x.shape
-    if rows > most_rows(dtype):
+    if not ours(dtype, rows, k):
         return _widened(x, weight, scale, bias)
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)

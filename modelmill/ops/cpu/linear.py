@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from modelmill.ops.cpu import build
+from modelmill.ops.linear import AMX_COLUMNS, linear
 
 available = build.available
 _DTYPES = build.DTYPES
@@ -23,10 +23,10 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None)
     """As the reference, which also serves other dimensions, mixed dtypes and weights with gaps."""
     dtype = x.dtype
     if dtype not in _DTYPES or x.dim() != 2 or weight.dtype is not dtype or not weight.is_contiguous():
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     rows, k = x.shape
-    if rows > most_rows(dtype) or (bias is not None and not (bias.is_contiguous() and bias.dtype is dtype)):
-        return F.linear(x, weight, bias)
+    if not ours(dtype, rows, k) or (bias is not None and not (bias.is_contiguous() and bias.dtype is dtype)):
+        return linear(x, weight, bias)
     x = x.contiguous()
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)
@@ -34,6 +34,14 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None)
     kernel = _kernel() if rows <= build.FEW_ROWS else _long_kernel()
     kernel(out.data_ptr(), x.data_ptr(), weight.data_ptr(), added, rows, k, n, _DTYPES[dtype])
     return out
+
+
+def ours(dtype: torch.dtype, rows: int, k: int) -> bool:
+    """Whether a product of so many rows of K columns is better done here than by torch.
+
+    Of rows that torch would read beyond their ends (``ops.linear``) always.
+    """
+    return rows <= most_rows(dtype) or (dtype.itemsize == 2 and k % AMX_COLUMNS != 0)
 
 
 @functools.cache
