@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import silent  # noqa: E402
 
-KINDS = ("smoothquant", "smoothquant-static", "fp8", "fp8-static", "rptq-w8a8")
+KINDS = ("smoothquant", "smoothquant-static", "fp8", "fp8-static")
 NARROW = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "vocab_size": 64}
 PIECE, CONTEXT = 512, 1000
 INSIDE = "MODELMILL_SILENT_DRIVER"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,18 +63,21 @@ def seconds(lengths: Lengths, card: Card, pages: int = PAGES, **limits: Any) -> 
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
         request = Request(id=str(number), prompt=(5,) * prompt, params=params)
         scheduler.add(Row(request, 0, number, rule, limit=prompt + answer))
-    total = 0.0
+    return sum(card.step(plan) for plan in steps(scheduler)) / 1e3
+
+
+def steps(scheduler: Scheduler) -> Iterator[Schedule]:
+    """The steps until nobody is left, each before its tokens count as computed; every answer goes to its limit."""
     while scheduler.running or scheduler.waiting:
         plan = scheduler.schedule()
         assert plan is not None
-        total += card.step(plan)
+        yield plan
         scheduler.advance(plan)
         for seq in [seq for seq, _ in plan.work if seq.pending]:
             seq.tokens.append(5)
             seq.pending = 0
             if len(seq.tokens) >= seq.limit:
                 scheduler.remove(seq)
-    return total / 1e3
 
 
 def batch(told: str) -> Lengths:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulated import steps
 from modelmill.core.types import Request
 from modelmill.runtime.foresight import alike, ends_at_limit, most_pages
 from modelmill.runtime.pages import PagePool
@@ -114,20 +115,10 @@ def test_answers_are_alike_by_their_limits_whatever_their_prompts() -> None:
 def steps_of(works: list[tuple[int, int]], *, together: bool, seqs: int = 64, pages: int = 1000) -> list[list[int]]:
     """Tokens of each sequence in each step."""
     limits = Limits(1024, seqs, 16, prefix=False, mixed=256, together=together)
-    scheduler, counts = Scheduler(limits, PagePool(pages), 80), []
+    scheduler = Scheduler(limits, PagePool(pages), 80)
     for number, work in enumerate(works):
         scheduler.add(sequence(*work, number))
-    while scheduler.running or scheduler.waiting:
-        plan = scheduler.schedule()
-        assert plan is not None
-        counts.append([count for _, count in plan.work])
-        scheduler.advance(plan)
-        for seq in [seq for seq, _ in plan.work if seq.pending]:
-            seq.tokens.append(7)
-            seq.pending = 0
-            if len(seq.tokens) >= seq.limit:
-                scheduler.remove(seq)
-    return counts
+    return [[count for _, count in plan.work] for plan in steps(scheduler)]
 
 
 def test_prompts_of_answers_that_end_together_go_first() -> None:
