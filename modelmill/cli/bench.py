@@ -59,7 +59,7 @@ class Args(Common):
     what: str = option(help="latency, throughput, startup, serve, ops", positional=True, choices=KINDS, metavar="WHAT")
     engine: Path | None = option(None, ENGINE_HELP + "; none for serve and ops", positional=True, metavar="ENGINE")
     batch_size: tuple[int, ...] = option((1,), "latency: batch sizes, measured in turn until memory ends")
-    input_len: int = option(128, "tokens of a prompt")
+    input_len: int = option(128, "tokens of a prompt; serve: words, each of a token or more")
     output_len: int = option(64, "tokens of an answer (end-of-text is ignored)")
     num_prompts: int | None = option(None, "throughput, serve: requests (default: 100; of a trace 500)")
     dataset: Path | None = option(None, "throughput: ShareGPT json, or jsonl of prompts", metavar="FILE")

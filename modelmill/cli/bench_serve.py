@@ -93,6 +93,7 @@ def show_serve(measured: dict[str, Any]) -> None:
     table(["", "mean", "median", "p90", "p99"], rows, f"{measured['model']} at {measured['url']}")
     counts = {
         "requests": f"{measured['requests'] - measured['failed']} of {measured['requests']}",
+        "prompt tokens": measured.get("prompt_tokens"),
         "seconds": measured["seconds"],
         "requests/s": measured["requests_per_s"],
         "output tokens/s": measured["output_tokens_per_s"],

@@ -142,9 +142,10 @@ def _keys(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        keys = [line.strip() for line in file.read_text("utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError):
         raise UsageError(f"--api-key-file {file} cannot be read") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise UsageError(f"--api-key-file {file} holds no key")
     return keys
@@ -155,6 +156,8 @@ def _names(args: Args) -> list[str]:
     if not args.engines:
         raise UsageError("give at least one ENGINE")
     names = list(args.served_model_name) or [path.resolve().name.removesuffix(".engine") for path in args.engines]
+    if not all(name.strip() for name in names):
+        raise UsageError("--served-model-name must not be empty")
     if len(names) != len(args.engines):
         raise UsageError(
             f"{len(names)} --served-model-name for {len(args.engines)} engines; give one for each, or none"

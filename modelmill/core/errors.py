@@ -38,6 +38,9 @@ class RequestError(UsageError):
     """A single request is impossible; the engine is unharmed."""
 
 
+GRAMMAR_LOST = "the answer could not be held to its grammar any further: too much work; ask for a simpler one"
+
+
 class CheckpointError(ModelmillError):
     """A checkpoint cannot be used."""
 

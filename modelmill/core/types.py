@@ -29,6 +29,7 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"  # what the answer was held to cannot be followed any further
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,12 @@ class Grammar:
 
 
 class Guide(Protocol):
-    """Which tokens may come next in one answer."""
+    """Which tokens may come next in one answer.
+
+    lost: the grammar could not be followed to its end, and what was written is no text of it.
+    """
+
+    lost: bool
 
     def mask(self) -> Any:
         """[ceil(V / 8)] uint8 of numpy: bit t % 8 of byte t // 8 is set where token t may come; never all zero."""

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 
 LIMIT = 1 << 24
+WRITES = (None, "language")  # kinds of models that write; other servers, and one that loads, tell none
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Remote:
             ) from None
 
     async def first_model(self) -> str:
-        """The first model that the server lists. Raises ModelmillError."""
+        """The first model that the server lists, and that writes where it tells kinds. Raises ModelmillError."""
         try:
-            return str((await self.get("/v1/models"))["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise ModelmillError("the server lists no model; name one with --model") from None
+            listed = (await self.get("/v1/models"))["data"]
+            return str(next(each for each in listed if each.get("kind") in WRITES)["id"])
+        except (KeyError, StopIteration, TypeError, AttributeError):
+            raise ModelmillError("the server lists no model that writes; name one with --model") from None
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
         """(when it came, event) for each event of a streamed answer. Raises ModelmillError."""

@@ -24,7 +24,7 @@ import numpy
 from modelmill.aio import AsyncLLM
 from modelmill.answer import Delta
 from modelmill.core.config import RunConfig, from_dict
-from modelmill.core.errors import ModelmillError, RequestError, UsageError
+from modelmill.core.errors import GRAMMAR_LOST, ModelmillError, RequestError, UsageError
 from modelmill.export.triton_fields import INPUTS, OUTPUTS, Question, question
 from modelmill.export.triton_metrics import Metrics
 from modelmill.export.triton_repository import ENGINE, START, Start
@@ -106,6 +106,9 @@ class Backend:
                 async for delta in deltas:
                     if delta.finish_reason == "abort":
                         call.fail("the engine has no memory left for this request; shorten it", "UNAVAILABLE")
+                        return
+                    if delta.finish_reason == "error":
+                        call.fail(GRAMMAR_LOST, "INVALID_ARG")
                         return
                     if delta.finish_reason or (asked.stream and (delta.text or delta.token_ids)):
                         call.tell(delta, whole=not asked.stream)

@@ -82,7 +82,8 @@ class Ledger:
         stop: int | None = None
         said: int | None = token
         if token in seq.stops:
-            finish, stop, said = Finish.STOP, token, None
+            lost = seq.guide is not None and seq.guide.lost
+            finish, stop, said = Finish.ERROR if lost else Finish.STOP, token, None
         elif len(seq.tokens) >= seq.limit:
             finish = Finish.LENGTH
         if finish is not None:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from modelmill.core import log
-from modelmill.core.errors import CapacityError, ModelmillError, RequestError, UsageError
+from modelmill.core.errors import GRAMMAR_LOST, CapacityError, ModelmillError, RequestError, UsageError
 from modelmill.core.types import Finish, Token
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
@@ -111,7 +111,7 @@ class Engine:
         self._asked: dict[int, asyncio.Future[Stats]] = {}
         self._numbers = itertools.count()
         self._stats: Stats | None = None
-        self._before = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._before = _idle(0)
         self._closing = False
         self.metrics: EngineMetrics | None = None
         self.sight = Sight(name, self._send, lambda id: self._send(Abort(id)))
@@ -325,7 +325,8 @@ class Engine:
             if not future.done():
                 future.set_exception(TimeoutError())
         if self._stats is not None:
-            self._before, self._stats = _plus(replace(self._stats, running=0, waiting=0), self._before), None
+            # counters go on where they were; nothing runs and nothing is held until the next worker tells
+            self._before, self._stats = _plus(self._stats, self._before), _idle(self._stats.pages)
 
     # -- messages
 
@@ -384,6 +385,9 @@ class Engine:
         if token.finish is Finish.ABORT:
             ticket.fail(CapacityError("the engine has no memory left for this request; shorten it"))
             return
+        if token.finish is Finish.ERROR:
+            ticket.fail(RequestError(GRAMMAR_LOST))
+            return
         ticket.tell(token.request, delta, 1 + len(token.logprobs or ()) + len(token.replay or ()))
 
     def _forget(self, id: str) -> tuple[Dialogue, Ticket] | None:
@@ -414,6 +418,11 @@ async def received(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]
 def _kind(error: Exception) -> str:
     """What may be told of an error: the system's own words for its errors, else no text, which may hold anything."""
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__
+
+
+def _idle(pages: int) -> Stats:
+    """Of a loop that has done nothing yet."""
+    return Stats(0, 0, pages, pages, 0, 0, 0, 0, 0, 0)
 
 
 def _plus(now: Stats, before: Stats) -> Stats:

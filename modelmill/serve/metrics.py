@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from modelmill.answer import Delta
+from modelmill.core.types import Finish
 from modelmill.runtime.stats import Stats
 from modelmill.serve.sight import SightMetrics
 
@@ -44,7 +45,7 @@ class Metrics:
             self._gap.labels(model),
             self._whole.labels(model),
             self._queue.labels(model),
-            {reason: self._success.labels(model, reason) for reason in ("stop", "length", "abort")},
+            {reason: self._success.labels(model, reason) for reason in Finish},
         )
 
     def page(self, told: Iterable[tuple[str, Stats]]) -> bytes:

@@ -87,7 +87,8 @@ class Server:
             self.service.close()
         if self._failed is not None:
             kind = UsageError if self._failed.usage else ModelmillError
-            raise kind(self._failed.error or "an engine ended")
+            whose = f"{self._failed.name}: " if len(self.service.distinct) > 1 else ""
+            raise kind(whose + (self._failed.error or "an engine ended"))
 
     async def _engines(self, loaded: Callable[[Engine], None]) -> None:
         """Load one after another, then watch them."""

@@ -78,6 +78,10 @@ class Guides:
             matcher = self._lib.LLMatcher(self._tokens, form, limits=_limits(self._lib), log_level=0)
         if matcher.is_error():
             raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {one_line(matcher.get_error(), SAID)}")
+        # the costly part of the first token, done here and not in a step; it also tells what has no text at all
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: it has no text, or takes too much work")
         mine = set(ends)
         if not mine.intersection(self._ends):
             raise RequestError("structured output needs an end of the answer; leave ignore_eos out")
@@ -90,6 +94,7 @@ class Guide:
     def __init__(self, matcher: Any, vocab: int, foreign: list[int], ends: list[int]) -> None:
         self._matcher, self._vocab = matcher, vocab
         self._foreign, self._ends = foreign, ends
+        self.lost = False
 
     def mask(self) -> np.ndarray:
         """[ceil(V / 8)] uint8: bit t % 8 of byte t // 8 is set where token t may come next; never all zero."""
@@ -102,6 +107,7 @@ class Guide:
             _clear(bits, self._foreign)
         if matcher.is_stopped() or matcher.is_error() or not bits.any():
             # the text is complete, or the grammar can say no more: the answer ends
+            self.lost = matcher.is_error() or not (matcher.is_stopped() or matcher.is_accepting())
             bits[:] = 0
             _set(bits, self._ends)
         return bits

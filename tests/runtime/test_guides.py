@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import Grammar, Request
+from modelmill.core.types import Finish, Grammar, Request
 from modelmill.runtime import filters
 from tests.runtime import tiny
 
@@ -17,10 +17,11 @@ GRAMMAR = Grammar("regex", "anything")
 
 
 class Alternating:
-    """Even tokens, then odd ones, in turn; after six, the end."""
+    """Even tokens, then odd ones, in turn; after six, the end. lost: as a grammar that could not be followed."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: bool = False) -> None:
         self.taken: list[int] = []
+        self.lost = lost
 
     def mask(self) -> np.ndarray:
         fine = np.zeros(8 * -(-tiny.VOCAB // 8), dtype=np.uint8)
@@ -54,6 +55,17 @@ def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], ove
             assert [token % 2 for token in ids] == [0, 1] * 3, ids
     assert {key: found[str(int(key[0]) + 6), key[1]] for key in plain} == plain
     assert engine.ledger.guided == 0
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_answer_whose_grammar_was_lost_does_not_end_as_if_it_were_whole(overlap: bool, lost: bool) -> None:
+    engine = tiny.loop(overlap=overlap)
+    engine.entry.guides = lambda _: Alternating(lost)
+    engine.add(guided([(2, 3)], max_tokens=20)[0])
+    last = tiny.drain(engine)[-1]
+    assert last.finish is (Finish.ERROR if lost else Finish.STOP)
+    tiny.idle(engine)
 
 
 def test_without_a_maker_or_with_beams_it_is_refused() -> None:

@@ -15,7 +15,8 @@ from tests.serve.process import Serving
 from tests.serve.test_examples import BRIEF
 
 langchain_openai = pytest.importorskip(
-    "langchain_openai", reason="needs langchain-openai (pip install 'modelmill[conformance]')"
+    "langchain_openai",
+    reason="needs langchain-openai; `make conformance` installs it: .venv-conformance/bin/python -m pytest this",
 )
 TOWN = {
     "title": "place",

@@ -181,3 +181,21 @@ def test_leaving_while_a_grammar_is_made(running: Running) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(stats)
+
+
+def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(running: Running) -> None:
+    """Streamed as well; and one whose schema has no text is refused."""
+    pattern = {"type": "string", "pattern": "^(.{1,80} ){1,50}$"}
+    form = schema({"type": "object", "properties": {"a": pattern}, "required": ["a"], "additionalProperties": False})
+    body = {"model": "stories", "messages": [{"role": "user", "content": "Go on"}], "max_tokens": 400, **form}
+    for seed in range(3):
+        asked = {**body, "temperature": 1.0, "seed": seed}
+        whole = running.post("/v1/chat/completions", asked)
+        assert whole.status == 400, whole.json["choices"][0]
+        assert "held to its grammar" in whole.json["error"]["message"]
+        streamed = running.post("/v1/chat/completions", {**asked, "stream": True})
+        assert b"held to its grammar" in streamed.body
+        assert b'"finish_reason":"stop"' not in streamed.body
+    for nothing in ({"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}):
+        refused = running.post("/v1/chat/completions", {**body, **schema(nothing)})
+        assert (refused.status, "cannot be used" in refused.json["error"]["message"]) == (400, True)

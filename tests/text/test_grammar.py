@@ -45,6 +45,49 @@ def walk(guides: grammars.Guides, tokenizer: Tokenizer, grammar: Grammar, seed: 
     return None
 
 
+NOTHING = [
+    ("json", '{"$ref":"#"}'),
+    ("json", '{"anyOf":[{"$ref":"#"}]}'),
+    ("json", '{"allOf":[{"$ref":"#"}]}'),
+    ("json", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),
+    ("lark", "start: a\na: a"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), NOTHING)
+def test_what_has_no_text_is_refused(guides: grammars.Guides, tokenizer: Tokenizer, kind: str, text: str) -> None:
+    with pytest.raises(RequestError, match="cannot be used"):
+        guides.make(Grammar(kind, text), tokenizer.eos_ids)
+
+
+def test_an_empty_text_is_one(guides: grammars.Guides, tokenizer: Tokenizer) -> None:
+    guide = guides.make(Grammar("regex", "a?"), tokenizer.eos_ids)
+    bits = guide.mask()
+    assert bits[tokenizer.eos_ids[0] >> 3] >> (tokenizer.eos_ids[0] & 7) & 1
+    assert not guide.lost
+
+
+def test_a_grammar_that_takes_too_much_work_is_lost_and_not_ended(
+    guides: grammars.Guides, tokenizer: Tokenizer
+) -> None:
+    """What has been written by then is no text of it, whoever reads the answer has to know."""
+    pattern = {"type": "string", "pattern": "^(.{1,80} ){1,50}$"}
+    schema = {"type": "object", "properties": {"a": pattern}, "required": ["a"], "additionalProperties": False}
+    rng, guide, ids = random.Random(0), guides.make(Grammar("json", json.dumps(schema)), tokenizer.eos_ids), []
+    while not guide.lost:
+        bits = guide.mask()
+        allowed = [id for id in range(tokenizer.vocab_size) if bits[id >> 3] >> (id & 7) & 1]
+        if guide.lost:
+            assert set(allowed) <= set(tokenizer.eos_ids)
+            break
+        assert tokenizer.eos_ids[0] not in allowed
+        assert len(ids) < 2000
+        ids.append(rng.choice(allowed))
+        guide.accept(ids[-1])
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated|Invalid"):
+        json.loads(b"".join(map(tokenizer.token_bytes, ids)))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_walks_end_inside_the_grammar(guides: grammars.Guides, tokenizer: Tokenizer, seed: int) -> None:
     pattern = r"(ab|cd)+-[0-9]{2}"

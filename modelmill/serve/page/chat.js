@@ -116,7 +116,9 @@ function remember() {
 
 function messages() {
   const system = (kept("system") || "").trim();
-  const told = talk.map(({ role, content, pictures: shown }) => {
+  // an answer that failed, or was stopped before its first word, is nobody's turn
+  const said = talk.filter(({ role, content, bad }) => role === "user" || (content && !bad));
+  const told = said.map(({ role, content, pictures: shown }) => {
     if (!shown?.length) return { role, content };
     const parts = shown.map((url) => ({ type: "image_url", image_url: { url } }));
     return { role, content: [...parts, { type: "text", text: content }] };

@@ -12,6 +12,7 @@ from modelmill.answer import Completion
 from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
+from modelmill.runtime.check import Bounds, check
 from modelmill.serve import shape
 from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
 from modelmill.serve.schema import CompletionRequest
@@ -30,7 +31,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     body.check()
     bounds, language = engine.bounds, engine.language
     engine.check_room(len(body.prompts()) * (body.n or 1))
-    dialogues = await service.aside(_dialogues, language, body, bounds.longest)
+    dialogues = await service.aside(_dialogues, language, body, bounds)
     ticket = submitted(request, engine, dialogues)
     reply = Reply(body, ticket, language)
     if body.stream:
@@ -39,18 +40,20 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     return shape.Json(reply.whole())
 
 
-def _dialogues(language: Language, body: CompletionRequest, longest: int) -> list[Dialogue]:
+def _dialogues(language: Language, body: CompletionRequest, bounds: Bounds) -> list[Dialogue]:
+    """Each is checked before the next is read: one that is impossible ends the work on all of them."""
     prompts = body.prompts()
     if language.tokenizer is None and (body.stop or any(isinstance(prompt, str) for prompt in prompts)):
         raise RequestError("this engine has no tokenizer: give token ids as the prompt, and stop_token_ids")
     params, grammar = body.sampling(), body.checked_grammar()
     dialogues = []
     for prompt in prompts:
-        language.check_size(prompt, longest)
+        language.check_size(prompt, bounds.longest)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         dialogues.append(language.request({key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar))
         if body.echo:
             dialogues[-1].echo()
+        check(dialogues[-1].request, bounds)
     return dialogues
 
 

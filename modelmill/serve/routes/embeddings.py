@@ -13,6 +13,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import SamplingParams
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
+from modelmill.runtime.check import Bounds, check
 from modelmill.serve.embeddings import MOST_NUMBERS, EmbeddingRequest, vector
 from modelmill.serve.routes.common import service_of, submitted
 from modelmill.serve.stream import finished
@@ -27,23 +28,25 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     engine = service.engine(body.model)
     bounds, language = engine.bounds, engine.language
     engine.check_room(len(body.inputs()))
-    dialogues = await service.aside(_dialogues, language, body, bounds.longest)
+    dialogues = await service.aside(_dialogues, language, body, bounds)
     ticket = submitted(request, engine, dialogues)
     await finished(request, ticket)
     return Response(await service.aside(_whole, body, dialogues), media_type="application/json")
 
 
-def _dialogues(language: Language, body: EmbeddingRequest, longest: int) -> list[Dialogue]:
+def _dialogues(language: Language, body: EmbeddingRequest, bounds: Bounds) -> list[Dialogue]:
+    """Each is checked before the next is read: one that is impossible ends the work on all of them."""
     inputs = body.inputs()
     if language.tokenizer is None and any(isinstance(each, str) for each in inputs):
         raise RequestError("input must be token ids: this engine has no tokenizer")
     params = SamplingParams(max_tokens=0)
     out = []
     for each in inputs:
-        language.check_size(each, longest)
+        language.check_size(each, bounds.longest)
         key = "prompt" if isinstance(each, str) else "prompt_token_ids"
         asked = language.request({key: each, "cache_salt": body.cache_salt}, params).request
         out.append(Dialogue(replace(asked, pooling=body.how), None, None))
+        check(out[-1].request, bounds)
     return out
 
 
