@@ -97,7 +97,7 @@ def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
     for key, value in raw.items():
         flag = known.get(str(key).replace("-", "_"))
         if flag is None or flag.name == "config":
-            hint = nearest(str(key).replace("-", "_"), list(known))
+            hint = nearest(str(key).replace("-", "_"), [name for name in known if name != "config"])
             raise UsageError(f"{path}: unknown option {key!r}" + (f"; did you mean {hint}?" if hint else ""))
         if value is not None:
             values[flag.name] = _typed(flag, value, f"{path}: {key}")

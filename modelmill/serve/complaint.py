@@ -51,6 +51,8 @@ ELSEWHERE = {
     "max_new_tokens": "max_tokens",
     "stop_sequences": "stop",
     "repeat_penalty": "repetition_penalty",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
 }
 """Fields of older clients and other servers, and what says it here."""
 

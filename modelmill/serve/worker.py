@@ -221,7 +221,8 @@ def ready(loop: Loop, path: str) -> Ready:
 def artifact_of(order: Open, told: Callable[[str, int, int], None]) -> Artifact:
     """The engine, checked; a checkpoint is built into the cache first. Raises ModelmillError."""
     path = Path(order.model)
-    if not is_engine(path):
+    # a folder that is called an engine is told what it lacks of one, not of a checkpoint
+    if not is_engine(path) and not (path.is_dir() and path.suffix == ".engine"):
         if not path.exists():
             raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
         from modelmill.llm import cached_engine

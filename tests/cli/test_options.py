@@ -184,7 +184,7 @@ def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> N
     ("text", "told"),
     [
         ("max_num_seq: 3", "did you mean max_num_seqs"),
-        ("config: other.yaml", "unknown option"),
+        ("config: other.yaml", "unknown option 'config'\n"),
         ("engine: x", "unknown option"),
         ("max_num_seqs: many", "must be a whole number"),
         ("max_num_seqs: 1.5", "must be a whole number"),

@@ -33,6 +33,8 @@ CASES: list[tuple[type[Shape], dict[str, Any], str]] = [
      "guided_regex: unknown field; did you mean structured_outputs.regex?"),
     (CompletionRequest, {**TEXT, "temprature": 1}, "temprature: unknown field; did you mean temperature?"),
     (ChatRequest, {**TALK, "functions": []}, "functions: unknown field; did you mean tools?"),
+    (ResponsesRequest, {"model": "m", "input": "x", "max_tokens": 3},
+     "max_tokens: unknown field; did you mean max_output_tokens?"),
     (CompletionRequest, {**TEXT, "logit_bias": {"5": "x"}}, "logit_bias.5: must be a number"),
     (CompletionRequest, {**TEXT, "structured_outputs": {"json": 5}},
      "structured_outputs.json: must be an object or a text"),

@@ -237,6 +237,11 @@ def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> None:
         assert engine.state is State.FAILED
         assert engine.usage
         assert engine.error == f"{tmp_path / 'none.engine'} does not exist; give an engine folder or a checkpoint"
+        (tmp_path / "empty.engine").mkdir()
+        engine, task = await opened(tmp_path / "empty.engine")
+        await task
+        assert engine.error is not None
+        assert f"{tmp_path / 'empty.engine'} is not an engine (it has no manifest.json)" in engine.error
 
     asyncio.run(main())
 
