@@ -53,6 +53,7 @@ class Card(Shown):
     max_model_len: int | None
     kind: str
     input_modalities: list[str] = Field(default_factory=list)
+    chat: bool | None = None
 
 
 class Cards(Shown):

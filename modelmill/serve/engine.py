@@ -150,6 +150,13 @@ class Engine:
             return ["image"]
         return [] if self._language is None else ["text", "image"] if self._language.sees else ["text"]
 
+    @property
+    def chats(self) -> bool | None:
+        """Whether it has a chat template; None before that is known."""
+        if self.kind == KIND:
+            return False
+        return None if self._language is None else self._language.chat_format is not None
+
     def check_sees(self) -> None:
         """Raises NotReady, RequestError for an engine that does not segment."""
         self._ready()

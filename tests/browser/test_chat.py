@@ -346,3 +346,33 @@ def test_everything_has_a_name(opened: Any) -> None:
     assert page.evaluate("document.documentElement.lang") == "en"
     assert page.get_by_role("main").count() == 1
     assert page.get_by_role("log", name="Conversation").count() == 1
+
+
+def test_an_answer_that_failed_is_nobodys_turn(opened: Any) -> None:
+    page = opened('{"temperature": 0, "max_tokens": 8}')
+    ready(page)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=500, body="<html>"))
+    ask(page, "Hello")
+    expect(answered(page).locator(".note.bad")).to_be_visible()
+    page.unroute("**/v1/chat/completions")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "Say hi")
+    told = asked.value.post_data_json["messages"]
+    assert [(each["role"], each["content"]) for each in told] == [("user", "Hello"), ("user", "Say hi")]
+    expect(answered(page, 2).locator(".figures")).to_have_text(FIGURES, timeout=WAIT)
+
+
+def test_a_model_without_a_chat_template_says_so(opened: Any) -> None:
+    """The list of models as such a server gives it."""
+
+    def silent(route: Any) -> None:
+        answer = route.fetch()
+        told = answer.json()
+        route.fulfill(response=answer, json={**told, "data": [{**each, "chat": False} for each in told["data"]]})
+
+    page = opened()
+    page.route("**/v1/models", silent)
+    page.reload()
+    field = page.get_by_label("Message", exact=True)
+    expect(field).to_be_disabled()
+    expect(field).to_have_attribute("placeholder", re.compile("no chat template: ask it at /v1/completions"))

@@ -58,7 +58,7 @@ function banner(text, share) {
 
 function models() {
   const segments = cards.filter(sees);
-  const writes = cards.filter((card) => card.kind && !sees(card));
+  const writes = cards.filter((card) => card.kind && !sees(card)).sort((a, b) => (a.chat === false) - (b.chat === false));
   const unknown = cards.filter((card) => !card.kind);
   $("tabs").hidden = !(segments.length && (writes.length || unknown.length));
   if (segments.length && !writes.length && !unknown.length) show("segment");
@@ -66,7 +66,7 @@ function models() {
   const writer = named([...writes, ...unknown], picked.chat);
   const viewer = named(segments, picked.segment);
   fill(tab === "chat" ? [...writes, ...unknown] : segments, (tab === "chat" ? writer : viewer)?.id);
-  chat.use(writer ? { id: writer.id, ready: ready(writer), pictures: writer.input_modalities?.includes("image") } : null);
+  chat.use(writer ? { id: writer.id, ready: ready(writer) && writer.chat !== false, talks: writer.chat !== false, pictures: writer.input_modalities?.includes("image") } : null);
   segment.use(viewer ? { id: viewer.id, ready: ready(viewer) } : null);
 }
 

@@ -11,7 +11,7 @@ const MOST_PICTURES = 8;
 let talk = []; // {role, content, pictures?, figures?, note?, bad?}
 let running = null; // AbortController of the answer that is being written
 let pictures = []; // data: URLs that go with the next message
-let model = null; // {id, ready, pictures}
+let model = null; // {id, ready, talks, pictures}: ready only where it talks
 let asked = () => {}; // told when something says that the server is not well
 
 const bottom = () => $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight;
@@ -20,7 +20,10 @@ const follow = () => { $("talk").scrollTop = $("talk").scrollHeight; };
 export function use(found) {
   model = found;
   $("welcome-model").textContent = found ? `${found.id} answers` : "";
-  $("message").placeholder = found?.ready === false ? "The model is loading" : "Write a message";
+  const silent = found && !found.talks;
+  $("message").placeholder = silent ? "This model has no chat template: ask it at /v1/completions"
+    : found?.ready === false ? "The model is loading" : "Write a message";
+  $("message").disabled = silent;
   $("add-picture").hidden = !found?.pictures;
   if (!found?.pictures) { pictures = []; showPictures(); }
   refresh();

@@ -73,4 +73,5 @@ def _card(name: str, engine: Engine) -> dict[str, Any]:
         "max_model_len": longest,
         "kind": engine.kind,
         "input_modalities": engine.reads,
+        "chat": engine.chats,
     }
