@@ -75,7 +75,7 @@ class Bench:
         with self.stage.opened(self.names(parts[0]), shape, SHARED, 64) as sides:
             for part in parts:
                 facts = {side.name: side.facts for side in sides}
-                for batch, prompt in MARKS if part == "marks" else ():
+                for batch, prompt in self.options.mark or MARKS if part == "marks" else ():
                     for work, figures in in_blocks(batch, prompt, sides, self.options.blocks):
                         self.tell(part, work, figures, facts, order=BLOCKS)
                 for work in works_of(part):
@@ -228,6 +228,12 @@ def command_of(arguments: Sequence[str]) -> str:
     return shlex.join(["python", "benchmarks/table.py", *names])
 
 
+def mark(told: str) -> tuple[int, int]:
+    """1x4096 → (1, 4096)."""
+    batch, _, prompt = told.partition("x")
+    return int(batch), int(prompt)
+
+
 def variant(told: str) -> tuple[str, dict[str, Any]]:
     """modelmill-int8kv={"…": …} → its name and fields of RunConfig."""
     name, _, fields = told.partition("=")
@@ -247,6 +253,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=3, help="measured rounds of a line (first, warm: three times as many)"
     )
+    parser.add_argument("--mark", action="append", type=mark, metavar="BxP", help="marks: only these, 1x4096 say")
     parser.add_argument("--blocks", type=int, default=2, help="marks: blocks of each side")
     parser.add_argument("--starts", type=int, default=2, help="counted starts of each side")
     parser.add_argument(
