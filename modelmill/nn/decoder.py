@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -144,8 +143,5 @@ class Decoder(nn.Module):
 
     def rope(self, step: Step) -> Rope:
         """The step's rotation, and Qwen v1's logn factors in the activations' rounding."""
-        cos, sin = self.rotary(step.positions, step.rope_keys)
-        if self.config.logn is None:
-            return Rope(cos, sin)
-        factor = (torch.log(step.positions + 1.0) / math.log(self.config.logn)).clamp(min=1.0)
-        return Rope(cos, sin, factor.to(self.embed.weight.dtype).float())
+        dtype = self.embed.weight.dtype
+        return Rope(*self.rotary(step.positions, step.rope_keys, step, self.config.logn, dtype))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from modelmill.core.errors import CheckpointError
+from modelmill.nn.step import Step
 
 STRETCHED = ("dynamic", "qwen_ntk")
 RULES = ("fixed", "prompt", "running")
@@ -50,7 +51,7 @@ class RopeSpec:
 
 
 class Rotary(nn.Module):
-    """positions, keys → (cos, sin), each [T, D/2] float32.
+    """A step's positions and keys → (cos, sin), each [T, D/2] float32, and Qwen v1's factors on q [T], or None.
 
     rule: which length decides the key ("fixed": none). Raises CheckpointError for a scaling it does not know.
     """
@@ -76,17 +77,19 @@ class Rotary(nn.Module):
             return 0 if length <= self.spec.trained else length
         return 0
 
-    def forward(self, positions: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions, keys: [T] int64."""
-        inv_freq = self.inv_freq if self.rule == "fixed" else self._by_key(keys)
-        angles = positions[:, None] * inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
+    def forward(
+        self, positions: torch.Tensor, keys: torch.Tensor, step: Step, logn: int | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """positions, keys: [T] int64. logn: the length from which q grows, or None; by factors rounded to dtype."""
+        if self.rule == "running":
+            # a row of frequencies for each token
+            table, keys = self._running(keys), torch.arange(len(keys), device=keys.device)
+        else:
+            table = self.inv_freq[None] if self.by_key is None else self.by_key
+        return step.ops.rotation(positions, keys, table, self.factor, logn, dtype)
 
-    def _by_key(self, keys: torch.Tensor) -> torch.Tensor:
+    def _running(self, keys: torch.Tensor) -> torch.Tensor:
         """Frequencies of each token, [T, D/2]; tokens with key 0 get the unscaled ones exactly."""
-        if self.by_key is not None:
-            return self.by_key[keys]
         spec = self.spec
         factor = float(spec.scaling.get("factor", 1.0))
         stretch = factor * keys.double() / spec.trained - (factor - 1.0)

@@ -39,6 +39,7 @@ OPS = (
     "layer_norm",
     "add_layer_norm",
     "add_layer_norm_quant",
+    "rotation",
     "rope_cache",
     "paged_attention",
     "silu_mul",
@@ -66,7 +67,7 @@ OPS = (
 _ALONE = (
     *("rms_norm_quant", "add_rms_norm_quant", "silu_mul_quant", "quantize", "w8a8_linear", "fp8_linear"),
     *("cluster_quant", "clustered_linear", "argmax", "sample", "image_attention", "enlarge"),
-    *("add_layer_norm", "add_layer_norm_quant", "gelu", "gelu_quant", "gelu_linear"),
+    *("add_layer_norm", "add_layer_norm_quant", "gelu", "gelu_quant", "gelu_linear", "rotation"),
 )
 SPANS = {
     "decode": tuple(op for op in OPS if op not in _ALONE),
@@ -98,6 +99,7 @@ class Ops:
     layer_norm: Callable[..., torch.Tensor]
     add_layer_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     add_layer_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+    rotation: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
     rope_cache: Callable[..., torch.Tensor]
     paged_attention: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
