@@ -55,17 +55,30 @@ __device__ inline Tile tile_of(const Work &work, int index, int rank) {
 
 __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work &work, Barriers &barriers, int rank) {
     const u32 base = shared_address(shared);
-    const int count = pairs(work) * work.across;
-    Place at;
-    for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) {
-        const Tile tile = tile_of(work, index, rank);
+    const int count = pairs(work) * work.across, first = blockIdx.x / CLUSTER;
+    auto x_of = [&](const Tile &tile, int slab, int stage) {
+        load_box(base + stage * X_BYTES, x_map, shared_address(&barriers.full[stage]), slab * DEPTH, tile.row);
+    };
+    auto w_of = [&](const Tile &tile, int slab, int stage) {
+        const u32 full = shared_address(&barriers.full[stage]);
+        arrive_expecting(full, X_BYTES + W_BYTES);
         const int held = tile.column + rank * work.n; // one brings the gate's rows, the other the other half's
+        load_box_to(base + AT_W + stage * W_BYTES + rank * W_HALF, w_map, full, slab * DEPTH, held, 3);
+    };
+    // The first weights are on their way while the kernel in front computes x.
+    const int ahead = work.slabs < STAGES ? work.slabs : STAGES;
+    const Tile begun = tile_of(work, first, rank);
+    for (int slab = 0; slab < ahead; ++slab) w_of(begun, slab, slab);
+    after_those_in_front();
+    for (int slab = 0; slab < ahead; ++slab) x_of(begun, slab, slab);
+    Place at;
+    for (int index = first; index < count; index += gridDim.x / CLUSTER) {
+        const Tile tile = tile_of(work, index, rank);
         for (int slab = 0; slab < work.slabs; ++slab, at.advance()) {
-            const u32 full = shared_address(&barriers.full[at.stage]);
+            if (index == first && slab < ahead) continue;
             wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);
-            arrive_expecting(full, X_BYTES + W_BYTES);
-            load_box(base + at.stage * X_BYTES, x_map, full, slab * DEPTH, tile.row);
-            load_box_to(base + AT_W + at.stage * W_BYTES + rank * W_HALF, w_map, full, slab * DEPTH, held, 3);
+            w_of(tile, slab, at.stage);
+            x_of(tile, slab, at.stage);
         }
     }
 }

@@ -43,7 +43,8 @@ static_assert(PAGES <= 32 && PAGE >= 8, "a lane copies a page");
 struct Work {
     const int *tables, *starts, *lengths;
     void *out;
-    int *taken; // tiles that blocks have asked for, beyond their first; null where no block needs a second
+    u32 *taken; // tiles that blocks have asked for, beyond their first, and blocks that have ended; both 0 between
+                // launches. Null where no block needs a second tile.
     int batch, columns, table_stride, heads, group, pages, window, skip_single, heads_at_once;
     float scale; // of scores, times log2(e): exponentials are powers of two
 };

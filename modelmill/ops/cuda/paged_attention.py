@@ -8,6 +8,7 @@ queries to paged_decode16 and paged_decode8.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import struct
@@ -155,13 +156,28 @@ def _prefill(
         # Of each sequence's tiles at most one is not full. More of them than blocks are handed out by a counter.
         tiles = (tokens // QUERIES + batch) * heads
         blocks = min(launch.multiprocessors(q.get_device()), tiles)
-        taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
+        taken = _counters(q.get_device()) if tiles > blocks else None
         pointers = launch.addresses(*indices, out, taken)
         at_once = _heads_at_once(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
         counts = (batch, columns, indices[0].stride(0), heads, heads // kv_heads, pages, window or 0, mixed, at_once)
         work = struct.pack("=5Q9if", *pointers, *counts, scale * LOG2E)
         kernel = _kernel(q.dtype, dim, page_size, q.get_device())
-        kernel.launch(blocks, _queries(q), _pages(k_cache), _pages(v_cache), work)
+        kernel.launch(blocks, _queries(q), _pages(k_cache), _pages(v_cache), work, early=True)
+
+
+def _counters(device: int) -> torch.Tensor:
+    """Two zeros, which every launch leaves as zeros: of this stream, whose launches follow one another.
+
+    In a graph they are the graph's own, which may be replayed on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return _kept_counters(device, torch._C._cuda_getCurrentRawStream(device))
+
+
+@functools.cache
+def _kept_counters(device: int, stream: int) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def _decodes(

@@ -59,12 +59,13 @@ __device__ void load(
     const TensorMap &q_map, const TensorMap &k_map, const TensorMap &v_map, const Work &work, Plan &plan, int lane) {
     const u32 base = shared_address(shared);
     Barriers &barriers = plan.barriers;
+    after_those_in_front();
     const int total = make_plan(plan, work, lane), count = total * work.heads;
     Place q, k, v;
     for (int index = blockIdx.x; index < count; q.advance()) {
         // The tile after this one, asked for now: the answer takes as long as a load.
         int next = count;
-        if (lane == 0 && work.taken != nullptr) next = gridDim.x + atomicAdd(work.taken, 1);
+        if (lane == 0 && work.taken != nullptr) next = gridDim.x + atomicAdd(work.taken, 1u);
         Tile tile;
         const int b = find_tile(tile, plan, work, total, index);
         const int *table = work.tables + b * static_cast<long long>(work.table_stride);
@@ -106,5 +107,7 @@ __device__ void load(
     if (lane == 0) {
         plan.tiles[q.stage].row = -1;
         arrive(shared_address(&barriers.q_full[q.stage]));
+        // The last block to end leaves the counters as they were found; each has its last answer by then.
+        if (work.taken != nullptr && atomicInc(work.taken + 1, gridDim.x - 1) == gridDim.x - 1) work.taken[0] = 0;
     }
 }

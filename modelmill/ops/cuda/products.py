@@ -194,7 +194,7 @@ def many(
         work = struct.pack("=Q4i", 0 if bias is None else bias.data_ptr(), *sizes)
         # 112 columns are no whole number of swizzled boxes
         leaving = _map(out, 64) if wide % 128 == 0 else _map(out, 64, 16, swizzled=False)
-        kernel.launch(blocks, _map(x, TILE_ROWS), _map(weight, wide // 2), leaving, work)
+        kernel.launch(blocks, _map(x, TILE_ROWS), _map(weight, wide // 2), leaving, work, early=True)
 
 
 def _map(x: torch.Tensor, rows: int, columns: int = 64, *, swizzled: bool = True) -> bytes:
