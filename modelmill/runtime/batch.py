@@ -238,7 +238,7 @@ class Packer:
         for i, (seq, count) in enumerate(work):
             first, stop, end = seq.computed, seq.computed + count, start + count
             known = min(stop, len(seq.tokens))
-            out.ids[start : start + known - first] = seq.tokens[first:known]
+            seq.write(first, out.ids[start : start + known - first])
             if known < stop:
                 out.ids[end - 1], out.feed[end - 1] = 0, seq.row
                 fed = True

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+import numpy as np
 
 from modelmill.core.errors import RequestError
 from modelmill.core.quote import quoted
@@ -19,12 +22,13 @@ class Bounds:
     seqs: int
 
 
-def check(request: Request, bounds: Bounds) -> None:
-    """Raises RequestError, one line, for what is impossible under ``bounds``."""
+def check(request: Request, bounds: Bounds) -> np.ndarray:
+    """The prompt's ids [T] int64. Raises RequestError, one line, for what is impossible under ``bounds``."""
     params, prompt = request.params, request.prompt
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
-    if min(prompt) < 0 or max(prompt) >= bounds.vocab:
+    known = ids_of(prompt)
+    if known is None or known.min() < 0 or known.max() >= bounds.vocab:
         raise RequestError(f"the prompt holds token ids outside 0…{bounds.vocab - 1}")
     room = bounds.longest - (params.max_tokens != 0)
     if len(prompt) > room:
@@ -51,3 +55,12 @@ def check(request: Request, bounds: Bounds) -> None:
     for insert in request.inserts:
         if insert.position < 0 or insert.length < 1 or insert.position + insert.length > len(prompt):
             raise RequestError("an insert reaches outside the prompt")
+    return known
+
+
+def ids_of(prompt: Collection[int]) -> np.ndarray | None:
+    """Ids [T] int64; None where one is too large for that."""
+    try:
+        return np.fromiter(prompt, np.int64, len(prompt))
+    except OverflowError:
+        return None

@@ -60,12 +60,12 @@ class Entry:
             request = replace(request, params=params)
         if request.id in self._ledger.live:
             raise RequestError(f"request id {request.id!r} is already running; choose another")
-        check(request, self._bounds)
+        ids = check(request, self._bounds)
         limit = len(request.prompt) + self._longest(request)
         seed = chance.derive(self._seed, number) if params.seed is None else params.seed
         searches = params.num_beams > 1 and limit > len(request.prompt)
         seqs = [
-            Sequence(request, i, arrival, self._rope, limit=limit, seed=_stream(seed, i), digest=self._digest)
+            Sequence(request, i, arrival, self._rope, ids, limit=limit, seed=_stream(seed, i), digest=self._digest)
             for i in range(1 if searches else params.n)
         ]
         if request.grammar is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from modelmill.core.types import Finish, Guide, Request
 from modelmill.runtime.pages import chain, root
 
@@ -23,7 +25,7 @@ class RopeRule:
 
 
 class Sequence:
-    """State of one sequence; ``tokens`` is prompt and answer.
+    """State of one sequence; ``tokens`` is prompt and answer, ``prompt_ids`` the prompt as an array.
 
     computed: tokens whose keys and values stand in pages (or will, when the launched steps are done). pending: tokens
     that are sampled on the device but not read yet; length counts them too. limit: the length at which the sequence
@@ -47,6 +49,7 @@ class Sequence:
         "pages",
         "pending",
         "pooled",
+        "prompt_ids",
         "prompt_key",
         "prompt_len",
         "prompt_logprobs",
@@ -67,14 +70,17 @@ class Sequence:
         index: int,
         arrival: int,
         rope: RopeRule,
+        ids: np.ndarray | None = None,
         *,
         limit: int,
         seed: int = 0,
         digest: str = "",
     ) -> None:
+        """ids: the prompt's, [T] int64, where they are known so."""
         self.request, self.index, self.arrival = request, index, arrival
         self.tokens: list[int] = list(request.prompt)
         self.prompt_len = len(self.tokens)
+        self.prompt_ids = np.fromiter(request.prompt, np.int64, self.prompt_len) if ids is None else ids
         self.rope = rope
         self.prompt_key = 0 if rope.rule == "fixed" else rope.key(self.prompt_len)
         self.limit = limit
@@ -121,6 +127,13 @@ class Sequence:
         """Length of the answer, pending tokens included."""
         return len(self.tokens) + self.pending - self.prompt_len
 
+    def write(self, start: int, out: np.ndarray) -> None:
+        """Known ids from ``start`` on into ``out`` [T] int64: the prompt's need not become numbers once more."""
+        there = max(min(self.prompt_len - start, len(out)), 0)
+        out[:there] = self.prompt_ids[start : start + there]
+        if there < len(out):
+            out[there:] = self.tokens[start + there : start + len(out)]
+
     def rope_keys(self, start: int, stop: int) -> list[int] | int:
         """Keys of positions start … stop − 1; one number where all share it."""
         rule = self.rope.rule
@@ -154,7 +167,7 @@ class Sequence:
 
     def fork(self, index: int, seed: int) -> Sequence:
         """A copy that continues on its own; pages are not shared yet (see ``Scheduler.share``)."""
-        other = Sequence(self.request, index, self.arrival, self.rope, limit=self.limit, seed=seed)
+        other = Sequence(self.request, index, self.arrival, self.rope, self.prompt_ids, limit=self.limit, seed=seed)
         other.tokens = list(self.tokens)
         other.salt, other.digests = self.salt, list(self.digests)
         other.beam = self.beam

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Request
+from modelmill.runtime.sequence import RopeRule, Sequence
 from tests.runtime import tiny
+
+RULE = RopeRule("fixed", lambda _: 0)
 
 
 def test_handed_in_together_the_longest_answers_are_served_first() -> None:
@@ -48,3 +54,22 @@ def test_a_request_that_cannot_be_served_is_refused_among_others() -> None:
     engine.abort("good")
     tiny.drain(engine)
     tiny.idle(engine)
+
+
+@pytest.mark.parametrize("wrong", [-1, tiny.VOCAB, 1 << 70])
+def test_an_id_outside_the_vocabulary_is_refused_in_one_line(wrong: int) -> None:
+    with pytest.raises(RequestError, match="outside 0…") as told:
+        tiny.loop().add(Request(id="r", prompt=(5, wrong), params=tiny.params(max_tokens=2)))
+    assert "\n" not in str(told.value)
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.lists(st.integers(0, 99), max_size=5), st.data())
+def test_a_sequence_writes_its_tokens_from_anywhere(prompt: list[int], answer: list[int], data: st.DataObject) -> None:
+    seq = Sequence(Request(id="r", prompt=tuple(prompt), params=tiny.params()), 0, 0, RULE, limit=99)
+    seq.tokens += answer
+    tokens = prompt + answer
+    start = data.draw(st.integers(0, len(tokens)))
+    stop = data.draw(st.integers(start, len(tokens)))
+    out = np.full(stop - start, -7)
+    seq.write(start, out)
+    assert out.tolist() == tokens[start:stop]
