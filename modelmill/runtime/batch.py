@@ -113,37 +113,51 @@ class Packer:
             views = self._views[layout] = Views(self._there, layout)
         return views
 
-    def pack(self, work: Seq[tuple[Sequence, int]], want: Wanted, pad: tuple[int, int] | None = None) -> Batch:
-        """Write and send a step. pad: (sequences, context) that a decode step is filled up to."""
-        tokens = sum(count for _, count in work) if pad is None else pad[0]
+    def pack(
+        self,
+        work: Seq[tuple[Sequence, int]],
+        want: Wanted,
+        pad: tuple[int, int] | None = None,
+        fill: tuple[int, int] | None = None,
+    ) -> Batch:
+        """Write and send a step. pad: (sequences, context) that a decode step is filled up to; fill: (tokens, context)
+        that another step is."""
+        count = sum(count for _, count in work)
+        tokens = (fill or pad or (count,))[0]
         seqs = len(work) if pad is None else pad[0]
         samples = len(want.rows) if pad is None else pad[0]
-        max_context = pad[1] if pad is not None else max(s.computed + c for s, c in work)
-        layout = Layout(tokens, seqs, samples, self._columns(max_context))
+        reach = pad[1] if pad is not None else max(s.computed + c for s, c in work)
+        layout = Layout(tokens, seqs, samples, self._columns(reach))
         views = self.views(layout)
         out = self._write_to(layout)
-        decode = tokens == len(work) or pad is not None
+        decode = fill is None and (tokens == len(work) or pad is not None)
         if decode:
             fed = self._single(out, work[0][0]) if tokens == len(work) == 1 else self._decode(out, work, seqs)
         else:
             fed = self._mixed(out, work)
+            self._filled(out, count)
         self._wanted(out, want, samples)
         self.send(views)
         embeds, mask = _inserted(work, tokens, self.device)
         every = decode and samples == tokens and (pad is not None or tokens == 1 or [*want.rows] == [*range(tokens)])
         max_query = 1 if decode else max(c for _, c in work)
-        return Batch(views, tokens, every, max_query, max_context, fed, embeds, mask)
+        if fill is not None:
+            max_query, reach = fill
+        return Batch(views, tokens, every, max_query, reach, fed, embeds, mask)
 
-    def blank(self, query: int, seqs: int) -> Batch:
-        """A step of ``seqs`` empty sequences, ``query`` tokens wide, that reads and stores nothing: for warming up."""
-        layout = Layout(query, seqs, 1, self._columns(2 * query))
+    def blank(self, query: int, seqs: int, reach: int = 0, bound: int = 0) -> Batch:
+        """A step of ``seqs`` empty sequences, ``query`` tokens wide, that reads and stores nothing: for warming up.
+
+        reach: tokens that a sequence's pages hold, bound: on its context; both are twice ``query`` else.
+        """
+        layout = Layout(query, seqs, 1, self._columns(reach or 2 * query))
         views, out = self.views(layout), self._write_to(layout)
         for section in (out.ids, out.positions, out.rope_keys, out.rows, out.query_start, out.context_lens):
             section[:] = 0
         out.feed[:], out.slots[:], out.outs[:] = -1, -1, -1
         out.block_tables[:] = 0
         self.send(views)
-        return Batch(views, query, False, query, 2 * query, False)
+        return Batch(views, query, False, query, bound or 2 * query, False)
 
     def take(self, layout: Layout) -> tuple[Views, memoryview]:
         """The place of a step that another process packed: where to put its bytes before ``send``."""
@@ -253,6 +267,13 @@ class Packer:
             start = end
         out.query_start[len(work)] = start
         return fed
+
+    @staticmethod
+    def _filled(out: Arrays, count: int) -> None:
+        """Tokens of no sequence behind ``count`` that are real: nothing is stored of them."""
+        for section in (out.ids, out.positions, out.rope_keys):
+            section[count:] = 0
+        out.slots[count:] = -1
 
     def _wanted(self, out: Arrays, want: Wanted, samples: int) -> None:
         n = len(want.rows)

@@ -13,6 +13,7 @@ from modelmill.runtime import memory
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.layout import Layout
 from modelmill.runtime.pace import mixed_tokens
+from modelmill.runtime.prompt_graph import PromptGraphs, Recorder
 from modelmill.runtime.runner import Runner
 from modelmill.runtime.scheduler import Limits
 from modelmill.weights.held import wanted
@@ -65,3 +66,5 @@ def fit_on_gpu(runner: Runner, config: RunConfig, width: int) -> None:
     if config.cuda_graphs:
         rows, context = min(config.max_num_seqs, LARGEST), width * config.page_size
         runner.graphs = Graphs(runner.forward, runner.sampler.pick, runner.last, packer, rows, context)
+        if runner.mesh.size == 1:
+            runner.prompts = PromptGraphs(runner.forward, Recorder(), tokens)

@@ -7,7 +7,7 @@ device as well (``last``), from where the next step may take them before the hos
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -23,8 +23,9 @@ from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import logprobs, warm
 from modelmill.runtime.batch import Batch, Packer, Wanted
 from modelmill.runtime.flight import Flight, Prompted, Rows, pooled_of, rows_of
-from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS, Graphs, NotRecordable
+from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS, Graphs, NotRecordable, bucket
 from modelmill.runtime.orders import COPY, FORWARD, Order
+from modelmill.runtime.prompt_graph import MEETINGS, PromptGraphs
 from modelmill.runtime.sampler import Plan, Sampler
 from modelmill.runtime.scheduler import Schedule
 from modelmill.runtime.sequence import Sequence
@@ -46,7 +47,8 @@ class Crew(Protocol):
 
 
 class Runner:
-    """What is needed to run a step. ``graphs`` is None where there are none (CPU, or switched off).
+    """What is needed to run a step. ``graphs`` and ``prompts`` are None where there are none (CPU, or switched off; of
+    prompts also where there are several ranks).
 
     Of several ranks, rank 0 launches; through ``crew`` every step reaches the others, where ``follow`` runs it.
     """
@@ -69,6 +71,7 @@ class Runner:
         # one place more than rows: where padding writes
         self.last = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.graphs: Graphs | None = None
+        self.prompts: PromptGraphs | None = None
         self.tapped = False
         # whether a step may take ids that the host has not seen
         self.keep = False
@@ -176,8 +179,9 @@ class Runner:
                 # forks get their rows only when they join: their first id is read by the host
                 outs[at + 1 : at + 1 + len(siblings)] = [-1] * len(siblings)
             outs += [-1] * (len(rows) - len(outs))
-            batch = self.packer.pack(work, Wanted(rows or [0], outs or [-1], plan.draws()))
-            self._finish(flight, found, plan, batch)
+            fill = self._fill(schedule, found)
+            batch = self.packer.pack(work, Wanted(rows or [0], outs or [-1], plan.draws()), fill=fill)
+            self._finish(flight, found, plan, batch, self.forward if fill is None else self._prompt)
         if self.packer.cuda:
             flight.ids = None if flight.ids is None else flight.ids.to("cpu", non_blocking=True)
             flight.told = None if flight.told is None else flight.told.to("cpu", non_blocking=True)
@@ -207,6 +211,7 @@ class Runner:
             columns = self.packer.tables.table.shape[1]
             warm.attention(self.ops, seen, largest, columns * self.packer.page_size, columns)
             warm.products(self.ops, multiplied, most)
+            self._record_prompts()
         for size in [s for s in self.graphs.sizes if s <= largest] if self.graphs is not None else []:
             assert self.graphs is not None
             batch = self.packer.pack([], Wanted([], []), self.graphs.pad(size, 1))
@@ -217,6 +222,12 @@ class Runner:
             except NotRecordable as error:
                 self._without_graphs(error)
                 return
+
+    def _record_prompts(self) -> None:
+        """Graphs of prompts of every size, whose contexts hold nothing in front of them."""
+        for size in self.prompts.sizes if self.prompts is not None else ():
+            for _ in range(MEETINGS):
+                self._prompt(self.packer.blank(size, 1, size, bucket(size)))
 
     def _without_graphs(self, error: NotRecordable) -> None:
         _log.warning("decoding without CUDA graphs: %s", error)
@@ -282,14 +293,30 @@ class Runner:
         self._keep(batch, flight.ids)
         return True
 
-    def _finish(self, flight: Flight, found: Rows, plan: Plan, batch: Batch) -> None:
+    def _fill(self, schedule: Schedule, found: Rows) -> tuple[int, int] | None:
+        """What a step of one prompt alone is filled up to (``prompt_graph``); None for all others."""
+        if self.prompts is None or self.tapped or len(schedule.work) != 1 or schedule.forks:
+            return None
+        seq, count = schedule.work[0]
+        reach = seq.computed + count
+        if found.beams or found.prompts or found.pooled or seq.request.inserts or reach > len(seq.tokens):
+            return None
+        return self.prompts.filled(count, reach)
+
+    def _prompt(self, batch: Batch) -> torch.Tensor:
+        assert self.prompts is not None
+        return self.prompts.run(batch)
+
+    def _finish(
+        self, flight: Flight, found: Rows, plan: Plan, batch: Batch, forward: Callable[[Batch], torch.Tensor]
+    ) -> None:
         n = len(found.seqs)
         self._order(batch, FORWARD, n if self.keep else 0, found.states)
         if found.states:
             logits, states = self.states(batch, found.states)
             flight.pooled = pooled_of(found, states)
         else:
-            logits = self.forward(batch)
+            logits = forward(batch)
         if n:
             flight.ids = self.sampler.sample(logits[:n], plan, batch.views.how(n))
             flight.told = self.sampler.told(logits[:n], plan, flight.ids)

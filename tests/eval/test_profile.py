@@ -33,7 +33,7 @@ def test_a_step_is_told_op_by_op(phase: str) -> None:
     found, tracks = profile(engine, Work(phase, 2, 24), CEILINGS)
     lines = {(line.module, line.op): line for line in found.lines}
     assert {op for _, op in lines} == {
-        *("rms_norm", "add_rms_norm", "linear", "rope_cache", "paged_attention", "silu_mul")
+        *("rms_norm", "add_rms_norm", "linear", "rotation", "rope_cache", "paged_attention", "silu_mul")
     }
     qkv = lines["layers.*.attn.qkv_proj", "linear"]
     tokens = 2 if phase == "decode" else 2 * 24

@@ -53,6 +53,32 @@ def test_the_same_tokens_as_the_cpu(kind: str, window: int | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "window"), KINDS)
+@pytest.mark.parametrize("cached", [False, True])
+def test_prompts_by_graph_give_the_tokens_of_the_cpu(kind: str, window: int | None, *, cached: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
+    expected = tiny.alone(tiny.loop(tiny.decoder(kind, window)), todo)
+    engine = tiny.loop(tiny.decoder(kind, window, device="cuda:0"), enable_prefix_caching=cached)
+    for _ in range(3):
+        assert tiny.alone(engine, todo) == expected
+    assert tiny.run(engine, todo) == expected
+    assert engine.runner.prompts is not None
+    assert len(engine.runner.prompts) > 2
+
+
+@pytest.mark.gpu
+def test_warm_up_records_prompts_of_all_sizes() -> None:
+    engine = tiny.loop(tiny.decoder(device="cuda:0"), max_num_batched_tokens=64, enable_prefix_caching=False)
+    engine.warm_up(1, forms=True)
+    assert engine.runner.prompts is not None
+    assert len(engine.runner.prompts) == len(engine.runner.prompts.sizes) == 4
+    todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
+    assert tiny.alone(engine, todo) == tiny.alone(tiny.loop(), todo)
+    assert len(engine.runner.prompts) == 4, "nothing is met for the first time"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_8_bit_pages_answer_alike_with_graphs_and_without(kv: str) -> None:
     """Not always as on the CPU: a value at the border between two steps may be stored as either."""

@@ -1,0 +1,110 @@
+"""CUDA graphs of a short prompt's step: while its 300 kernels are launched one by one, a GPU waits.
+
+One sequence alone whose prompt, or what is left of it, has up to 1,024 tokens. Its step is filled up to one of few
+sizes, recorded or not, so that the same prompt gives the same numbers each time. Steps of several sequences are too
+many different ones. From some hundred tokens on a GPU computes for longer than a host launches, and filling costs time:
+there a step is recorded only where it nearly has such a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from modelmill.runtime.batch import Batch
+from modelmill.runtime.graph import NotRecordable, bucket, rehearsed
+from modelmill.runtime.layout import Layout
+
+SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, *range(576, 1025, 64))
+FREE = 512  # tokens up to which filling costs less than launching
+LITTLE = 1 / 64  # of a larger size that may be filling
+MEETINGS = 2  # of a kind of step, at the second of which it is recorded: that takes as long as ten steps
+MOST = 64  # graphs; steps of further kinds are launched kernel by kernel
+
+Key = tuple[Layout, int, int]
+Recorded = tuple[Callable[[], None], torch.Tensor]
+
+
+class PromptGraphs:
+    """Logits [1, V] of filled steps, by graph from the second meeting on.
+
+    forward: a batch's logits. record: a call → (what replays it, the tensor where its result is then); it may raise
+    NotRecordable, and steps go on without graphs. most: tokens of a step.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Batch], torch.Tensor],
+        record: Callable[[Callable[[], torch.Tensor]], Recorded],
+        most: int,
+    ) -> None:
+        self._forward, self._record = forward, record
+        self.sizes = tuple(size for size in SIZES if size <= most)
+        self._kept: dict[Key, Recorded] = {}
+        self._met: dict[Key, int] = {}
+        self._works = True
+
+    def __len__(self) -> int:
+        """How many were recorded."""
+        return len(self._kept)
+
+    def filled(self, tokens: int, context: int) -> tuple[int, int] | None:
+        """(tokens, bound on the context) that a step is filled up to; None where it is left as it is."""
+        size = next((size for size in self.sizes if size >= tokens), None)
+        if tokens < 2 or size is None or (size > FREE and size - tokens > LITTLE * size):
+            return None
+        return size, bucket(context)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The logits, over which a later call may write."""
+        key = (batch.views.layout, batch.max_query, batch.max_context)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._met_again(key, batch)
+        if kept is None:
+            return self._forward(batch)
+        replay, logits = kept
+        replay()
+        return logits
+
+    def _met_again(self, key: Key, batch: Batch) -> Recorded | None:
+        self._met[key] = self._met.get(key, 0) + 1
+        if not self._works or self._met[key] < MEETINGS or len(self._kept) >= MOST:
+            return None
+        try:
+            kept = self._kept[key] = self._record(lambda: self._forward(batch))
+        except NotRecordable:
+            self._works = False
+            return None
+        return kept
+
+
+class Recorder:
+    """Records calls on a stream of its own. All graphs share their memory, since they follow one another."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._rehearsed = False
+
+    def __call__(self, call: Callable[[], torch.Tensor]) -> Recorded:
+        """As ``PromptGraphs`` wants it."""
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            call()
+            if not self._rehearsed:
+                rehearsed(call)
+                self._rehearsed = True
+            # torch.cuda.graph would collect garbage and empty the cache first, and somebody waits for this step
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = call()
+            except RuntimeError as error:
+                raise NotRecordable(str(error)) from None
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._stream)
+        return graph.replay, out

@@ -1,0 +1,149 @@
+"""Steps of a prompt alone: filled up to few sizes, recorded when met again, the same tokens as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core.types import Request
+from modelmill.runtime.batch import Batch
+from modelmill.runtime.graph import NotRecordable
+from modelmill.runtime.prompt_graph import MEETINGS, SIZES, PromptGraphs, Recorded
+from tests.runtime import tiny
+
+KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
+
+
+class Tape:
+    """Records as a GPU does: what was called is called again on what stands at the same places."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.recorded = self.replayed = 0
+        self.broken = broken
+
+    def __call__(self, call: Callable[[], torch.Tensor]) -> Recorded:
+        if self.broken:
+            raise NotRecordable("it waits for the host")
+        self.recorded += 1
+        out = torch.empty_like(call())
+
+        def replay() -> None:
+            self.replayed += 1
+            out.copy_(call())
+
+        return replay, out
+
+
+def filling(tape: Tape, model: tiny.Decoder | None = None, **options: object) -> tiny.Loop:
+    """A loop on the CPU whose prompts go as they do on a GPU."""
+    engine = tiny.loop(model, **options)
+    engine.runner.prompts = PromptGraphs(engine.runner.forward, tape, engine.config.max_num_batched_tokens)
+    return engine
+
+
+@given(st.integers(2, 1200), st.integers(0, 9000), st.integers(1, 1500))
+def test_a_step_is_filled_up_to_the_next_size(tokens: int, before: int, most: int) -> None:
+    found = PromptGraphs(lambda _: torch.empty(0), Tape(), most).filled(tokens, before + tokens)
+    holding = [size for size in SIZES if tokens <= size <= most]
+    little = bool(holding) and (holding[0] <= 512 or 64 * (holding[0] - tokens) <= holding[0])
+    assert (found is not None) == little
+    assert found is None or (found[0] == holding[0] and found[1] >= before + tokens)
+
+
+def test_a_token_alone_is_no_prompt() -> None:
+    assert PromptGraphs(lambda _: torch.empty(0), Tape(), 512).filled(1, 1) is None
+
+
+@pytest.mark.parametrize(("kind", "window"), KINDS)
+def test_the_same_tokens_as_without(kind: str, window: int | None) -> None:
+    model = tiny.decoder(kind, window)
+    todo = tiny.requests(tiny.prompts(12, 1, 60, seed=4))
+    tape = Tape()
+    assert tiny.alone(filling(tape, model), todo) == tiny.alone(tiny.loop(model), todo)
+    assert 0 < tape.recorded < 8
+    assert tape.replayed >= 12 - 1 - MEETINGS * tape.recorded
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(2, tiny.VOCAB - 1), min_size=1, max_size=70), min_size=1, max_size=6),
+    st.sampled_from([{}, {"pages": 16}, {"max_num_batched_tokens": 20}, {"enable_prefix_caching": False}]),
+    st.booleans(),
+)
+def test_whatever_comes_the_tokens_are_the_same(prompts: list[list[int]], options: dict, together: bool) -> None:
+    model = tiny.decoder("prompt")
+    todo = tiny.requests([tuple(prompt) for prompt in prompts], tiny.params(max_tokens=4))
+    how = tiny.run if together else tiny.alone
+    assert how(filling(Tape(), model, **options), todo) == how(tiny.loop(model, **options), todo)
+
+
+def test_many_ways_to_ask_beside_it() -> None:
+    """Forks, beams, log-probabilities of the prompt and draws: their steps are left as they are, or filled."""
+    ways = [
+        tiny.params(n=3, temperature=1.0, seed=1),
+        tiny.params(num_beams=3, n=2),
+        tiny.params(logprobs=2, prompt_logprobs=1),
+        tiny.params(temperature=0.8, seed=3, top_p=0.9),
+        tiny.params(repetition_penalty=1.3, min_tokens=5),
+        tiny.params(max_tokens=0),
+    ]
+    model = tiny.decoder()
+    given = tiny.prompts(len(ways), 20, 20)
+    todo = [Request(id=str(i), prompt=p, params=h, eos_ids=(1,)) for i, (p, h) in enumerate(zip(given, ways))]
+    engine = filling(Tape(), model)
+    for _ in range(3):
+        for request in todo:
+            assert tiny.run(engine, [request]) == tiny.run(tiny.loop(model, seed=0), [request]), request
+            engine.scheduler.pool.clear()
+
+
+def test_the_first_meeting_is_not_recorded_and_each_kind_is_once() -> None:
+    tape = Tape()
+    engine = filling(tape, enable_prefix_caching=False)
+    one = tiny.requests([(5, 6, 7)], tiny.params(max_tokens=1))
+    for meeting in range(1, 6):
+        tiny.run(engine, one)
+        assert tape.recorded == (meeting >= MEETINGS)
+        assert tape.replayed == max(0, meeting - MEETINGS + 1)
+    assert engine.runner.prompts is not None
+    assert len(engine.runner.prompts) == 1
+
+
+def test_what_cannot_be_recorded_is_launched() -> None:
+    todo = tiny.requests([(5, 6, 7)], tiny.params(max_tokens=3))
+    engine = filling(Tape(broken=True), enable_prefix_caching=False)
+    for _ in range(MEETINGS + 1):
+        assert tiny.run(engine, todo) == tiny.run(tiny.loop(), todo)
+    assert len(engine.runner.prompts or ()) == 0
+
+
+def test_somebody_who_watches_modules_sees_the_prompt_as_it_is() -> None:
+    engine = filling(Tape())
+    seen: list[int] = []
+    with engine.runner.tap(after=lambda name, _, out: seen.append(len(out)) if name == "embed" else None):
+        tiny.run(engine, tiny.requests([(5, 6, 7)], tiny.params(max_tokens=1)))
+    assert seen == [3]
+
+
+def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the copy is under way by then."""
+    engine = filling(Tape())
+    packer, sent = engine.runner.packer, []
+    pack, send = packer.pack, packer.send
+
+    def checked(*args: object, **named: object) -> Batch:
+        batch = pack(*args, **named)  # type: ignore[arg-type]
+        assert bytes(packer.packed(batch)) == sent[-1]
+        return batch
+
+    monkeypatch.setattr(
+        packer, "send", lambda views: (sent.append(bytes(packer._bytes(packer._turn, views))), send(views))
+    )
+    monkeypatch.setattr(packer, "pack", checked)
+    tiny.run(engine, tiny.requests(tiny.prompts(6, 1, 60)))
+    tiny.alone(engine, tiny.requests(tiny.prompts(6, 1, 60, seed=2)))
+    assert len(sent) > 12
