@@ -123,10 +123,11 @@ class Packer:
         """Write and send a step. pad: (sequences, context) that a decode step is filled up to; fill: (tokens, context)
         that another step is."""
         count = sum(count for _, count in work)
-        tokens = (fill or pad or (count,))[0]
+        bounds = fill or pad
+        tokens = count if bounds is None else bounds[0]
         seqs = len(work) if pad is None else pad[0]
         samples = len(want.rows) if pad is None else pad[0]
-        reach = pad[1] if pad is not None else max(s.computed + c for s, c in work)
+        reach = max(s.computed + c for s, c in work) if bounds is None else bounds[1]
         layout = Layout(tokens, seqs, samples, self._columns(reach))
         views = self.views(layout)
         out = self._write_to(layout)
@@ -142,22 +143,23 @@ class Packer:
         every = decode and samples == tokens and (pad is not None or tokens == 1 or [*want.rows] == [*range(tokens)])
         max_query = 1 if decode else max(c for _, c in work)
         if fill is not None:
-            max_query, reach = fill
+            max_query = tokens
         return Batch(views, tokens, every, max_query, reach, fed, embeds, mask)
 
-    def blank(self, query: int, seqs: int, reach: int = 0, bound: int = 0) -> Batch:
+    def blank(self, query: int, seqs: int, bound: int = 0) -> Batch:
         """A step of ``seqs`` empty sequences, ``query`` tokens wide, that reads and stores nothing: for warming up.
 
-        reach: tokens that a sequence's pages hold, bound: on its context; both are twice ``query`` else.
+        bound: on their context; twice ``query`` else.
         """
-        layout = Layout(query, seqs, 1, self._columns(reach or 2 * query))
+        bound = bound or 2 * query
+        layout = Layout(query, seqs, 1, self._columns(bound))
         views, out = self.views(layout), self._write_to(layout)
         for section in (out.ids, out.positions, out.rope_keys, out.rows, out.query_start, out.context_lens):
             section[:] = 0
         out.feed[:], out.slots[:], out.outs[:] = -1, -1, -1
         out.block_tables[:] = 0
         self.send(views)
-        return Batch(views, query, False, query, bound or 2 * query, False)
+        return Batch(views, query, False, query, bound, False)
 
     def take(self, layout: Layout) -> tuple[Views, memoryview]:
         """The place of a step that another process packed: where to put its bytes before ``send``."""

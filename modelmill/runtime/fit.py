@@ -67,4 +67,4 @@ def fit_on_gpu(runner: Runner, config: RunConfig, width: int) -> None:
         rows, context = min(config.max_num_seqs, LARGEST), width * config.page_size
         runner.graphs = Graphs(runner.forward, runner.sampler.pick, runner.last, packer, rows, context)
         if runner.mesh.size == 1:
-            runner.prompts = PromptGraphs(runner.forward, Recorder(), tokens)
+            runner.prompts = PromptGraphs(runner.forward, Recorder(), tokens, context)

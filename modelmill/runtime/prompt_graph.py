@@ -16,11 +16,12 @@ from modelmill.runtime.batch import Batch
 from modelmill.runtime.graph import NotRecordable, bucket, rehearsed
 from modelmill.runtime.layout import Layout
 
-SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, *range(576, 1025, 64))
+SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 FREE = 512  # tokens up to which filling costs less than launching
 LITTLE = 1 / 64  # of a larger size that may be filling
 MEETINGS = 2  # of a kind of step, at the second of which it is recorded: that takes as long as ten steps
-MOST = 64  # graphs; steps of further kinds are launched kernel by kernel
+MOST = 16  # graphs; steps of further kinds are launched kernel by kernel
+MOST_BYTES = MOST * 40 << 20  # that they hold: mostly what cuBLAS asks for in each of them
 
 Key = tuple[Layout, int, int]
 Recorded = tuple[Callable[[], None], torch.Tensor]
@@ -30,7 +31,7 @@ class PromptGraphs:
     """Logits [1, V] of filled steps, by graph from the second meeting on.
 
     forward: a batch's logits. record: a call → (what replays it, the tensor where its result is then); it may raise
-    NotRecordable, and steps go on without graphs. most: tokens of a step.
+    NotRecordable, and steps go on without graphs. most: tokens of a step. longest: tokens of a sequence.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class PromptGraphs:
         forward: Callable[[Batch], torch.Tensor],
         record: Callable[[Callable[[], torch.Tensor]], Recorded],
         most: int,
+        longest: int,
     ) -> None:
         self._forward, self._record = forward, record
+        self._longest = longest
         self.sizes = tuple(size for size in SIZES if size <= most)
         self._kept: dict[Key, Recorded] = {}
         self._met: dict[Key, int] = {}
@@ -54,7 +57,11 @@ class PromptGraphs:
         size = next((size for size in self.sizes if size >= tokens), None)
         if tokens < 2 or size is None or (size > FREE and size - tokens > LITTLE * size):
             return None
-        return size, bucket(context)
+        return size, self.bound(context)
+
+    def bound(self, context: int) -> int:
+        """Of contexts that one graph serves."""
+        return min(bucket(context), max(self._longest, context))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits, over which a later call may write."""

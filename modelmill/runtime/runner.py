@@ -23,7 +23,7 @@ from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import logprobs, warm
 from modelmill.runtime.batch import Batch, Packer, Wanted
 from modelmill.runtime.flight import Flight, Prompted, Rows, pooled_of, rows_of
-from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS, Graphs, NotRecordable, bucket
+from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS, Graphs, NotRecordable
 from modelmill.runtime.orders import COPY, FORWARD, Order
 from modelmill.runtime.prompt_graph import MEETINGS, PromptGraphs
 from modelmill.runtime.sampler import Plan, Sampler
@@ -224,10 +224,12 @@ class Runner:
                 return
 
     def _record_prompts(self) -> None:
-        """Graphs of prompts of every size, whose contexts hold nothing in front of them."""
-        for size in self.prompts.sizes if self.prompts is not None else ():
+        """Graphs of prompts of every size, with contexts of the usual bound."""
+        if self.prompts is None:
+            return
+        for size in self.prompts.sizes:
             for _ in range(MEETINGS):
-                self._prompt(self.packer.blank(size, 1, size, bucket(size)))
+                self._prompt(self.packer.blank(size, 1, self.prompts.bound(size)))
 
     def _without_graphs(self, error: NotRecordable) -> None:
         _log.warning("decoding without CUDA graphs: %s", error)

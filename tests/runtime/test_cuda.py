@@ -72,10 +72,10 @@ def test_warm_up_records_prompts_of_all_sizes() -> None:
     engine = tiny.loop(tiny.decoder(device="cuda:0"), max_num_batched_tokens=64, enable_prefix_caching=False)
     engine.warm_up(1, forms=True)
     assert engine.runner.prompts is not None
-    assert len(engine.runner.prompts) == len(engine.runner.prompts.sizes) == 4
+    assert len(engine.runner.prompts) == len(engine.runner.prompts.sizes) == 3
     todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
     assert tiny.alone(engine, todo) == tiny.alone(tiny.loop(), todo)
-    assert len(engine.runner.prompts) == 4, "nothing is met for the first time"
+    assert len(engine.runner.prompts) == 3, "nothing is met for the first time"
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import torch
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.nn.linear import Linear
+from modelmill.parallel.mesh import Mesh
 from modelmill.runtime import fit
 from modelmill.runtime.layout import Layout
 from modelmill.runtime.memory import weight_bytes
@@ -52,18 +53,26 @@ def test_steps_are_larger_where_inputs_have_8_bits(kind: str, eight: bool) -> No
     assert fit.limits(model, RunConfig(), on_gpu=True).mixed == expected
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("wanted", "rows", "largest"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)])
 def test_graphs_and_the_buffer_whose_address_they_know(
-    monkeypatch: pytest.MonkeyPatch, wanted: bool, rows: int, largest: int | None
+    monkeypatch: pytest.MonkeyPatch, wanted: bool, rows: int, largest: int | None, ranks: int
 ) -> None:
-    made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(fit, "Graphs", lambda *given: made.append(given) or "graphs")
+    made: dict[str, tuple[Any, ...]] = {}
+    for name in ("Graphs", "PromptGraphs"):
+        monkeypatch.setattr(fit, name, lambda *given, name=name: made.update({name: given}) or name)
+    monkeypatch.setattr(fit, "Recorder", lambda: "recorder")
     reserved: list[Layout] = []
     packer = SimpleNamespace(reserve=reserved.append)
-    sampler = SimpleNamespace(pick="pick")
-    runner = SimpleNamespace(packer=packer, sampler=sampler, forward="forward", last="last", graphs=None)
+    runner = SimpleNamespace(
+        packer=packer, sampler=SimpleNamespace(pick="pick"), forward="forward", last="last", graphs=None, prompts=None,
+        mesh=Mesh(size=ranks),
+    )  # fmt: skip
     config = RunConfig(cuda_graphs=wanted, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16)
     fit.fit_on_gpu(cast(Runner, runner), config, 7)
     assert reserved == [Layout(5000, rows, 5000 + rows, 14)]
-    assert made == ([("forward", "pick", "last", packer, largest, 7 * 16)] if wanted else [])
-    assert runner.graphs == ("graphs" if wanted else None)
+    decode = {"Graphs": ("forward", "pick", "last", packer, largest, 7 * 16)}
+    prompts = {"PromptGraphs": ("forward", "recorder", 5000, 7 * 16)}
+    assert made == ((decode | (prompts if ranks == 1 else {})) if wanted else {})
+    assert runner.graphs == ("Graphs" if wanted else None)
+    assert runner.prompts == ("PromptGraphs" if wanted and ranks == 1 else None)

@@ -41,13 +41,14 @@ class Tape:
 def filling(tape: Tape, model: tiny.Decoder | None = None, **options: object) -> tiny.Loop:
     """A loop on the CPU whose prompts go as they do on a GPU."""
     engine = tiny.loop(model, **options)
-    engine.runner.prompts = PromptGraphs(engine.runner.forward, tape, engine.config.max_num_batched_tokens)
+    most, longest = engine.config.max_num_batched_tokens, -(-engine.max_model_len // 8) * 8
+    engine.runner.prompts = PromptGraphs(engine.runner.forward, tape, most, longest)
     return engine
 
 
-@given(st.integers(2, 1200), st.integers(0, 9000), st.integers(1, 1500))
-def test_a_step_is_filled_up_to_the_next_size(tokens: int, before: int, most: int) -> None:
-    found = PromptGraphs(lambda _: torch.empty(0), Tape(), most).filled(tokens, before + tokens)
+@given(st.integers(2, 1200), st.integers(0, 9000), st.integers(1, 1500), st.integers(1, 40_000))
+def test_a_step_is_filled_up_to_the_next_size(tokens: int, before: int, most: int, longest: int) -> None:
+    found = PromptGraphs(lambda _: torch.empty(0), Tape(), most, longest).filled(tokens, before + tokens)
     holding = [size for size in SIZES if tokens <= size <= most]
     little = bool(holding) and (holding[0] <= 512 or 64 * (holding[0] - tokens) <= holding[0])
     assert (found is not None) == little
@@ -55,7 +56,7 @@ def test_a_step_is_filled_up_to_the_next_size(tokens: int, before: int, most: in
 
 
 def test_a_token_alone_is_no_prompt() -> None:
-    assert PromptGraphs(lambda _: torch.empty(0), Tape(), 512).filled(1, 1) is None
+    assert PromptGraphs(lambda _: torch.empty(0), Tape(), 512, 4096).filled(1, 1) is None
 
 
 @pytest.mark.parametrize(("kind", "window"), KINDS)
