@@ -1,11 +1,11 @@
 """The lines of the speed table with weights, keys and values held in one of several ways, on the loop alone.
 
     python benchmarks/loop_table.py llama-7b --as smoothquant:auto [--decode 1x128,64x1024] [--first 1024,4096]
-        [--rounds 3] [--save FILE.jsonl]
+        [--rounds 3] [--launched] [--save FILE.jsonl]
 
 The requests, the clock and the statistic are those of ``table.py`` (time per token from calls of 16 and 144 tokens, the
 first token from whole calls); the weights are drawn at random, no engine is built. --as WEIGHTS:KV, several one after
-the other.
+the other. --launched: beside it, in turn, the same without graphs of prompts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Alone:
         """Seconds from handing in requests of these (prompt, output) lengths to having all their ids on the host."""
         requests = []
         for prompt, (_, output) in zip(prompts_of(lengths, seed), lengths, strict=True):
-            requests.append(greedy_request(f"alone-{self.count}", prompt, output))
+            requests.append(greedy_request(f"{self.name}-{self.count}", prompt, output))
             self.count += 1
         began = time.perf_counter()
         self.loop.add_all(requests)
@@ -57,6 +57,20 @@ class Alone:
         while ended < len(requests):
             ended += sum(token.finish is not None for token in self.loop.step())
         return time.perf_counter() - began
+
+
+class Launched(Alone):
+    """The same loop; the kernels of prompts are launched one by one."""
+
+    name = "launched"
+
+    def generate(self, lengths: Lengths, seed: int) -> float:
+        """As that of ``Alone``."""
+        kept, self.loop.runner.prompts = self.loop.runner.prompts, None
+        try:
+            return super().generate(lengths, seed)
+        finally:
+            self.loop.runner.prompts = kept
 
 
 def works(options: argparse.Namespace) -> list[Work]:
@@ -76,7 +90,7 @@ def measure(options: argparse.Namespace, weights: str, kv: str) -> None:
     )  # fmt: skip
     loop = Loop(model, config)
     loop.warm_up()
-    side = Alone(loop)
+    sides = [Alone(loop), *([Launched(loop)] if options.launched else [])]
     stamp = {
         "bench": "loop", "shape": options.shape, "weights": weights, "kv": kv, "kernels": dict(loop.ops.chosen),
         "command": "python benchmarks/loop_table.py " + " ".join(sys.argv[1:]), "versions": versions(),
@@ -84,12 +98,14 @@ def measure(options: argparse.Namespace, weights: str, kv: str) -> None:
     }  # fmt: skip
     for work in works(options):
         rounds = options.rounds * (3 if work.name.startswith("first") else 1)
-        figure = in_turn(work, [side], rounds)[side.name]  # type: ignore[list-item]
-        row: dict[str, Any] = {"figure": work.name, "unit": "ms", "statistic": work.statistic, **figure.to_dict()}
-        print(f"{weights}:{kv} {work.name}: {figure.value:.3f} ms ({figure.min:.3f} … {figure.max:.3f})", flush=True)
-        if options.save:
-            with options.save.open("a") as file:
-                file.write(json.dumps(row | stamp) + "\n")
+        for name, figure in in_turn(work, sides, rounds).items():  # type: ignore[arg-type]
+            row: dict[str, Any] = {"figure": work.name, "unit": "ms", "statistic": work.statistic, **figure.to_dict()}
+            state = "" if name == Alone.name else f" ({name})"
+            spread = f"({figure.min:.3f} … {figure.max:.3f})"
+            print(f"{weights}:{kv} {work.name}{state}: {figure.value:.3f} ms {spread}", flush=True)
+            if options.save:
+                with options.save.open("a") as file:
+                    file.write(json.dumps(row | stamp | ({"state": name} if state else {})) + "\n")
 
 
 def main() -> None:
@@ -102,6 +118,7 @@ def main() -> None:
     parser.add_argument("--decode", default="1x128,64x1024")
     parser.add_argument("--first", default="1024")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of a line (first: three times as many)")
+    parser.add_argument("--launched", action="store_true", help="prompts without graphs as well, in turn")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     for form in options.forms:

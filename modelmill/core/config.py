@@ -142,7 +142,7 @@ class RunConfig:
     )
     page_size: int = option(16, "tokens in a page of the KV cache", choices=(8, 16, 32, 64))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings")
-    cuda_graphs: bool = option(True, "replay decode steps as CUDA graphs")
+    cuda_graphs: bool = option(True, "replay decode steps and short prompts as CUDA graphs")
     threads: int | None = option(None, "CPU threads; default: the physical cores this process may use")
     kernels: Mapping[str, str] = option(factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",))
     seed: int = option(0, "seed for requests that bring none")
