@@ -111,8 +111,10 @@ def test_a_speed_line_shows_target_spread_peer_and_ratio() -> None:
     line = next(line for line in tables.speed(rows) if "prompt 128 |" in line)
     assert line == (
         "| decode, batch 1, prompt 128 | ms/token | 3.34 | 3.8 | 4.20 | **3.70** (3.60 … 3.80) | reached "
-        "| ours 3.70, vLLM 0.25.1 4.84 (4.74 … 4.94) | **1.31** |"
+        "| ours 3.70, vLLM 0.25.1 4.84 (4.74 … 4.94) | **1.31** | 0.785 | **0.764** |"
     )
+    slower = [table("modelmill", 3.7, "b", "06"), table("vLLM", 4.6, "b", "06")]
+    assert any(line.endswith("| 0.785 | **0.804** missed |") for line in tables.speed(slower))
     missed = next(line for line in tables.speed([bench(4.2, "01")]) if "prompt 128 |" in line)
     assert "| missed |" in missed
     assert all(line.count("|") == tables.speed(rows)[0].count("|") for line in tables.speed(rows))

@@ -10,9 +10,11 @@ from tools.performance.rows import Line, Measured, Pair, Row, cpu_groups, line_o
 
 
 def speed(rows: Sequence[Row]) -> list[str]:
-    """Every line of the speed targets that was measured: floor, must, first, now, and a run beside a peer."""
-    head = ["| work | unit | floor | must | first measured | ours now | | in one run with a peer | × ours |"]
-    lines = [*head, "|---|---|---|---|---|---|---|---|---|"]
+    """Every line of the speed targets that was measured: floor, must, first, now, a run beside a peer, and the share of
+    the peer's time that is asked for beside the share that ours took in that run."""
+    heads = ["work", "unit", "floor", "must", "first measured", "ours now", "", "in one run with a peer", "× ours"]
+    heads += ["asked of the peer's time", "ours of it"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for work, target in TARGETS.items():
         line = line_of(work, rows)
         if line.ours is not None:
@@ -34,10 +36,19 @@ def _speed_cells(target: Target, ours: Measured, line: Line) -> list[str]:
         reached,
     ]
     if line.beside is None:
-        return [*cells, "–", ""]
+        return [*cells, "–", "", "", ""]
     peers = [f"{_named(name, each)} {spread(each)}" for name, each in line.peers.items()]
     ratios = [f"**{each.value / line.beside.value:.2f}**" for each in line.peers.values()]
-    return [*cells, f"ours {number(line.beside.value)}, {', '.join(peers)}", ", ".join(ratios)]
+    beside = [f"ours {number(line.beside.value)}, {', '.join(peers)}", ", ".join(ratios)]
+    return [*cells, *beside, *_shares(target, line.beside, line.peers.get("vLLM"))]
+
+
+def _shares(target: Target, ours: Measured, peer: Measured | None) -> list[str]:
+    """What ``must`` is of the time that vLLM took on the card for which it was set, and ours of vLLM's in one run."""
+    if target.mark is None or peer is None:
+        return ["", ""]
+    asked, found = target.must / target.mark, ours.value / peer.value
+    return [f"{asked:.3f}", f"**{found:.3f}**{'' if found <= asked else ' missed'}"]
 
 
 def _named(name: str, measured: Measured) -> str:
