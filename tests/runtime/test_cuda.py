@@ -68,6 +68,23 @@ def test_prompts_by_graph_give_the_tokens_of_the_cpu(kind: str, window: int | No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_prompts_over_8_bit_pages_answer_by_graph_as_launched(kv: str) -> None:
+    model = tiny.decoder(device="cuda:0")
+    todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
+    options = {"kv_cache_dtype": kv, "kv_cache_bytes": 1 << 22, "enable_prefix_caching": False}
+    engine, launched = tiny.loop(model, **options), tiny.loop(model, **options)
+    assert engine.runner.prompts is not None
+    assert launched.runner.prompts is not None
+    launched.runner.prompts._works = False
+    expected = tiny.alone(launched, todo)
+    for _ in range(3):
+        assert tiny.alone(engine, todo) == expected
+    assert len(engine.runner.prompts) > 2
+    assert len(launched.runner.prompts) == 0
+
+
+@pytest.mark.gpu
 def test_warm_up_records_prompts_of_all_sizes() -> None:
     engine = tiny.loop(tiny.decoder(device="cuda:0"), max_num_batched_tokens=64, enable_prefix_caching=False)
     engine.warm_up(1, forms=True)
