@@ -8,14 +8,18 @@ there a step is recorded only where it nearly has such a size.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 
+from modelmill.core import log
+from modelmill.core.quote import one_line
 from modelmill.runtime.batch import Batch
 from modelmill.runtime.graph import NotRecordable, bucket, rehearsed
 from modelmill.runtime.layout import Layout
 
+_log = log.get(__name__)
 SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 FREE = 512  # tokens up to which filling costs less than launching
 LITTLE = 1 / 64  # of a larger size that may be filling
@@ -81,7 +85,8 @@ class PromptGraphs:
             return None
         try:
             kept = self._kept[key] = self._record(lambda: self._forward(batch))
-        except NotRecordable:
+        except NotRecordable as error:
+            _log.warning("prompts without CUDA graphs: %s", one_line(str(error), 300))
             self._works = False
             return None
         return kept
@@ -109,9 +114,11 @@ class Recorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 out = call()
-            except RuntimeError as error:
-                raise NotRecordable(str(error)) from None
-            finally:
                 graph.capture_end()
+            except RuntimeError as error:
+                # what failed may have left the stream recording, or the recording void
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise NotRecordable(str(error)) from None
         here.wait_stream(self._stream)
         return graph.replay, out
