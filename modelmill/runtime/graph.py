@@ -120,6 +120,8 @@ def rehearsed(call: Callable[[], object]) -> None:
         torch.cuda.set_sync_debug_mode("error")
     try:
         call()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise NotRecordable(str(error)) from None
     finally:

@@ -228,8 +228,8 @@ class Loop:
     def warm_up(self, largest: int | None = None, *, forms: bool = False) -> None:
         """Record the graphs for decoding up to ``largest`` sequences now, not when they are first needed.
 
-        forms: meet every kernel that steps with prompts may take as well (``warm``), for who serves people: compiling
-        them takes half a minute, once a machine.
+        forms: meet every kernel that steps with prompts may take as well (``warm``) and record those of short prompts
+        (``prompt_graph``), for who serves people: compiling takes half a minute, once a machine.
         """
         self.eyes.warm_up()
         if self.runner.graphs is not None:

@@ -17,7 +17,6 @@ from modelmill.core import log
 from modelmill.core.quote import one_line
 from modelmill.runtime.batch import Batch
 from modelmill.runtime.graph import NotRecordable, bucket, rehearsed
-from modelmill.runtime.layout import Layout
 
 _log = log.get(__name__)
 SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
@@ -26,16 +25,18 @@ LITTLE = 1 / 64  # of a larger size that may be filling
 MEETINGS = 2  # of a kind of step, at the second of which it is recorded: that takes as long as ten steps
 MOST = 16  # graphs; steps of further kinds are launched kernel by kernel
 MOST_BYTES = MOST * 40 << 20  # that they hold: mostly what cuBLAS asks for in each of them
+LATER = 100  # meetings after one that found no memory
 
-Key = tuple[Layout, int, int]
+Kind = tuple[int, int]  # tokens, bound on the context: a step's layout and launches follow from them
 Recorded = tuple[Callable[[], None], torch.Tensor]
 
 
 class PromptGraphs:
     """Logits [1, V] of filled steps, by graph from the second meeting on.
 
-    forward: a batch's logits. record: a call → (what replays it, the tensor where its result is then); it may raise
-    NotRecordable, and steps go on without graphs. most: tokens of a step. longest: tokens of a sequence.
+    forward: a batch's logits. record: a call → (what replays it, the tensor where its result is then). Where it raises
+    NotRecordable, steps go on without graphs; where there is no memory, it is tried again later. most: tokens of a
+    step. longest: tokens of a sequence.
     """
 
     def __init__(
@@ -47,47 +48,55 @@ class PromptGraphs:
     ) -> None:
         self._forward, self._record = forward, record
         self._longest = longest
-        self.sizes = tuple(size for size in SIZES if size <= most)
-        self._kept: dict[Key, Recorded] = {}
-        self._met: dict[Key, int] = {}
+        self.sizes = tuple(size for i, size in enumerate(SIZES) if size <= most and (i == 0 or SIZES[i - 1] < longest))
+        self._kept: dict[Kind, Recorded] = {}
+        self._met: dict[Kind, int] = {}
         self._works = True
 
     def __len__(self) -> int:
         """How many were recorded."""
         return len(self._kept)
 
-    def filled(self, tokens: int, context: int) -> tuple[int, int] | None:
-        """(tokens, bound on the context) that a step is filled up to; None where it is left as it is."""
+    def kinds(self) -> list[Kind]:
+        """Every size with the bound of sequences that begin with it; the largest first: its memory serves the rest."""
+        return [(size, self._bound(min(size, self._longest))) for size in reversed(self.sizes)]
+
+    def filled(self, tokens: int, context: int) -> Kind | None:
+        """What a step is filled up to; None where it is left as it is."""
         size = next((size for size in self.sizes if size >= tokens), None)
         if tokens < 2 or size is None or (size > FREE and size - tokens > LITTLE * size):
             return None
-        return size, self.bound(context)
+        kind = (size, self._bound(context))
+        # filling alone costs time
+        return kind if kind in self._kept or (self._works and len(self._kept) < MOST) else None
 
-    def bound(self, context: int) -> int:
-        """Of contexts that one graph serves."""
+    def _bound(self, context: int) -> int:
         return min(bucket(context), max(self._longest, context))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits, over which a later call may write."""
-        key = (batch.views.layout, batch.max_query, batch.max_context)
-        kept = self._kept.get(key)
+        kind = (batch.max_query, batch.max_context)
+        kept = self._kept.get(kind)
         if kept is None:
-            kept = self._met_again(key, batch)
+            kept = self._met_again(kind, batch)
         if kept is None:
             return self._forward(batch)
         replay, logits = kept
         replay()
         return logits
 
-    def _met_again(self, key: Key, batch: Batch) -> Recorded | None:
-        self._met[key] = self._met.get(key, 0) + 1
-        if not self._works or self._met[key] < MEETINGS or len(self._kept) >= MOST:
+    def _met_again(self, kind: Kind, batch: Batch) -> Recorded | None:
+        self._met[kind] = self._met.get(kind, 0) + 1
+        if not self._works or self._met[kind] < MEETINGS or len(self._kept) >= MOST:
             return None
         try:
-            kept = self._kept[key] = self._record(lambda: self._forward(batch))
+            kept = self._kept[kind] = self._record(lambda: self._forward(batch))
         except NotRecordable as error:
             _log.warning("prompts without CUDA graphs: %s", one_line(str(error), 300))
             self._works = False
+            return None
+        except torch.OutOfMemoryError:
+            self._met[kind] = -LATER
             return None
         return kept
 
@@ -104,21 +113,29 @@ class Recorder:
         """As ``PromptGraphs`` wants it."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._stream):
+                call()
+                if not self._rehearsed:
+                    rehearsed(call)
+                    self._rehearsed = True
+                return self._recorded(call)
+        finally:
+            # what was called reads the step's numbers, which the next step writes over
+            here.wait_stream(self._stream)
+
+    def _recorded(self, call: Callable[[], torch.Tensor]) -> Recorded:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            call()
-            if not self._rehearsed:
-                rehearsed(call)
-                self._rehearsed = True
-            # torch.cuda.graph would collect garbage and empty the cache first, and somebody waits for this step
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                out = call()
+        # torch.cuda.graph would collect garbage and empty the cache first, and somebody waits for this step
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            out = call()
+            graph.capture_end()
+        except RuntimeError as error:
+            # what failed may have left the stream recording, or the recording void
+            with contextlib.suppress(RuntimeError):
                 graph.capture_end()
-            except RuntimeError as error:
-                # what failed may have left the stream recording, or the recording void
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                raise NotRecordable(str(error)) from None
-        here.wait_stream(self._stream)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise NotRecordable(str(error)) from None
         return graph.replay, out

@@ -196,7 +196,7 @@ class Runner:
         """Record the greedy decode graphs of every size up to ``largest``, for the shortest contexts.
 
         Before that, steps with prompts of every kind that kernels know apart: some are compiled when first met. forms:
-        attention, and products of up to ``most`` tokens, in all of their forms, too.
+        attention, and products of up to ``most`` tokens, in all of their forms, too, and graphs of short prompts.
         """
         for query in WARM_QUERIES:
             for seqs in WARM_BATCHES:
@@ -224,12 +224,10 @@ class Runner:
                 return
 
     def _record_prompts(self) -> None:
-        """Graphs of prompts of every size, with contexts of the usual bound."""
-        if self.prompts is None:
-            return
-        for size in self.prompts.sizes:
+        """Graphs of prompts of every size."""
+        for size, bound in self.prompts.kinds() if self.prompts is not None else ():
             for _ in range(MEETINGS):
-                self._prompt(self.packer.blank(size, 1, self.prompts.bound(size)))
+                self._prompt(self.packer.blank(size, 1, bound))
 
     def _without_graphs(self, error: NotRecordable) -> None:
         _log.warning("decoding without CUDA graphs: %s", error)

@@ -31,14 +31,15 @@ def test_every_call_is_seen_with_its_module() -> None:
         found = model(replace(step, ops=seen.ops))
     assert torch.equal(found, expected)
     calls = [(each.module, each.op) for each in seen.calls]
-    assert calls[:4] == [
+    assert calls[:5] == [
+        ("rotary", "rotation"),
         ("layers.0.attn_norm", "rms_norm"),
         ("layers.0.attn.qkv_proj", "linear"),
         ("layers.0.attn.rotate", "rope_cache"),
         ("layers.0.attn.mix", "paged_attention"),
     ]
     assert calls[-1] == ("head", "linear")
-    assert len(calls) == 2 * 9 + 2
+    assert len(calls) == 1 + 2 * 9 + 2
     assert {"modelmill|layers.1.mlp.act|silu_mul", "modelmill|embed|"} <= set(labels)
     modules = {each.module for each in seen.slices if not each.op}
     assert {"embed", "layers.1", "layers.1.attn.mix", "head"} <= modules

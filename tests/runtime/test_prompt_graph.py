@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.types import Request
+from modelmill.runtime import prompt_graph
 from modelmill.runtime.batch import Batch
 from modelmill.runtime.graph import NotRecordable
-from modelmill.runtime.prompt_graph import MEETINGS, SIZES, PromptGraphs, Recorded
+from modelmill.runtime.prompt_graph import MEETINGS, MOST, SIZES, PromptGraphs, Recorded
 from tests.runtime import tiny
 
 KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
@@ -22,12 +23,15 @@ class Tape:
     """Records as a GPU does: what was called is called again on what stands at the same places."""
 
     def __init__(self, *, broken: bool = False) -> None:
-        self.recorded = self.replayed = 0
-        self.broken = broken
+        self.tried = self.recorded = self.replayed = 0
+        self.broken, self.full = broken, False
 
     def __call__(self, call: Callable[[], torch.Tensor]) -> Recorded:
+        self.tried += 1
         if self.broken:
             raise NotRecordable("it waits for the host")
+        if self.full:
+            raise torch.OutOfMemoryError("no memory")
         self.recorded += 1
         out = torch.empty_like(call())
 
@@ -49,7 +53,8 @@ def filling(tape: Tape, model: tiny.Decoder | None = None, **options: object) ->
 @given(st.integers(2, 1200), st.integers(0, 9000), st.integers(1, 1500), st.integers(1, 40_000))
 def test_a_step_is_filled_up_to_the_next_size(tokens: int, before: int, most: int, longest: int) -> None:
     found = PromptGraphs(lambda _: torch.empty(0), Tape(), most, longest).filled(tokens, before + tokens)
-    holding = [size for size in SIZES if tokens <= size <= most]
+    held = [size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < longest]
+    holding = [size for size in held if tokens <= size <= most]
     little = bool(holding) and (holding[0] <= 512 or 64 * (holding[0] - tokens) <= holding[0])
     assert (found is not None) == little
     assert found is None or (found[0] == holding[0] and found[1] >= before + tokens)
@@ -114,12 +119,51 @@ def test_the_first_meeting_is_not_recorded_and_each_kind_is_once() -> None:
     assert len(engine.runner.prompts) == 1
 
 
-def test_what_cannot_be_recorded_is_launched() -> None:
+def test_what_cannot_be_recorded_is_launched_and_not_tried_again() -> None:
     todo = tiny.requests([(5, 6, 7)], tiny.params(max_tokens=3))
-    engine = filling(Tape(broken=True), enable_prefix_caching=False)
-    for _ in range(MEETINGS + 1):
+    tape = Tape(broken=True)
+    engine = filling(tape, enable_prefix_caching=False)
+    for _ in range(MEETINGS + 2):
         assert tiny.run(engine, todo) == tiny.run(tiny.loop(), todo)
-    assert len(engine.runner.prompts or ()) == 0
+    assert tape.tried == 1
+    assert engine.runner.prompts is not None
+    assert len(engine.runner.prompts) == 0
+    assert engine.runner.prompts.filled(3, 3) is None, "filling without a graph costs time"
+
+
+def test_without_memory_it_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graph, "LATER", 3)
+    todo = tiny.requests([(5, 6, 7)], tiny.params(max_tokens=1))
+    tape = Tape()
+    engine = filling(tape, enable_prefix_caching=False)
+    tape.full = True
+    for _ in range(MEETINGS):
+        assert tiny.run(engine, todo) == tiny.run(tiny.loop(), todo)
+    tape.full = False
+    for meeting in range(1, 3 + MEETINGS + 1):
+        assert tiny.run(engine, todo) == tiny.run(tiny.loop(), todo)
+        assert tape.tried == (2 if meeting == 3 + MEETINGS else 1)
+    assert tape.recorded == 1
+
+
+def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graph, "MOST", 2)
+    engine = filling(Tape(), enable_prefix_caching=False)
+    todo = tiny.requests([tuple(range(2, 2 + n)) for n in (10, 20, 40)], tiny.params(max_tokens=1))
+    for _ in range(MEETINGS + 1):
+        assert tiny.alone(engine, todo) == tiny.alone(tiny.loop(), todo)
+    graphs = engine.runner.prompts
+    assert graphs is not None
+    assert len(graphs) == 2
+    assert [graphs.filled(n, n) is not None for n in (10, 20, 40)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("longest", "most"), [(112, 8192), (40, 8192), (4608, 8192), (100_000, 300)])
+def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: int) -> None:
+    graphs = PromptGraphs(lambda _: torch.empty(0), Tape(), most, longest)
+    brought = {graphs.filled(n, n) for n in range(2, min(longest, most, 1024) + 1)} - {None}
+    assert set(graphs.kinds()) == brought
+    assert len(brought) <= MOST
 
 
 def test_somebody_who_watches_modules_sees_the_prompt_as_it_is() -> None:
