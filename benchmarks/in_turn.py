@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
-from benchmarks.step import greedy, make_step, pairs, random_model, spread  # noqa: E402
+from benchmarks.step import greedy, make_step, random_model, spread  # noqa: E402
+from benchmarks.works import pairs  # noqa: E402
 from modelmill.eval.report import device_name, save, versions  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops.clock import copy_rate, in_turn, recorded  # noqa: E402

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.forms import FORMS  # noqa: E402
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from benchmarks.side import Lengths, prompts_of  # noqa: E402
-from benchmarks.step import pairs, random_model  # noqa: E402
-from benchmarks.works import Work, in_turn  # noqa: E402
+from benchmarks.step import random_model  # noqa: E402
+from benchmarks.works import Work, in_turn, pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.eval.report import versions  # noqa: E402
 from modelmill.eval.subjects import greedy_request  # noqa: E402

@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import of_layers  # noqa: E402
-from benchmarks.step import kv_bytes, pairs, weight_bytes  # noqa: E402
+from benchmarks.step import kv_bytes, weight_bytes  # noqa: E402
+from benchmarks.works import pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.nn.split import split  # noqa: E402

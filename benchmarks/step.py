@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.forms import FORMS, form  # noqa: E402
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
+from benchmarks.works import pairs  # noqa: E402
 from modelmill.cli.profile import show  # noqa: E402
 from modelmill.core.config import KV_DTYPES, RunConfig  # noqa: E402
 from modelmill.eval.ceilings import Ceilings, measure  # noqa: E402
@@ -157,13 +158,6 @@ def profile(model: nn.Module, work: Work, ceilings: Ceilings, kv_dtype: str, ker
     )  # fmt: skip
     found, _ = profiled(Loop(model, config, max_model_len=length), work, ceilings)
     show(found, 16)
-
-
-def pairs(text: str) -> Iterator[tuple[int, int]]:
-    """1x128,8x1024 → (1, 128), (8, 1024)."""
-    for part in filter(None, text.split(",")):
-        a, b = part.split("x")
-        yield int(a), int(b)
 
 
 def beside(text: str) -> Iterator[tuple[int, int, int]]:

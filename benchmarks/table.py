@@ -44,7 +44,7 @@ from benchmarks.side import Lengths, Side  # noqa: E402
 from benchmarks.stage import ALONE, OURS, SHARED, Stage  # noqa: E402
 from benchmarks.statistic import Figure, ratio  # noqa: E402
 from benchmarks.targets import CPU_MUST, TARGETS  # noqa: E402
-from benchmarks.works import BLOCKS, FIRSTS, MARKS, PARTS, PEER_OF, Work, in_blocks, in_turn, warm_up, works_of  # noqa: E402
+from benchmarks.works import BLOCKS, FIRSTS, MARKS, PARTS, PEER_OF, Work, in_blocks, in_turn, pairs, warm_up, works_of  # noqa: E402
 
 CPU_SIDES = ("ours", "llamacpp")
 
@@ -230,8 +230,8 @@ def command_of(arguments: Sequence[str]) -> str:
 
 def mark(told: str) -> tuple[int, int]:
     """1x4096 → (1, 4096)."""
-    batch, _, prompt = told.partition("x")
-    return int(batch), int(prompt)
+    (pair,) = pairs(told)
+    return pair
 
 
 def variant(told: str) -> tuple[str, dict[str, Any]]:

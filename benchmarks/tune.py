@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import SHAPES, tensors  # noqa: E402
-from benchmarks.step import greedy, make_step, pairs, random_model  # noqa: E402
+from benchmarks.step import greedy, make_step, random_model  # noqa: E402
+from benchmarks.works import pairs  # noqa: E402
 from modelmill.artifact.tuning import StoredTuning  # noqa: E402
 from modelmill.build.plan import Plan, make_plan  # noqa: E402
 from modelmill.build.rehearsal import tune  # noqa: E402

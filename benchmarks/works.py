@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.side import Lengths, Side
@@ -96,3 +96,10 @@ def in_blocks(batch: int, prompt: int, sides: Sequence[Side], rounds: int) -> li
 def warm_up(lengths: Lengths) -> list[tuple[int, int]]:
     """The requests at an eighth of their lengths: every batch size on the way down has then been seen once."""
     return [(-(-prompt // 8), -(-output // 8)) for prompt, output in lengths]
+
+
+def pairs(text: str) -> Iterator[tuple[int, int]]:
+    """1x128,8x1024 → (1, 128), (8, 1024)."""
+    for part in filter(None, text.split(",")):
+        a, b = part.split("x")
+        yield int(a), int(b)

@@ -143,5 +143,4 @@ class Decoder(nn.Module):
 
     def rope(self, step: Step) -> Rope:
         """The step's rotation, and Qwen v1's logn factors in the activations' rounding."""
-        dtype = self.embed.weight.dtype
-        return Rope(*self.rotary(step.positions, step.rope_keys, step, self.config.logn, dtype))
+        return Rope(*self.rotary(step, self.config.logn, self.embed.weight.dtype))

@@ -78,15 +78,16 @@ class Rotary(nn.Module):
         return 0
 
     def forward(
-        self, positions: torch.Tensor, keys: torch.Tensor, step: Step, logn: int | None, dtype: torch.dtype
+        self, step: Step, logn: int | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """positions, keys: [T] int64. logn: the length from which q grows, or None; by factors rounded to dtype."""
+        """logn: the length from which q grows, or None; by factors rounded to dtype."""
+        keys = step.rope_keys
         if self.rule == "running":
             # a row of frequencies for each token
             table, keys = self._running(keys), torch.arange(len(keys), device=keys.device)
         else:
             table = self.inv_freq[None] if self.by_key is None else self.by_key
-        return step.ops.rotation(positions, keys, table, self.factor, logn, dtype)
+        return step.ops.rotation(step.positions, keys, table, self.factor, logn, dtype)
 
     def _running(self, keys: torch.Tensor) -> torch.Tensor:
         """Frequencies of each token, [T, D/2]; tokens with key 0 get the unscaled ones exactly."""

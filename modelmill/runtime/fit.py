@@ -9,7 +9,7 @@ from torch import nn
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.nn.linear import Linear
-from modelmill.runtime import memory
+from modelmill.runtime import memory, prompt_graph
 from modelmill.runtime.graph import Graphs
 from modelmill.runtime.layout import Layout
 from modelmill.runtime.pace import mixed_tokens
@@ -66,5 +66,5 @@ def fit_on_gpu(runner: Runner, config: RunConfig, width: int) -> None:
     if config.cuda_graphs:
         rows, context = min(config.max_num_seqs, LARGEST), width * config.page_size
         runner.graphs = Graphs(runner.forward, runner.sampler.pick, runner.last, packer, rows, context)
-        if runner.mesh.size == 1:
+        if prompt_graph.wanted(config, runner.mesh):
             runner.prompts = PromptGraphs(runner.forward, Recorder(), tokens, context)

@@ -7,8 +7,9 @@ top-k, top-p and min-p. Smaller batches are padded with sequences of context 0 w
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,13 +75,10 @@ class Graphs:
     def _record(self, batch: Batch, kind: str) -> _Graph:
         """The batch's own numbers serve for the rehearsal: computing a step twice writes the same keys and values."""
         batch = _always_fed(batch)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with aside(torch.cuda.Stream()):
             self._run(batch, kind)
             if kind not in self._rehearsed:
                 self._rehearse(batch, kind)
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # other threads (NCCL's watchdog, a second engine) go on meanwhile: only what this one does is recorded
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -106,6 +104,18 @@ class Graphs:
             shape = (self.sizes[-1], logits.shape[1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
         return self._logits
+
+
+@contextlib.contextmanager
+def aside(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work on ``stream``, between what the current one has and what it gets: what is written over there comes after."""
+    here = torch.cuda.current_stream()
+    stream.wait_stream(here)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        here.wait_stream(stream)
 
 
 def rehearsed(call: Callable[[], object]) -> None:

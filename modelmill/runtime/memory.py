@@ -13,7 +13,7 @@ from modelmill.nn.kv import KVCache, KVShape, held_dtype
 from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
 from modelmill.parallel.mesh import ALONE, Mesh
-from modelmill.runtime.prompt_graph import MOST_BYTES
+from modelmill.runtime import prompt_graph
 
 CPU_SHARE = 0.3
 _GIB = 1 << 30
@@ -97,7 +97,7 @@ def free_on_cuda(model: nn.Module, ops: Ops, config: RunConfig, device: str, row
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
     # graphs of decode steps and of prompts, the sampler's tables and fragmentation
-    reserve = _GIB // 2 + peak // 8 + (MOST_BYTES if config.cuda_graphs and mesh.size == 1 else 0)
+    reserve = _GIB // 2 + peak // 8 + (prompt_graph.MOST_BYTES if prompt_graph.wanted(config, mesh) else 0)
     return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
 
 

@@ -14,9 +14,11 @@ from collections.abc import Callable
 import torch
 
 from modelmill.core import log
+from modelmill.core.config import RunConfig
 from modelmill.core.quote import one_line
+from modelmill.parallel.mesh import Mesh
 from modelmill.runtime.batch import Batch
-from modelmill.runtime.graph import NotRecordable, bucket, rehearsed
+from modelmill.runtime.graph import NotRecordable, aside, bucket, rehearsed
 
 _log = log.get(__name__)
 SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
@@ -27,8 +29,14 @@ MOST = 16  # graphs; steps of further kinds are launched kernel by kernel
 MOST_BYTES = MOST * 40 << 20  # that they hold: mostly what cuBLAS asks for in each of them
 LATER = 100  # meetings after one that found no memory
 
+
 Kind = tuple[int, int]  # tokens, bound on the context: a step's layout and launches follow from them
 Recorded = tuple[Callable[[], None], torch.Tensor]
+
+
+def wanted(config: RunConfig, mesh: Mesh) -> bool:
+    """Whether there are such graphs: one rank alone has them."""
+    return config.cuda_graphs and mesh.size == 1
 
 
 class PromptGraphs:
@@ -111,18 +119,12 @@ class Recorder:
 
     def __call__(self, call: Callable[[], torch.Tensor]) -> Recorded:
         """As ``PromptGraphs`` wants it."""
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self._stream):
-                call()
-                if not self._rehearsed:
-                    rehearsed(call)
-                    self._rehearsed = True
-                return self._recorded(call)
-        finally:
-            # what was called reads the step's numbers, which the next step writes over
-            here.wait_stream(self._stream)
+        with aside(self._stream):
+            call()
+            if not self._rehearsed:
+                rehearsed(call)
+                self._rehearsed = True
+            return self._recorded(call)
 
     def _recorded(self, call: Callable[[], torch.Tensor]) -> Recorded:
         graph = torch.cuda.CUDAGraph()

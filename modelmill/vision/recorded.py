@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.core import log
-from modelmill.runtime.graph import NotRecordable, rehearsed
+from modelmill.runtime.graph import NotRecordable, aside, rehearsed
 
 _log = log.get(__name__)
 Tensors = tuple[torch.Tensor, ...]
@@ -72,11 +72,8 @@ class Recorded:
     def _record(self, call: Callable[..., Tensors], given: Tensors) -> _Graph:
         """Raises NotRecordable where an op waits for the host."""
         places = tuple(t.clone() for t in given)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with aside(torch.cuda.Stream()):
             rehearsed(lambda: call(*places))
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # other threads (a second engine) go on meanwhile: only what this one does is recorded
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

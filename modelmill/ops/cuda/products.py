@@ -95,25 +95,30 @@ def few_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 def many_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the kernel for many rows takes these and is worth it: its tiles fill the multiprocessors to the end."""
-    if x.dim() != 2 or x.shape[0] < LEAST_MANY or weight.shape[0] % 16 or not _readable(x, weight, bias):
+    if x.dim() != 2 or weight.shape[0] % 16 or not _readable(x, weight, bias):
         return False
-    return filled(x.shape[0], weight.shape[0] // 2, launch.multiprocessors(x.get_device())) >= LEAST_FILLED
+    return _worth(x.shape[0], weight.shape[0] // 2, launch.multiprocessors(x.get_device()))
 
 
 def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
     """Numbers of rows, up to ``most``, with which every form of ``many`` is met: the least that each width serves."""
-    multiprocessors = launch.multiprocessors(x.get_device())
+    if weight.shape[0] % 16 or not _readable(x.new_empty((1, x.shape[1])), weight, None):
+        return []
+    sizes = (weight.shape[0] // 2, launch.multiprocessors(x.get_device()))
     least: dict[int, int] = {}
     for rows in range(LEAST_MANY, most + 1, 2 * TILE_ROWS):
-        wide = wide_of(rows, weight.shape[0] // 2, multiprocessors)
-        if wide not in least and many_serves(x.new_empty((rows, x.shape[1])), weight, None):
-            least[wide] = rows
+        if _worth(rows, *sizes):
+            least.setdefault(wide_of(rows, *sizes), rows)
     return list(least.values())
 
 
 def pairs_of(rows: int, columns: int, wide: int) -> int:
     """Pairs of tiles of an output [rows, columns]."""
     return -(-rows // (2 * TILE_ROWS)) * -(-columns // (wide // 2))
+
+
+def _worth(rows: int, columns: int, multiprocessors: int) -> bool:
+    return rows >= LEAST_MANY and filled(rows, columns, multiprocessors) >= LEAST_FILLED
 
 
 def turns(pairs: int, multiprocessors: int) -> int:
