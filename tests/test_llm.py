@@ -15,6 +15,7 @@ from modelmill.core.errors import ModelmillError, RequestError, TokenizerError, 
 from modelmill.core.types import Finish, Request
 from modelmill.language import sampling_defaults
 from modelmill.llm import build_engine
+from tests.patience import PATIENCE
 
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -279,7 +280,7 @@ def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> N
     many.llm.advance = held  # type: ignore[method-assign]
 
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             first = asyncio.create_task(many.generate("Once", GREEDY))
             await asyncio.to_thread(step.wait)
             closing = asyncio.create_task(asyncio.to_thread(many.close))
@@ -319,7 +320,7 @@ def test_asyncio_goes_on_where_one_request_finds_no_memory(engine: Path, llm: LL
     many.llm.loop.add = full  # type: ignore[method-assign]
 
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             with pytest.raises(MemoryError):
                 await many.generate({"prompt_token_ids": [5] * 9}, GREEDY)
             answer = await many.generate("Once upon a time", GREEDY)

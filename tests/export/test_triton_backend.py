@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from modelmill.export.triton_repository import Start, export
 from modelmill.llm import LLM
 from tests.export import pbutils
 from tests.export.pbutils import Refused, Request, TritonError
+from tests.patience import PATIENCE, until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 RUN = {"device": "cpu", "threads": 1, "kv_cache_bytes": 4 << 20, "max_num_seqs": 8}
@@ -53,13 +53,6 @@ def backend(repository: Path) -> Iterator[Backend]:
 @pytest.fixture(scope="module")
 def llm(stories: Path) -> LLM:
     return LLM(stories, chat_template="chatml", **RUN)
-
-
-def until(true: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.005)
 
 
 def idle(backend: Backend) -> bool:
@@ -135,7 +128,7 @@ def test_mistakes_are_one_clear_line(backend: Backend, given: dict[str, Any], sa
 def test_who_leaves_frees_his_pages(backend: Backend) -> None:
     requests = [Request(text_input="Once upon a time", stream=True, ignore_eos=True, max_tokens=400) for _ in range(24)]
     backend.execute(requests)
-    assert requests[0].sender.sent.get(timeout=60).error is None
+    assert requests[0].sender.sent.get(timeout=PATIENCE).error is None
     for request in requests:
         request.sender.cancelled = True
     until(lambda: all(request.sender.ended for request in requests))
@@ -181,7 +174,7 @@ def test_closing_ends_what_runs(repository: Path) -> None:
     backend = opened(repository)
     request = Request(text_input="Once", stream=True, ignore_eos=True, max_tokens=400)
     backend.execute([request])
-    request.sender.sent.get(timeout=60)
+    request.sender.sent.get(timeout=PATIENCE)
     backend.close()
     assert request.sender.ended
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from modelmill.core import env
+from tests.patience import PATIENCE
 
 PACKAGES = ("pytriton", "tritonclient", "grpc")
 
@@ -96,7 +97,7 @@ class Server:
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
-        psutil.wait_procs(children, timeout=10)
+        psutil.wait_procs(children, timeout=PATIENCE)
         assert not [child for child in children if child.is_running()], self.said()
 
     def said(self) -> str:
@@ -104,7 +105,7 @@ class Server:
 
     def get(self, port: int, path: str, body: bytes | None = None) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", body, timeout=60) as response:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", body, timeout=PATIENCE) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -130,7 +131,7 @@ class Server:
         assert value, page
         return float(value[1])
 
-    def idle(self, seconds: float = 30) -> None:
+    def idle(self, seconds: float = PATIENCE) -> None:
         """Until nothing runs, nothing waits and every page is free."""
         deadline = time.monotonic() + seconds
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

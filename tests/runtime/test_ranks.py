@@ -24,6 +24,7 @@ from modelmill.runtime.device import devices
 from modelmill.runtime.loop import Loop
 from modelmill.runtime.orders import COPY, Order
 from tests.models import tiny_models
+from tests.patience import soon, until
 from tests.runtime import tiny
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -178,10 +179,8 @@ def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: 
         loop.step()
     crew: Any = loop.runner.crew
     crew._processes[1].kill()
-    began = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 2 of 3 was killed by signal 9; open the engine again$"):
+    with soon(), pytest.raises(RankError, match=r"^rank 2 of 3 was killed by signal 9; open the engine again$"):
         tiny.drain(loop)
-    assert time.monotonic() - began < 10
     with pytest.raises(RankError, match="rank 2 of 3"):
         loop.step()
     with pytest.raises(RankError, match="rank 2 of 3"):
@@ -222,10 +221,7 @@ while True:
     caller.kill()
     caller.wait()
     caller.stdout.close()
-    deadline = time.monotonic() + 10
-    while any(_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "ranks outlive rank 0"
-        time.sleep(0.02)
+    until(lambda: not any(_alive(pid) for pid in pids))
 
 
 def _alive(pid: int) -> bool:
@@ -308,10 +304,8 @@ def test_a_rank_killed_on_gpus(engines: Callable[[str], Path]) -> None:
         loop.step()
     crew: Any = loop.runner.crew
     crew._processes[0].kill()
-    began = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 1 of 2 was killed by signal 9; open the engine again$"):
+    with soon(), pytest.raises(RankError, match=r"^rank 1 of 2 was killed by signal 9; open the engine again$"):
         tiny.drain(loop)
-    assert time.monotonic() - began < 10
     loop.close()
     torch.cuda.synchronize()
     # the GPU is free for another engine

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.patience import PATIENCE
+
 FLAGS = ("--device", "cpu", "--threads", "1", "--kv-cache-bytes", "8000000", "--port", "0")
 
 
@@ -49,7 +51,7 @@ class Serving:
             self.process.send_signal(signal.SIGTERM)
         self.finish()
 
-    def finish(self, seconds: float = 60) -> tuple[int, str]:
+    def finish(self, seconds: float = PATIENCE) -> tuple[int, str]:
         """Wait for its end: (exit code, what it said on stderr); no process of it may be left."""
         try:
             _, said = self.process.communicate(timeout=seconds)
@@ -71,7 +73,7 @@ class Serving:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **headers})
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                 status, content, told = response.status, response.read(), response.headers
         except urllib.error.HTTPError as error:
             with error:
@@ -90,7 +92,7 @@ class Serving:
         raise AssertionError(f"/health does not become {status}: {body}")
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=30)
+        return socket.create_connection(self.address, timeout=PATIENCE)
 
     def begin(self, path: str, body: Any) -> socket.socket:
         """A POST whose answer is left to be read."""
@@ -100,14 +102,14 @@ class Serving:
         sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         return sock
 
-    def until_waiting(self, count: int, seconds: float = 30) -> None:
+    def until_waiting(self, count: int, seconds: float = PATIENCE) -> None:
         """Until so many prompts wait for their turn."""
         deadline, waiting = time.monotonic() + seconds, re.compile(r"num_requests_waiting{[^}]*} ([0-9.]+)")
         while float(waiting.findall(self.ask("/metrics")[1])[0]) < count:
             assert time.monotonic() < deadline, f"no {count} prompts ever wait"
             time.sleep(0.01)
 
-    def idle(self, seconds: float = 30) -> None:
+    def idle(self, seconds: float = PATIENCE) -> None:
         """Until nothing runs, nothing waits and every page is free."""
         deadline = time.monotonic() + seconds
         wanted = [rf"{name}{{[^}}]*}} 0\.0\n" for name in ("num_requests_running", "waiting", "kv_cache_usage_perc")]

@@ -23,6 +23,7 @@ from modelmill.serve.message import Message, Open, Told, encode
 from modelmill.serve.metrics import Metrics
 from modelmill.serve.ticket import TooSlow, WorkerLost
 from modelmill.text.tokenizer import load_tokenizer
+from tests.patience import PATIENCE
 from tests.runtime import tiny
 from tests.serve.local import Launcher, ask, language, served
 from tests.text.conftest import gguf_spm
@@ -36,7 +37,7 @@ async def answered(engine: Engine, prompts: list[tuple[int, ...]], **params: Any
 
 async def idle(engine: Engine) -> None:
     """The worker holds nothing any more."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         stats = await engine.stats()
         assert stats is not None
@@ -262,7 +263,7 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(monkeypatch: pytes
     async def main() -> None:
         async with served(Scarce(range(1, 4))) as (engine, launcher):
             launcher.children[0].kill()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 while engine.restarts < 4 or engine.state is not State.READY:
                     await asyncio.sleep(0.001)
             assert launcher.tries == 5
@@ -287,7 +288,7 @@ def test_a_worker_that_can_never_be_started_is_an_end_with_an_error(fail: range)
         await engine.settled.wait()
         for child in launcher.children:
             child.kill()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await task
         assert engine.state is State.FAILED
         assert engine.error == f"the worker of tiny failed: {os.strerror(errno.EMFILE)}"
@@ -306,7 +307,7 @@ def test_a_message_that_nobody_can_read_costs_a_worker(monkeypatch: pytest.Monke
                 launcher.children[0].stepping.set()
                 with pytest.raises(WorkerLost):
                     await ticket.finish()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 while engine.state is not State.READY:
                     await asyncio.sleep(0.001)
             assert engine.restarts == 1
@@ -332,7 +333,7 @@ def test_a_worker_that_is_being_started_while_the_engine_is_closed_is_ended() ->
         await launcher.begun.wait()
         await engine.close()
         launcher.go.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await task
         assert engine.state is State.STOPPED
         assert not launcher.children[0]._thread.is_alive()

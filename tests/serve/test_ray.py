@@ -19,6 +19,7 @@ import pytest
 
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
+from tests.patience import PATIENCE, until
 from tests.serve.process import Serving, rest
 
 pytestmark = pytest.mark.ray
@@ -67,7 +68,7 @@ class Cluster(Serving):
         found = re.findall(rf'^modelmill:{name}\{{[^}}]*replica="(\w+)"[^}}]*\}} (\S+)$', page, re.MULTILINE)
         return {replica: float(value) for replica, value in found}
 
-    def idle(self, seconds: float = 30) -> None:
+    def idle(self, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         while time.monotonic() < deadline:
@@ -78,7 +79,7 @@ class Cluster(Serving):
         raise AssertionError(told)
 
 
-def gone(processes: list[psutil.Process], seconds: float = 30) -> None:
+def gone(processes: list[psutil.Process], seconds: float = PATIENCE) -> None:
     _, left = psutil.wait_procs(processes, timeout=seconds)
     assert not left, left
 
@@ -147,16 +148,9 @@ def expected(llm: LLM) -> dict[str, str]:
     return {start: answer.outputs[0].text for start, answer in zip(STARTS, answers, strict=True)}
 
 
-def until(true: Any, seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.05)
-
-
 def test_the_text_of_the_class_from_both(cluster: Cluster, expected: dict[str, str]) -> None:
     load = Load(cluster.url, expected)
-    asyncio.run(load.run(lambda: until(lambda: load.complete >= 64)))
+    asyncio.run(load.run(lambda: until(lambda: load.complete >= 64, 240)))
     assert not load.errors
     assert not load.wrong
     counts = cluster.told("generation_tokens_total")
@@ -224,7 +218,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
     broken: list[int] = []
 
     def kill() -> None:
-        until(lambda: load.complete >= 24)
+        until(lambda: load.complete >= 24, 240)
         socks = [cluster.begin("/v1/completions", {**LONG, "n": 4}) for _ in range(16)]
         heads = [sock.recv(1 << 10) for sock in socks]
         victim.kill()
@@ -236,10 +230,10 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
             assert lost or told.count(b'"finish_reason":"length"') == 4
             broken.append(lost)
         gone([victim, *others])
-        until(lambda: victim.pid not in [each.pid for each in cluster.replicas] and len(cluster.replicas) == 2, 120)
+        until(lambda: victim.pid not in [each.pid for each in cluster.replicas] and len(cluster.replicas) == 2, 240)
         cluster.whole()
         done = load.complete
-        until(lambda: load.complete >= done + 24)
+        until(lambda: load.complete >= done + 24, 240)
 
     asyncio.run(load.run(kill))
     print(f"{sum(broken)} of 16 streams ended with an error, the others whole")
@@ -255,14 +249,14 @@ def test_an_engine_s_process_is_killed(cluster: Cluster, expected: dict[str, str
     load = Load(cluster.url, expected)
 
     def kill() -> None:
-        until(lambda: load.complete >= 12)
+        until(lambda: load.complete >= 12, 240)
         workers = [each for replica in cluster.replicas for each in replica.children() if "modelmill.serve.worker" in
                    each.cmdline()]  # fmt: skip
         assert len(workers) == 2
         workers[0].kill()
         gone([workers[0]])
         done = load.complete
-        until(lambda: load.complete >= done + 36)
+        until(lambda: load.complete >= done + 36, 240)
 
     asyncio.run(load.run(kill))
     assert not load.wrong
@@ -276,12 +270,12 @@ def test_replicas_are_replaced_one_after_another(cluster: Cluster, expected: dic
     before = {each.pid for each in cluster.replicas}
 
     def roll() -> None:
-        until(lambda: load.complete >= 12)
+        until(lambda: load.complete >= 12, 240)
         cluster.process.send_signal(signal.SIGHUP)
         until(lambda: not before & {each.pid for each in cluster.replicas}, 240)
         cluster.whole()
         done = load.complete
-        until(lambda: load.complete >= done + 12)
+        until(lambda: load.complete >= done + 12, 240)
 
     asyncio.run(load.run(roll))
     print(f"{load.complete} whole while both were replaced")

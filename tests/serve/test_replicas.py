@@ -23,6 +23,7 @@ from modelmill.serve.replicas.call import parts
 from modelmill.serve.replicas.front import Front, guarded, merged
 from modelmill.serve.replicas.plan import Plan, Shape
 from modelmill.serve.service import Limits, Service
+from tests.patience import PATIENCE
 from tests.serve.asgi import Client, Response
 from tests.serve.running import Running
 
@@ -274,7 +275,7 @@ def test_who_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch, answer: l
         await app(scope, receive, full)
 
     async def main() -> None:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE):
             assert len((await Client(stuck).post("/v1/completions", {"prompt": "a"})).body) <= 20
         assert fake.closed == 1
         assert service.active == 0
@@ -324,12 +325,12 @@ def test_the_application_called_without_a_socket(running: Running) -> None:
     running.do(told(long, most=2))
 
     async def idle() -> None:
-        for _ in range(500):
-            stats = await running.engine.stats()
-            if stats is not None and stats.running == stats.waiting == 0 and stats.free_pages == stats.pages:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(stats)
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                stats = await running.engine.stats()
+                if stats is not None and stats.running == stats.waiting == 0 and stats.free_pages == stats.pages:
+                    return
+                await asyncio.sleep(0.01)
 
     running.do(idle())
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any
 
 import pytest
 
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
+from tests.patience import soon, until
 from tests.serve.running import Running
 
 TALK = [{"role": "user", "content": "Tell me"}]
@@ -146,10 +146,10 @@ for _ in range(100):
 )  # fmt: skip
 def test_what_is_no_grammar_is_refused_soon(running: Running, ask: Any) -> None:
     """400, or an answer; within seconds, by the same worker."""
-    pid, began = running.engine.pid, time.monotonic()
+    pid = running.engine.pid
     body = {"model": "stories", "messages": TALK, "max_tokens": 8, **ask}
-    response = running.post("/v1/chat/completions", body)
-    assert time.monotonic() - began < 10
+    with soon():
+        response = running.post("/v1/chat/completions", body)
     assert response.status in (200, 400), response.body
     if response.status == 400:
         assert len(response.json["error"]["message"]) < 600
@@ -174,13 +174,12 @@ def test_leaving_while_a_grammar_is_made(running: Running) -> None:
         await asyncio.gather(*(leave(place) for place in range(60)))
 
     running.do(many())
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+
+    def empty() -> bool:
         stats = running.do(running.engine.stats())
-        if stats is not None and (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages):
-            return
-        time.sleep(0.02)
-    raise AssertionError(stats)
+        return stats is not None and (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
+
+    until(empty)
 
 
 def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(running: Running) -> None:

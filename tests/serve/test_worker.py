@@ -26,6 +26,7 @@ from modelmill.serve.engine import Engine, State
 from modelmill.serve.message import Abort, Add, Begun, Message, Open, Refused, Told, encode
 from modelmill.serve.ticket import WorkerLost
 from modelmill.serve.worker import Come, Inbox, Wire, Worker
+from tests.patience import PATIENCE
 from tests.runtime import tiny
 from tests.serve.local import Launcher, ask, served
 
@@ -131,10 +132,10 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
     box.prepare = make
     with ours:
         ours.sendall(encode(Add(guided)))
-        assert box.messages.get(timeout=10) == Come(guided, 100.0, cast(Any, "guide"))
+        assert box.messages.get(timeout=PATIENCE) == Come(guided, 100.0, cast(Any, "guide"))
         ours.sendall(encode(Add(request("a", 3))))
-        assert box.messages.get(timeout=10) == Come(request("a", 3), 107.0)
-    assert box.messages.get(timeout=10) is None
+        assert box.messages.get(timeout=PATIENCE) == Come(request("a", 3), 107.0)
+    assert box.messages.get(timeout=PATIENCE) is None
 
 
 @pytest.mark.parametrize(
@@ -154,10 +155,10 @@ def test_a_grammar_that_cannot_be_made_is_refused(error: Exception, line: str) -
     box.prepare = make
     with ours:
         ours.sendall(encode(Add(request("g", 3, grammar=Grammar("regex", "a")))))
-        come = box.messages.get(timeout=10)
+        come = box.messages.get(timeout=PATIENCE)
         assert isinstance(come, Come)
         assert worked(tiny.loop(), come, Come(request("a", 1), 0.0))[0] == Refused("g", line)
-    assert box.messages.get(timeout=10) is None
+    assert box.messages.get(timeout=PATIENCE) is None
 
 
 def full(error: Exception) -> Callable[[], Loop]:
@@ -183,7 +184,7 @@ def test_memory_that_runs_out_before_a_step_ends_one_request(error: Exception) -
     """A picture is read where its request comes in: what does not fit is refused, everyone else is answered."""
 
     async def main() -> None:
-        async with served(Launcher(full(error))) as (engine, launcher), asyncio.timeout(20):
+        async with served(Launcher(full(error))) as (engine, launcher), asyncio.timeout(PATIENCE):
             other = engine.submit([ask(engine, (5, 6), max_tokens=60, ignore_eos=True)])
             with pytest.raises(CapacityError, match=r"^the engine has no memory left for this request; send"):
                 await engine.submit([ask(engine, (5,) * 9)]).finish()
@@ -273,5 +274,5 @@ def test_a_worker_ends_with_its_server(stories: Path, when: str) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    psutil.wait_procs([worker], timeout=60)
+    psutil.wait_procs([worker], timeout=PATIENCE)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE

@@ -9,6 +9,7 @@ import pytest
 
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.template import Limits, RefusedMessages, TemplateProcess
+from tests.patience import soon
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +27,11 @@ def test_renders_with_the_rules_templates_are_written_for(process):
     assert process.render("{{ undefined }}|{{ none }}|{{ dict(a=1).a }}", {}) == "|None|1"
 
 
-def test_the_same_process_serves_again_and_quickly(process):
+def test_the_same_process_serves_again(process):
     process.render("{{ x }}", {"x": 1})
     worker = process._worker
-    start = time.perf_counter()
     for number in range(20):
         assert process.render("{{ x }}", {"x": number}) == str(number)
-    assert time.perf_counter() - start < 5
     assert process._worker is worker
 
 
@@ -59,12 +58,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_templates_are_one_line_and_the_next_one_works(process, case):
-    start = time.perf_counter()
-    with pytest.raises(TemplateError) as caught:
+    with soon(), pytest.raises(TemplateError) as caught:
         process.render(HOSTILE[case], {"x": [1]})
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
-    assert time.perf_counter() - start < 20
     assert process.render("{{ x }}", {"x": 1}) == "1"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.find import find
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
+from tests.patience import soon
 from tests.trust.lines import one_line
 
 HOSTILE: list[Any] = [
@@ -57,12 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_line_or_a_plan(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    started = time.perf_counter()
-    try:
-        json.dumps(make_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe())
-    except CheckpointError as error:
-        one_line(error)
-    assert time.perf_counter() - started < 5
+    with soon():
+        try:
+            json.dumps(make_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe())
+        except CheckpointError as error:
+            one_line(error)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.safetensors import SafetensorsFiles, read_header
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
+from tests.patience import soon
 from tests.trust.lines import one_line
 
 
@@ -129,11 +129,9 @@ def safetensors(path: Path, header: object, body: bytes = b"") -> Path:
 )
 def test_a_header_that_lies(tmp_path: Path, header: object) -> None:
     path = safetensors(tmp_path / "m.safetensors", header, b"\0\0\0\0")
-    started = time.perf_counter()
-    with pytest.raises(CheckpointError, match=r"m\.safetensors") as told:
+    with soon(), pytest.raises(CheckpointError, match=r"m\.safetensors") as told:
         read_header(path)
     one_line(told.value)
-    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize(

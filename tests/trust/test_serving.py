@@ -7,7 +7,6 @@ import gc
 import io
 import json
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from modelmill.serve import logs
 from modelmill.serve.app import make_app
 from modelmill.serve.service import Limits, Service
 from modelmill.text.chat import TemplateChat
+from tests.patience import soon, until
 from tests.serve.asgi import Client
 from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
 from tests.serve.running import Running
@@ -46,21 +46,19 @@ def _alive_afterwards(running: Running) -> Iterator[None]:
     assert running.service.active == 0
 
 
-def idle(running: Running, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+def idle(running: Running) -> None:
+    def empty() -> bool:
         stats = running.do(running.engine.stats())
         assert stats is not None
-        if (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages):
-            return
-    raise AssertionError(stats)
+        return (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
+
+    until(empty)
 
 
 def refused(running: Running, path: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
     """The error of a request that must fail, after checking its form."""
-    began = time.monotonic()
-    response = running.post(path, body, **options)
-    assert time.monotonic() - began < 10
+    with soon():
+        response = running.post(path, body, **options)
     assert response.status == status, response.body[:500]
     assert response.json.keys() == {"error"}
     error: dict[str, Any] = response.json["error"]

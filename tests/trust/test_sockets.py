@@ -18,6 +18,7 @@ from modelmill.serve import http, stream
 from modelmill.serve.app import make_app
 from modelmill.serve.server import http_server, listen
 from modelmill.serve.service import Limits, Service
+from tests.patience import PATIENCE, until
 from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
 from tests.serve.process import rest
 from tests.serve.running import Running
@@ -52,7 +53,7 @@ class Port:
         self.service.close()
 
     def send(self, data: bytes) -> socket.socket:
-        sock = socket.create_connection(self.address, timeout=20)
+        sock = socket.create_connection(self.address, timeout=PATIENCE)
         sock.sendall(data)
         return sock
 
@@ -81,10 +82,7 @@ def port(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
     yield found
     idle(running)
     assert running.post("/v1/completions", COMPLETION).status == 200
-    deadline = time.monotonic() + 5
-    while found.service.active and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert found.service.active == 0
+    until(lambda: found.service.active == 0)
     found.close()
 
 
@@ -162,11 +160,8 @@ def test_a_client_that_reads_nothing_is_dropped_and_others_go_on(port: Port) -> 
         sock.sendall(post(fat))
         socks.append(sock)
     assert b" 200 " in port.answer(post(COMPLETION, "connection: close"))
-    idle(port.running, 60)
-    deadline = time.monotonic() + 20
-    while port.service.active and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert port.service.active == 0
+    idle(port.running)
+    until(lambda: port.service.active == 0)
     for sock in socks:
         sock.close()
 

@@ -17,6 +17,7 @@ from modelmill.core.errors import ModelmillError, RequestError, TemplateError, T
 from modelmill.text.chat import Limits, load_chat
 from modelmill.text.tokenizer import load_tokenizer
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
+from tests.patience import soon
 from tests.text.conftest import hf_files, small_hf
 from tests.trust.lines import one_line
 
@@ -145,16 +146,15 @@ def test_a_template_gets_nothing_and_costs_one_line(template: str) -> None:
     files = hf_files() | {"chat_template.jinja": template.encode()}
     chat = load_chat(files, load_tokenizer(files), limits=Limits(seconds=0.5, memory=256 << 20, output=1 << 20))
     assert chat is not None
-    started = time.monotonic()
     messages = [{"role": "user", "content": "hello"}]
-    try:
-        text = chat.render(messages)
-    except TemplateError as error:
-        one_line(error)
-    else:
-        assert not any(word in text for word in ("class ", "root:", "uid=", "module", "function", "code object"))
-        assert len(text) <= 1 << 20
-    assert time.monotonic() - started < 30
+    with soon():
+        try:
+            text = chat.render(messages)
+        except TemplateError as error:
+            one_line(error)
+        else:
+            assert not any(word in text for word in ("class ", "root:", "uid=", "module", "function", "code object"))
+            assert len(text) <= 1 << 20
     assert messages == [{"role": "user", "content": "hello"}]
     chat.close()
 
