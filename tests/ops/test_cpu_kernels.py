@@ -46,23 +46,37 @@ def _forget() -> None:
 @functools.cache
 def _library(name: str) -> build.Library:
     flags, width = INSTRUCTION_SETS[name]
-    library = build.open_library(build.compiled((*build.FLAGS, *flags)))
+    library = build.open_library(build.compiled((*build.machine_flags(), *flags)))
     assert width is None or library.vector_width <= width
     return library
 
 
-@pytest.fixture(params=list(INSTRUCTION_SETS))
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each test once per instruction set, freshly allocated tensors full of NaN."""
-    if request.param != "native" and platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("instruction sets of x86")
-    library = _library(request.param)
+def _use(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With freshly allocated tensors full of NaN."""
     monkeypatch.setattr(build, "load", lambda: library)
     _forget()
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
-    yield request.param
+    yield
     torch.use_deterministic_algorithms(False)
     _forget()
+
+
+@pytest.fixture(params=list(INSTRUCTION_SETS))
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each test once per instruction set."""
+    if request.param != "native" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("instruction sets of x86")
+    for _ in _use(_library(request.param), monkeypatch):
+        yield request.param
+
+
+@pytest.fixture
+def other_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels that multiply bfloat16 in pairs where this machine's do so as floats, and the other way round."""
+    if "avx512_bf16" not in build._cpu():
+        pytest.skip("a processor without AVX512_BF16 multiplies floats only")
+    flags = build.FLAGS if "-DMILL_FLOATS" in build.machine_flags() else (*build.FLAGS, "-DMILL_FLOATS")
+    yield from _use(build.open_library(build.compiled((*flags, "-O1"))), monkeypatch)
 
 
 def _odd(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +159,11 @@ def test_products_of_any_size(rows: int, k: int, n: int, dtype: torch.dtype, bia
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_gives_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, isa: str) -> None:
-    batches = (1, 2, 3, 4, 7, 16) if dtype is torch.bfloat16 or isa == "plain" else (1, 2, 3, 4, 7, 16, 65)
+    many = dtype is not torch.bfloat16 and isa != "plain"
+    _alone_and_in((1, 2, 3, 4, 7, 16, 65) if many else (1, 2, 3, 4, 7, 16), dtype)
+
+
+def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     x = randn(65, 333, device="cpu", dtype=dtype, seed=1)
     weight = randn(45, 333, device="cpu", dtype=dtype, seed=2)
     held, scale = quantize(weight)
@@ -161,8 +179,27 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, isa:
         assert torch.equal(KERNELS["int8_linear"].run(x[:rows], held, scale)[:1], alone[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bfloat16_the_other_way(dtype: torch.dtype, other_way: None) -> None:
+    for op in ("linear", "int8_linear", "fp8_linear"):
+        for case in _cases(op, dtype):
+            _check(op, dict(case.args), dtype)
+    _alone_and_in((1, 2, 3, 4, 6, 7, 13, 16), dtype)
+
+
+@pytest.mark.parametrize(("vendor", "floats"), [("GenuineIntel", True), ("AuthenticAMD", False)])
+def test_who_multiplies_bfloat16_as_floats(vendor: str, floats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_cpu", lambda: f"vendor_id\t: {vendor}\nflags\t\t: avx512f avx512_bf16")
+    assert ("-DMILL_FLOATS" in build.machine_flags()) is floats
+
+
 def _attention(
-    lengths: list[tuple[int, int]], dtype: torch.dtype, cache: torch.dtype, window: int | None = None
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    window: int | None = None,
+    heads: tuple[int, int] = (6, 2),
+    dim: int = 48,
 ) -> Any:
     pages = [-(-context // 16) for _, context in lengths]
     tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
@@ -171,15 +208,15 @@ def _attention(
     total = max(pages) * len(lengths)
     starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).to(torch.int32)
     return {
-        "q": randn(int(starts[-1]), 6, 48, device="cpu", dtype=dtype, seed=1, scale=2.0),
-        "k_cache": randn(total, 2, 16, 48, device="cpu", dtype=cache, seed=2),
-        "v_cache": randn(total, 2, 16, 48, device="cpu", dtype=cache, seed=3),
+        "q": randn(int(starts[-1]), heads[0], dim, device="cpu", dtype=dtype, seed=1, scale=2.0),
+        "k_cache": randn(total, heads[1], 16, dim, device="cpu", dtype=cache, seed=2),
+        "v_cache": randn(total, heads[1], 16, dim, device="cpu", dtype=cache, seed=3),
         "block_tables": tables,
         "query_start": starts,
         "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32),
         "max_query": max(q for q, _ in lengths),
         "max_context": max(c for _, c in lengths),
-        "scale": 48**-0.5,
+        "scale": dim**-0.5,
         "window": window,
     }
 
@@ -189,6 +226,15 @@ def test_attention_over_split_contexts(window: int | None, isa: str) -> None:
     lengths = [(1, 255), (1, 256), (1, 257), (1, 1000), (100, 333), (3, 700), (1, 1)]
     for dtype, cache in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         _check("paged_attention", _attention(lengths, dtype, cache, window), dtype)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 40, 72, 80, 128, 200])
+@pytest.mark.parametrize("group", range(1, 11))
+def test_attention_of_few_rows(group: int, dim: int, isa: str) -> None:
+    """One to some queries of one to ten heads a KV head, and rows that end within a vector."""
+    lengths = [(1, 300), (2, 65), (3, 3), (1, 64), (4, 257)]
+    for dtype in DTYPES:
+        _check("paged_attention", _attention(lengths, dtype, dtype, heads=(2 * group, 2), dim=dim), dtype)
 
 
 def test_keys_beyond_the_context_are_not_read(isa: str) -> None:

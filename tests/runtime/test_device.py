@@ -26,7 +26,7 @@ def test_kernels_are_missing_in_an_empty_cache(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(kernels.env, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(kernels, "_compiler", lambda: ("c++", "a version"))
     assert kernels.missing()
-    target = kernels._target(kernels.FLAGS, "c++", "a version")
+    target = kernels._target(kernels.machine_flags(), "c++", "a version")
     target.parent.mkdir()
     target.touch()
     assert not kernels.missing()

@@ -144,27 +144,36 @@ struct Seen {
     int64_t start, group, window, first, last;
 };
 
-// Query rows already in w.q (scaled); leaves unnormalised sums in w.out.
-template <class C>
-__attribute__((noinline)) void attend(const Workspace& w, int64_t rows, const Pages<C>& pages, const int32_t* table,
-                                      int64_t kv_head, const Seen& seen) {
+// Nothing has been seen yet.
+inline void clear(const Workspace& w, int64_t rows) {
     for (int64_t r = 0; r < rows; r++) {
         w.highest[r] = -std::numeric_limits<float>::infinity();
         w.total[r] = 0.0f;
     }
     std::memset(w.out, 0, static_cast<size_t>(rows * w.width) * sizeof(float));
+}
+
+// Row r's scores of the `count` keys from `key` on become weights; what the row has gathered so far is scaled to them.
+inline void weigh(const Workspace& w, float* scores, int64_t r, int64_t key, int64_t count, const Seen& seen) {
+    const int64_t columns = (count + W - 1) / W * W;
+    const int64_t p = seen.start + r / seen.group, from = seen.window > 0 ? p - seen.window + 1 - key : 0;
+    const int64_t to = p + 1 - key < count ? p + 1 - key : count;
+    const float factor = soften(scores, from, to, columns, w.highest + r, w.total + r);
+    if (factor != 1.0f)
+        for (int64_t i = 0; i < w.width; i += W)
+            store(w.out + r * w.width + i, mul(load(w.out + r * w.width + i), set1(factor)));
+}
+
+// Query rows already in w.q (scaled); leaves unnormalised sums in w.out.
+template <class C>
+__attribute__((noinline)) void attend(const Workspace& w, int64_t rows, const Pages<C>& pages, const int32_t* table,
+                                      int64_t kv_head, const Seen& seen) {
+    clear(w, rows);
     for (int64_t key = seen.first; key < seen.last; key += kTile) {
         const int64_t count = seen.last - key < kTile ? seen.last - key : kTile, columns = (count + W - 1) / W * W;
         gather(w, pages, table, kv_head, key, count);
         product(w.scores, kTile, w.q, w.width, w.keys, kTile, rows, pages.dim, columns, false);
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t p = seen.start + r / seen.group, from = seen.window > 0 ? p - seen.window + 1 - key : 0;
-            const int64_t to = p + 1 - key < count ? p + 1 - key : count;
-            const float factor = soften(w.scores + r * kTile, from, to, columns, w.highest + r, w.total + r);
-            if (factor != 1.0f)
-                for (int64_t i = 0; i < w.width; i += W)
-                    store(w.out + r * w.width + i, mul(load(w.out + r * w.width + i), set1(factor)));
-        }
+        for (int64_t r = 0; r < rows; r++) weigh(w, w.scores + r * kTile, r, key, count, seen);
         product(w.out, w.width, w.scores, kTile, w.values, w.width, rows, count, w.width, true);
     }
 }

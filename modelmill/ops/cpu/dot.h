@@ -11,28 +11,51 @@ namespace mill {
 
 constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations kept close
 
-// How weights of type T meet activations: both as floats.
+// How weights of type T meet activations: both as floats. A step takes kStep columns, in kParts turns of one vector.
 template <class T> struct AsFloat {
     using Weight = T;
     using Input = float;
     using Vector = vf;
-    static constexpr int kStep = W;
+    static constexpr int kParts = 1, kStep = W;
     static Vector input(const float* p) { return load(p); }
-    static Vector weight(const T* p, int n) { return take(p, n); }
+    static Vector weight(const T* p, int n, int) { return take(p, n); }
     static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
+    template <class X> static void arrange(float* out, const X* x) { store(out, load(x)); }
 };
 
-#if defined(MILL_BF16_DOT)
+#if defined(MILL_AVX512)
+// bfloat16 is the upper half of a float: of the 32 columns in a vector first the even ones, which move up, then the odd
+// ones, which stand where they belong. The activations are put into that order once.
+struct AsHalves {
+    using Weight = bf16;
+    using Input = float;
+    using Vector = vf;
+    static constexpr int kParts = 2, kStep = 2 * W;
+    static Vector input(const float* p) { return load(p); }
+    static Vector weight(const bf16* p, int n, int part) {
+        const __m512i raw = n == kStep ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
+        return _mm512_castsi512_ps(part ? _mm512_and_si512(raw, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(raw, 16));
+    }
+    static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
+    static void arrange(float* out, const bf16* x) {
+        for (int part = 0; part < kParts; part++) store(out + part * W, weight(x, kStep, part));
+    }
+};
+#endif
+
+// Not where floats are faster (MILL_FLOATS; build.py tells where and why).
+#if defined(MILL_BF16) && !defined(MILL_FLOATS)
 // Pairs of bfloat16, multiplied exactly and summed in float by one instruction.
 struct AsPairs {
     using Weight = bf16;
     using Input = bf16;
     using Vector = __m512i;
-    static constexpr int kStep = 2 * W;
+    static constexpr int kParts = 1, kStep = 2 * W;
     static Vector input(const bf16* p) { return _mm512_loadu_si512(p); }
-    static Vector weight(const bf16* p, int n) {
+    static Vector weight(const bf16* p, int n, int) {
         return n == kStep ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
     }
+    static void arrange(bf16* out, const bf16* x) { std::memcpy(out, x, kStep * sizeof(bf16)); }
     static vf accumulate(Vector w, Vector x, vf acc) {
         return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
     }
@@ -40,7 +63,7 @@ struct AsPairs {
 // Bytes become bfloat16, which holds them exactly, in registers.
 struct AsPairsOfBytes : AsPairs {
     using Weight = int8_t;
-    static Vector weight(const int8_t* p, int n) {
+    static Vector weight(const int8_t* p, int n, int) {
         const vf low = n >= W ? load(p) : load_n(p, n);
         const vf high = n == kStep ? load(p + W) : n > W ? load_n(p + W, n - W) : zero();
         return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
@@ -49,11 +72,15 @@ struct AsPairsOfBytes : AsPairs {
 template <class T> using How = std::conditional_t<std::is_same_v<T, bf16>, AsPairs, AsFloat<T>>;
 template <class T> using HowBytes = std::conditional_t<std::is_same_v<T, bf16>, AsPairsOfBytes, AsFloat<int8_t>>;
 #else
+#if defined(MILL_AVX512)
+template <class T> using How = std::conditional_t<std::is_same_v<T, bf16>, AsHalves, AsFloat<T>>;
+#else
 template <class T> using How = AsFloat<T>;
+#endif
 template <class T> using HowBytes = AsFloat<int8_t>;
 #endif
 
-// Activations as a kernel wants them: rows padded with zeros to whole vectors.
+// Activations as a kernel wants them: rows padded with zeros to whole steps, each in the kernel's order.
 template <class H> inline int64_t padded(int64_t k) { return (k + H::kStep - 1) / H::kStep * H::kStep; }
 
 template <class H, class X>
@@ -65,9 +92,14 @@ inline const typename H::Input* prepare(Scratch& scratch, const X* x, int64_t ro
     Input* out = scratch.get<Input>(rows * stride);
     for (int64_t m = 0; m < rows; m++) {
         Input* row = out + m * stride;
-        if constexpr (std::is_same_v<Input, X>) std::memcpy(row, x + m * k, static_cast<size_t>(k) * sizeof(X));
-        else each(k, [&](int64_t i, int c) { put(row + i, take(x + m * k + i, c), c); });
-        std::memset(row + k, 0, static_cast<size_t>(stride - k) * sizeof(Input));
+        const X* from = x + m * k;
+        int64_t i = 0;
+        for (; i + H::kStep <= k; i += H::kStep) H::arrange(row + i, from + i);
+        if (i == k) continue;
+        X rest[H::kStep];
+        std::memset(static_cast<void*>(rest), 0, sizeof rest);
+        std::memcpy(static_cast<void*>(rest), from + i, static_cast<size_t>(k - i) * sizeof(X));
+        H::arrange(row + i, rest);
     }
     return out;
 }
@@ -86,11 +118,13 @@ __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x
     const int64_t distance = ahead(NB * k * static_cast<int64_t>(sizeof(typename H::Weight)));
     int64_t i = 0;
     const auto step = [&](int count) {
-        typename H::Vector xs[MB];
-        for (int m = 0; m < MB; m++) xs[m] = H::input(x + m * stride + i);
-        for (int n = 0; n < NB; n++) {
-            const auto weight = H::weight(w + n * k + i, count);
-            for (int m = 0; m < MB; m++) acc[m][n] = H::accumulate(weight, xs[m], acc[m][n]);
+        for (int part = 0; part < H::kParts; part++) {
+            typename H::Vector xs[MB];
+            for (int m = 0; m < MB; m++) xs[m] = H::input(x + m * stride + i + part * W);
+            for (int n = 0; n < NB; n++) {
+                const auto weight = H::weight(w + n * k + i, count, part);
+                for (int m = 0; m < MB; m++) acc[m][n] = H::accumulate(weight, xs[m], acc[m][n]);
+            }
         }
         i += H::kStep;
     };
@@ -100,8 +134,7 @@ __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x
     }
     while (i + H::kStep <= k) step(H::kStep);
     if (i < k) step(static_cast<int>(k - i));
-    for (int m = 0; m < MB; m++)
-        for (int n = 0; n < NB; n++) sums[m * NB + n] = sum(acc[m][n]);
+    sums_of(sums, &acc[0][0], MB * NB);
 }
 
 template <class H, int MB, int NB, class Put>
@@ -110,8 +143,7 @@ inline void dot_columns(const typename H::Input* x, const typename H::Weight* w,
     float sums[MB * NB];
     const int64_t stride = padded<H>(k);
     dot_block<H, MB, NB>(sums, x + m0 * stride, stride, w + n0 * k, k);
-    for (int m = 0; m < MB; m++)
-        for (int n = 0; n < NB; n++) put_out(m0 + m, n0 + n, sums[m * NB + n]);
+    for (int m = 0; m < MB; m++) put_out(m0 + m, n0, sums + m * NB, NB);
 }
 
 // Activation rows [m, last) for NB weight rows, six at a time where there are 32 registers, else four.
@@ -131,7 +163,8 @@ template <class H> inline int64_t block_rows(int64_t k) {
     return (kInputBlock / (padded<H>(k + 1) * static_cast<int64_t>(sizeof(typename H::Input))) / 12 + 1) * 12;
 }
 
-// Weight rows [from, to) for activation rows [m, last), at most a block; put_out(m, n, sum) receives each result.
+// Weight rows [from, to) for activation rows [m, last), at most a block; put_out(m, n, sums, count) receives
+// the results of a row m for columns n to n + count.
 template <class H, class Put>
 inline void dot_range(const typename H::Input* x, int64_t m, int64_t last, const typename H::Weight* w, int64_t k,
                       int64_t from, int64_t to, const Put& put_out) {

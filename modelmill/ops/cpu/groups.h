@@ -104,12 +104,13 @@ __attribute__((noinline)) void group_block(float* sums, const float* x, int64_t 
             for (int m = 0; m < MB; m++) all[m][n] = fma(s, acc[m][n], all[m][n]);
         }
     }
+    sums_of(sums, &all[0][0], MB * NB);
     for (int m = 0; m < MB; m++)
         for (int n = 0; n < NB; n++) {
             float rest = 0;
             const float* offset = grids + (NB + n) * w.groups;
             for (int64_t g = 0; g < w.groups; g++) rest += offset[g] * total_x[m * w.groups + g];
-            sums[m * NB + n] = sum(all[m][n]) + rest;
+            sums[m * NB + n] += rest;
         }
 }
 
@@ -118,8 +119,7 @@ inline void group_columns(const float* x, const float* total_x, int64_t stride, 
                          int64_t m0, int64_t n0, const Put& put_out) {
     float sums[MB * NB];
     group_block<Code, MB, NB>(sums, x + m0 * stride, stride, total_x + m0 * w.groups, w, grids, n0);
-    for (int m = 0; m < MB; m++)
-        for (int n = 0; n < NB; n++) put_out(m0 + m, n0 + n, sums[m * NB + n]);
+    for (int m = 0; m < MB; m++) put_out(m0 + m, n0, sums + m * NB, NB);
 }
 
 template <class Code, int NB, class Put>
@@ -171,9 +171,11 @@ void group_linear(void* out, const void* x, const uint8_t* codes, const void* sc
         }
         T* target = static_cast<T*>(out);
         const T* added = static_cast<const T*>(bias);
-        const auto put_out = [=](int64_t m, int64_t j, float value) {
-            if (added) value += to_float(added[j]);
-            target[m * n + j] = from_float<T>(value);
+        const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
+            each(count, [&](int64_t i, int c) {
+                const vf some = take(sums + i, c);
+                put(target + m * n + j + i, added ? add(some, take(added + j + i, c)) : some, c);
+            });
         };
         const int64_t block = (kInputBlock / (stride * 4) / 12 + 1) * 12, blocks = (rows + block - 1) / block;
         int64_t piece = rows > 16 ? 128 << 10 : 32 << 10;

@@ -8,10 +8,12 @@ extern "C" void linear(void* out, const void* x, const void* weight, const void*
         using T = std::remove_pointer_t<decltype(type)>;
         T* target = static_cast<T*>(out);
         const T* added = static_cast<const T*>(bias);
-        mill::multiply<mill::How<T>>(static_cast<const T*>(x), static_cast<const T*>(weight), rows, k, n,
-                                   [=](int64_t m, int64_t j, float value) {
-                                       if (added) value += mill::to_float(added[j]);
-                                       target[m * n + j] = mill::from_float<T>(value);
-                                   });
+        const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
+            mill::each(count, [&](int64_t i, int c) {
+                const mill::vf some = mill::take(sums + i, c);
+                mill::put(target + m * n + j + i, added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
+            });
+        };
+        mill::multiply<mill::How<T>>(static_cast<const T*>(x), static_cast<const T*>(weight), rows, k, n, put_out);
     });
 }

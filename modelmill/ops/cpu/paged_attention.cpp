@@ -1,4 +1,4 @@
-#include "attend.h"
+#include "attend_few.h"
 #include "ops.h"
 
 namespace {
@@ -72,8 +72,9 @@ void serve(const Call& c, const Task& task, T* out, const T* q, const mill::Page
         first = first > task.key ? first : task.key;
         last = last < task.key + kSplit ? last : task.key + kSplit;
     }
-    mill::attend(w, rows, pages, c.tables + task.sequence * c.table_stride, task.kv_head,
-                 {start + task.first, group, c.window, first, last});
+    const mill::Seen seen{start + task.first, group, c.window, first, last};
+    const auto attend = rows <= mill::kFewRows ? mill::attend_few<C> : mill::attend<C>;
+    attend(w, rows, pages, c.tables + task.sequence * c.table_stride, task.kv_head, seen);
     for (int64_t r = 0; r < rows; r++) {
         const float* sums = w.out + r * w.width;
         if (task.part < 0) {

@@ -14,7 +14,7 @@
 #define MILL_AVX2 1
 #endif
 #if defined(MILL_AVX512) && defined(__AVX512BF16__)
-#define MILL_BF16_DOT 1
+#define MILL_BF16 1
 #endif
 #if defined(MILL_AVX512) || defined(MILL_AVX2)
 #include <immintrin.h>
@@ -82,7 +82,22 @@ inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // a NaN in b comes through
 inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
-inline float sum(vf a) { return _mm512_reduce_add_ps(a); }
+// Every lane of a quarter: the sum of the quarter.
+inline vf within_quarters(vf a) {
+    const vf pairs = _mm512_add_ps(a, _mm512_permute_ps(a, 0x4e));
+    return _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
+}
+inline float sum(vf a) {
+    const vf halves = _mm512_add_ps(a, _mm512_shuffle_f32x4(a, a, 0x4e));
+    return _mm512_cvtss_f32(within_quarters(_mm512_add_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xb1))));
+}
+// sum() of four vectors, by the same additions.
+inline void four_sums(float* out, const vf* a) {
+    const vf x = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x44), _mm512_shuffle_f32x4(a[0], a[1], 0xee));
+    const vf y = _mm512_add_ps(_mm512_shuffle_f32x4(a[2], a[3], 0x44), _mm512_shuffle_f32x4(a[2], a[3], 0xee));
+    const vf all = within_quarters(_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd)));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all)));
+}
 inline float top(vf a) { return _mm512_reduce_max_ps(a); }
 
 inline vf load(const float* p) { return _mm512_loadu_ps(p); }
@@ -103,7 +118,7 @@ inline vf load_n(const int8_t* p, int n) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)));
 }
 inline __m256i narrow(vf v, bf16) {
-#if defined(MILL_BF16_DOT)
+#if defined(MILL_BF16)
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
 #else
     const __m512i u = _mm512_castps_si512(v);
@@ -249,6 +264,15 @@ inline void transpose(vf* r) {
     for (int i = 0; i < W; i++) r[i] = load(out[i]);
 }
 #endif
+
+// out[i] = sum(a[i])
+inline void sums_of(float* out, const vf* a, int count) {
+    int i = 0;
+#if defined(MILL_AVX512)
+    for (; i + 4 <= count; i += 4) four_sums(out + i, a + i);
+#endif
+    for (; i < count; i++) out[i] = sum(a[i]);
+}
 
 template <class T> inline vf rounded(vf v) {  // to T's precision and back
     T lanes[W];
