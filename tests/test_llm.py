@@ -274,7 +274,7 @@ def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> N
 
     def held(running: Any) -> Any:
         step.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE)
         return advance(running)
 
     many.llm.advance = held  # type: ignore[method-assign]

@@ -167,16 +167,22 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     x = randn(65, 333, device="cpu", dtype=dtype, seed=1)
     weight = randn(45, 333, device="cpu", dtype=dtype, seed=2)
     held, scale = quantize(weight)
-    alone = KERNELS["linear"].run(x[:1], weight), KERNELS["int8_linear"].run(x[:1], held, scale)
+    codes = weight.float().clamp(-4, 4).to(torch.float8_e4m3fn)
     four = drawn(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
-    fourth = KERNELS["int4_linear"].run(x[:1], **four)
     eight = int8_group_linear.drawn(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
-    eighth = KERNELS["int8_group_linear"].run(x[:1], **eight)
-    for rows in batches:
-        assert torch.equal(KERNELS["int4_linear"].run(x[:rows], **four)[:1], fourth)
-        assert torch.equal(KERNELS["int8_group_linear"].run(x[:rows], **eight)[:1], eighth)
-        assert torch.equal(KERNELS["linear"].run(x[:rows], weight)[:1], alone[0])
-        assert torch.equal(KERNELS["int8_linear"].run(x[:rows], held, scale)[:1], alone[1])
+    products: dict[str, dict[str, Any]] = {
+        "linear": {"weight": weight},
+        "int8_linear": {"weight": held, "scale": scale},
+        "fp8_linear": {"weight": codes, "scale": scale, "x_scale": None, "dtype": dtype},
+        "int4_linear": four,
+        "int8_group_linear": eight,
+    }
+    for op, args in products.items():
+        for bias in (None, randn(45, device="cpu", dtype=dtype, seed=3)):
+            run = functools.partial(KERNELS[op].run, **args, bias=bias)
+            alone = torch.cat([run(row[None]) for row in x[: max(batches)]])
+            for rows in batches:
+                assert torch.equal(run(x[:rows]), alone[:rows]), (op, rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -200,8 +206,9 @@ def _attention(
     window: int | None = None,
     heads: tuple[int, int] = (6, 2),
     dim: int = 48,
+    page: int = 16,
 ) -> Any:
-    pages = [-(-context // 16) for _, context in lengths]
+    pages = [-(-context // page) for _, context in lengths]
     tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
     for b, count in enumerate(pages):
         tables[b, :count] = torch.arange(count) * len(lengths) + b
@@ -209,8 +216,8 @@ def _attention(
     starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).to(torch.int32)
     return {
         "q": randn(int(starts[-1]), heads[0], dim, device="cpu", dtype=dtype, seed=1, scale=2.0),
-        "k_cache": randn(total, heads[1], 16, dim, device="cpu", dtype=cache, seed=2),
-        "v_cache": randn(total, heads[1], 16, dim, device="cpu", dtype=cache, seed=3),
+        "k_cache": randn(total, heads[1], page, dim, device="cpu", dtype=cache, seed=2),
+        "v_cache": randn(total, heads[1], page, dim, device="cpu", dtype=cache, seed=3),
         "block_tables": tables,
         "query_start": starts,
         "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32),
@@ -231,10 +238,10 @@ def test_attention_over_split_contexts(window: int | None, isa: str) -> None:
 @pytest.mark.parametrize("dim", [1, 8, 40, 72, 80, 128, 200])
 @pytest.mark.parametrize("group", range(1, 11))
 def test_attention_of_few_rows(group: int, dim: int, isa: str) -> None:
-    """One to some queries of one to ten heads a KV head, and rows that end within a vector."""
-    lengths = [(1, 300), (2, 65), (3, 3), (1, 64), (4, 257)]
-    for dtype in DTYPES:
-        args = _attention(lengths, dtype, dtype, heads=(2 * group, 2), dim=dim)
+    """One to some queries of one to ten heads a KV head, rows that end within a vector, pages of any size."""
+    lengths = [(1, 300), (2, 65), (3, 3), (1, 64), (4, 257), (1, 1), (1, 18)]
+    for dtype, page, window in zip(DTYPES, (16, 5, 1), (None, 70, 300), strict=True):
+        args = _attention(lengths, dtype, dtype, window, heads=(2 * group, 2), dim=dim, page=page)
         _check("paged_attention", args, dtype)
         for name in ("k", "v"):
             wide = args[f"{name}_cache"].float()

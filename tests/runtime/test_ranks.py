@@ -24,7 +24,7 @@ from modelmill.runtime.device import devices
 from modelmill.runtime.loop import Loop
 from modelmill.runtime.orders import COPY, Order
 from tests.models import tiny_models
-from tests.patience import soon, until
+from tests.patience import PATIENCE, soon, until
 from tests.runtime import tiny
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -195,7 +195,7 @@ def test_what_a_rank_says_last_is_told(engines: Callable[[str], Path]) -> None:
     crew: Any = loop.runner.crew
     crew.tell(Order(COPY, 2), torch.tensor([0, 1 << 40]).numpy().data.cast("B"))
     with pytest.raises(RankError, match=r"^rank 1 of 2 ended: [^\n]+; open the engine again$"):
-        crew.check(20)
+        crew.check(PATIENCE)
     loop.close()
 
 

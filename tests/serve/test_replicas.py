@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -325,12 +326,13 @@ def test_the_application_called_without_a_socket(running: Running) -> None:
     running.do(told(long, most=2))
 
     async def idle() -> None:
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                stats = await running.engine.stats()
-                if stats is not None and stats.running == stats.waiting == 0 and stats.free_pages == stats.pages:
-                    return
-                await asyncio.sleep(0.01)
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            stats = await running.engine.stats()
+            if stats is not None and stats.running == stats.waiting == 0 and stats.free_pages == stats.pages:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(stats)
 
     running.do(idle())
 

@@ -18,7 +18,7 @@ from modelmill.cli.serve import Args, opened
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from modelmill.serve.server import OPEN_FILES
-from tests.patience import soon
+from tests.patience import PATIENCE, soon
 from tests.serve.process import Serving, rest
 
 TALK: list[Any] = [{"role": "user", "content": "Tell me a story"}]
@@ -101,7 +101,7 @@ def test_sigterm_lets_running_answers_finish(stories: Path) -> None:
         sock = serving.begin("/v1/completions", {**LONG, "stream": True})
         head = sock.recv(1 << 16)
         serving.process.send_signal(signal.SIGTERM)
-        serving.wait(503, 5)
+        serving.wait(503, PATIENCE)
         status, body, _ = serving.ask("/v1/completions", LONG)
         assert (status, body["error"]["code"]) == (503, "draining")
         told = head + rest(sock)
@@ -124,7 +124,7 @@ def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
         serving.process.send_signal(signal.SIGTERM)
         if how == "twice":
             serving.process.send_signal(signal.SIGINT)
-        with soon(30):  # half of the patience that it does not have
+        with soon():  # less than the 60 s of its --shutdown-timeout, or than those of the answers it has begun
             told = [rest(sock) for sock in socks]
             assert serving.finish()[0] == 0
         # the last may have come in before the signal or after it: an event that ends it, or a refusal
@@ -142,7 +142,7 @@ def test_a_worker_that_is_killed(server: Serving) -> None:
     whole = server.begin("/v1/completions", {**LONG, "n": 8})
     told = stream.recv(1 << 12)
     worker.kill()
-    body = server.wait(503, 5)
+    body = server.wait(503, PATIENCE)
     assert body["engines"][0]["state"] == "restarting"
     told += rest_of_chunked(stream)
     assert b'data: {"error"' in told

@@ -179,7 +179,7 @@ def test_leaving_while_a_grammar_is_made(running: Running) -> None:
         stats = running.do(running.engine.stats())
         return stats is not None and (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
 
-    until(empty)
+    until(empty, told=lambda: running.do(running.engine.stats()))
 
 
 def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(running: Running) -> None:

@@ -52,7 +52,7 @@ def idle(running: Running) -> None:
         assert stats is not None
         return (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
 
-    until(empty)
+    until(empty, told=lambda: running.do(running.engine.stats()))
 
 
 def refused(running: Running, path: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:

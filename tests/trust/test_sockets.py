@@ -16,9 +16,10 @@ import pytest
 
 from modelmill.serve import http, stream
 from modelmill.serve.app import make_app
+from modelmill.serve.http import HEADER_SECONDS
 from modelmill.serve.server import http_server, listen
 from modelmill.serve.service import Limits, Service
-from tests.patience import PATIENCE, until
+from tests.patience import until
 from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
 from tests.serve.process import rest
 from tests.serve.running import Running
@@ -53,7 +54,7 @@ class Port:
         self.service.close()
 
     def send(self, data: bytes) -> socket.socket:
-        sock = socket.create_connection(self.address, timeout=PATIENCE)
+        sock = socket.create_connection(self.address, timeout=HEADER_SECONDS)
         sock.sendall(data)
         return sock
 

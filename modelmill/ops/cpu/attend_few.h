@@ -1,4 +1,4 @@
-// Attention of a few query rows (a token at decode, its heads of one KV head) over a range of keys in a paged cache.
+// Attention of a few query rows (a token at decode: its heads of one KV head) over a range of keys in a paged cache.
 //
 // Keys and values are read where they lie: four keys at a time against all rows, then values weighted and added up in
 // registers. Turning a tile for a panel product, as attend.h does, would take longer than the product of a few rows.
@@ -69,7 +69,8 @@ __attribute__((always_inline)) inline void four_scores(float* scores, const floa
 }
 
 template <int MR, class C>
-__attribute__((noinline)) void few_scores(float* scores, const float* q, int64_t width, const Places<C>& places, int64_t dim) {
+__attribute__((noinline)) void few_scores(float* scores, const float* q, int64_t width, const Places<C>& places,
+                                          int64_t dim) {
     for (int64_t j = 0; j < places.count; j += 4) {
         for (int64_t n = j; n < j + 4; n++) {
             if (n + kKeysAhead < places.count) ask(places.k[n + kKeysAhead], dim);
@@ -103,7 +104,8 @@ __attribute__((always_inline)) inline void add_values(float* out, int64_t width,
 }
 
 template <int MR, class C>
-__attribute__((noinline)) void few_values(float* out, int64_t width, const float* weights, const Places<C>& places, int64_t dim) {
+__attribute__((noinline)) void few_values(float* out, int64_t width, const float* weights, const Places<C>& places,
+                                          int64_t dim) {
     constexpr int kWide = W == 16 ? 4 : 2;
     int64_t i = 0;
     for (; i + kWide * W <= dim; i += kWide * W) add_values<MR, kWide, true>(out, width, weights, places, i, W);
@@ -135,7 +137,7 @@ void attend_few(const Workspace& w, int64_t rows, const Pages<C>& pages, const i
         });
         for (int64_t r = 0; r < rows; r++) {
             float* own = scores + r * kFewKeys;
-            const auto scaled = [&](const float* scale) {
+            const auto scaled = [&](const float* scale) {  // beyond the last key, too, where weigh() writes what counts
                 for (int64_t j = 0; j < places.count; j += W) store(own + j, mul(load(own + j), load(scale + j)));
             };
             if constexpr (kScaled) scaled(places.k_scale);

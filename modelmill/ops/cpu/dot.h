@@ -87,7 +87,7 @@ template <class H, class X>
 inline const typename H::Input* prepare(Scratch& scratch, const X* x, int64_t rows, int64_t k) {
     using Input = typename H::Input;
     const int64_t stride = padded<H>(k);
-    if constexpr (std::is_same_v<Input, X>)
+    if constexpr (std::is_same_v<Input, X>)  // then arrange() copies
         if (stride == k) return x;
     Input* out = scratch.get<Input>(rows * stride);
     for (int64_t m = 0; m < rows; m++) {

@@ -73,7 +73,8 @@ void serve(const Call& c, const Task& task, T* out, const T* q, const mill::Page
         last = last < task.key + kSplit ? last : task.key + kSplit;
     }
     const mill::Seen seen{start + task.first, group, c.window, first, last};
-    const auto attend = rows <= mill::kFewRows ? mill::attend_few<C> : mill::attend<C>;
+    // A single query alone, as for the split: how a prompt is cut into several must not show in its bits.
+    const auto attend = single && rows <= mill::kFewRows ? mill::attend_few<C> : mill::attend<C>;
     attend(w, rows, pages, c.tables + task.sequence * c.table_stride, task.kv_head, seen);
     for (int64_t r = 0; r < rows; r++) {
         const float* sums = w.out + r * w.width;
