@@ -1,9 +1,10 @@
 """Write a checkpoint of a known shape with seeded random weights, in Hugging Face layout, one tensor at a time.
 
-    python benchmarks/make_checkpoint.py qwen-7b out/qwen7b [--layers N]
+    python benchmarks/make_checkpoint.py qwen-7b out/qwen7b [--layers N] [--weights normal|uniform]
 
-Every tensor is filled with random values (zeros run faster than real data would). Matrices get a spread of
-1/sqrt(inputs), so that activations keep their size and the acceptance contract has something to see.
+Every tensor is filled with random values (zeros run faster than real data would). ``normal``: matrices get a spread of
+1/sqrt(inputs), so that activations keep their size and the acceptance contract has something to see. ``uniform``:
+everything within 0.001, as vLLM makes weights up; where power is the limit, what is multiplied decides the time too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ GPT2_MEDIUM = {
     "n_head": 16, "n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
     "bos_token_id": 50256, "eos_token_id": 50256, "torch_dtype": "float16",
 }  # fmt: skip
+NORMAL, UNIFORM = "normal", "uniform"
+SPAN = 1e-3
+"""Uniform weights are within it: what vLLM's ``load_format="dummy"`` draws, norms and biases as well."""
 SHAPES = {"qwen-7b": QWEN_7B, "llama-7b": LLAMA_7B, "gpt2-medium": GPT2_MEDIUM}
 
 
@@ -98,8 +102,13 @@ def _gpt2(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
         yield shapes
 
 
-def fill(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Seeded normal values; norm weights around 1, embeddings of unit spread, matrices of 1/sqrt(inputs)."""
+def fill(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, weights: str = NORMAL
+) -> torch.Tensor:
+    """Seeded: norm weights around 1, embeddings of unit spread, matrices of 1/sqrt(inputs); or all of it uniform."""
+    if weights == UNIFORM:
+        drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
+        return ((2 * drawn - 1) * SPAN).to(dtype).cpu()
     value = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
     if len(shape) == 1:
         norm = name.endswith("weight")
@@ -118,6 +127,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, help="other than the shape's, to rehearse a run")
+    parser.add_argument("--weights", choices=(NORMAL, UNIFORM), default=NORMAL, help="how they are drawn")
     args = parser.parse_args()
     config = of_layers(args.shape, args.layers)
     dtype = getattr(torch, str(config["torch_dtype"]))
@@ -126,7 +136,8 @@ def main() -> None:
     where: dict[str, str] = {}
     for number, shard in enumerate(tensors(config)):
         file = f"model-{number:05d}.safetensors"
-        save_file({name: fill(name, shape, dtype, generator) for name, shape in shard.items()}, args.out / file)
+        drawn = {name: fill(name, shape, dtype, generator, args.weights) for name, shape in shard.items()}
+        save_file(drawn, args.out / file)
         where |= dict.fromkeys(shard, file)
     (args.out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     (args.out / "config.json").write_text(json.dumps(config, indent=1))

@@ -34,19 +34,24 @@ def write_proxy(raw: Mapping[str, Any], folder: Path) -> Path:
     return folder
 
 
-def randomise(model: Any, seed: int = 0) -> int:
+def randomise(model: Any, weights: str = "normal", seed: int = 0) -> int:
     """Draw every parameter of a torch module in place, as ``make_checkpoint.fill`` does; how many there were.
 
-    Norm weights around 1, biases of spread 0.1, embeddings of unit spread, matrices of 1/sqrt(inputs).
+    normal: norm weights around 1, biases of spread 0.1, embeddings of unit spread, matrices of 1/sqrt(inputs). uniform:
+    everything within ``make_checkpoint.SPAN``.
     """
     import torch
+
+    from benchmarks.make_checkpoint import SPAN, UNIFORM
 
     count = 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = parameter.data
             torch.manual_seed(seed + count)
-            if weight.dim() == 1:
+            if weights == UNIFORM:
+                weight.uniform_(-SPAN, SPAN)
+            elif weight.dim() == 1:
                 weight.normal_(0.0, 0.1)
                 if name.endswith("weight"):
                     weight.add_(1.0)

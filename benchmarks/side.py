@@ -63,9 +63,9 @@ class Side:
             raise SideError(f"{self.name} gave {answer['tokens']} tokens where {asked} were asked for")
         return float(answer["seconds"])
 
-    def randomise(self) -> None:
-        """Have the weights drawn at random, where the side did not load any."""
-        self._ask({"randomise": True})
+    def randomise(self, weights: str) -> None:
+        """Have the weights drawn at random by a rule of ``make_checkpoint.py``, where the side did not load any."""
+        self._ask({"randomise": weights})
 
     def close(self) -> None:
         """End the process and wait for it."""
@@ -113,7 +113,7 @@ def private_stdout() -> IO[str]:
 
 
 def serve(
-    prepare: Prepare, facts: Mapping[str, Any], pipe: IO[str], *, randomise: Callable[[], None] | None = None
+    prepare: Prepare, facts: Mapping[str, Any], pipe: IO[str], *, randomise: Callable[[str], None] | None = None
 ) -> None:
     """Answer the driver until it hangs up. ``prepare`` makes the requests outside the clock; its result is timed."""
     print(json.dumps(dict(facts)), file=pipe, flush=True)
@@ -121,7 +121,7 @@ def serve(
         asked = json.loads(line)
         if "randomise" in asked:
             if randomise is not None:
-                randomise()
+                randomise(asked["randomise"])
             answer: dict[str, Any] = {}
         else:
             lengths = asked["lengths"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.make_checkpoint import of_layers
+from benchmarks.make_checkpoint import NORMAL, of_layers
 from benchmarks.proxy import write_proxy
 from benchmarks.side import ROOT, Side, SideError
 from benchmarks.vllm_peer import ENVIRONMENT
@@ -30,7 +30,8 @@ class Stage:
     """A folder for models and logs, and where the peer's packages are.
 
     peer: a folder of vLLM's packages; peer_python: an interpreter that has them. layers: fewer, to rehearse.
-    variants: fields of RunConfig by the name of a side that runs modelmill with them.
+    variants: fields of RunConfig by the name of a side that runs modelmill with them. weights: how they are drawn, by
+    ``make_checkpoint.py``.
     """
 
     work: Path
@@ -39,17 +40,18 @@ class Stage:
     layers: int | None = None
     check: bool = True
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    weights: str = NORMAL
     began: float = field(default_factory=time.perf_counter)
 
     def engine(self, shape: str) -> Path:
         """The engine of a shape, made and built on first use."""
-        suffix = f"-{self.layers}l" if self.layers else ""
+        suffix = (f"-{self.layers}l" if self.layers else "") + (f"-{self.weights}" if self.weights != NORMAL else "")
         engine = self.work / f"{shape}{suffix}.engine"
         if not engine.exists():
             checkpoint = self.work / f"{shape}{suffix}"
             layers = ["--layers", str(self.layers)] if self.layers else []
             if not (checkpoint / "config.json").exists():
-                self._do("benchmarks.make_checkpoint", shape, str(checkpoint), *layers)
+                self._do("benchmarks.make_checkpoint", shape, str(checkpoint), *layers, "--weights", self.weights)
             dtype = str(of_layers(shape)["torch_dtype"])
             check = [] if self.check else ["--no-check"]
             self._do("modelmill", "build", str(checkpoint), "-o", str(engine), "--dtype", dtype, *check)
@@ -120,7 +122,7 @@ class Stage:
                     self.note(f"going on without the peer: {error}")
                     continue
                 self.note(f"{name} is ready after {time.perf_counter() - side.began:.1f} s")
-                side.randomise()
+                side.randomise(self.weights)
                 sides.append(side)
             yield sides
 

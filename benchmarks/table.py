@@ -20,7 +20,7 @@
 ids; only the trace and the start-up, which need the whole card, give it to one side after the other. The parts that
 share the card run in the order in which they are named: "first decode warm" begins on a cool card. Both sides' seconds
 become a figure by the same function (``benchmarks/statistic.py``). A row a side is appended to --out as soon as it is
-known.
+known. ``--weights uniform``: all of them within 0.001, as vLLM makes weights up; the targets' marks were taken on such.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.make_checkpoint import NORMAL, UNIFORM  # noqa: E402
 from benchmarks.side import Lengths, Side  # noqa: E402
 from benchmarks.stage import ALONE, OURS, SHARED, Stage  # noqa: E402
 from benchmarks.statistic import Figure, ratio  # noqa: E402
@@ -57,6 +58,7 @@ class Bench:
         peers = (options.peer, options.peer_python)
         self.variants = dict(map(variant, options.also))
         more = {"layers": options.layers, "check": not options.no_check, "variants": self.variants}
+        more |= {"weights": options.weights}
         self.stage = Stage(options.work.resolve(), *peers, **more)
         self.run = datetime.now(UTC).strftime("table-%Y%m%dT%H%M%S")
         self.lines: list[tuple[str, dict[str, Figure]]] = []
@@ -163,6 +165,7 @@ class Bench:
 
     def _row(self, part: str, work: Work, name: str, figure: Figure, facts: Mapping[str, Any]) -> dict[str, Any]:
         more = {"layers": self.options.layers} if self.options.layers else {}
+        more |= {"weights": self.options.weights} if self.options.weights != NORMAL else {}
         more |= {"options": self.variants[name]} if name in self.variants else {}
         target = TARGETS.get(work.name)
         return {
@@ -255,6 +258,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--mark", action="append", type=mark, metavar="BxP", help="marks: only these, 1x4096 say")
     parser.add_argument("--blocks", type=int, default=2, help="marks: blocks of each side")
+    parser.add_argument("--weights", choices=(NORMAL, UNIFORM), default=NORMAL, help="as make_checkpoint.py draws them")
     parser.add_argument("--starts", type=int, default=2, help="counted starts of each side")
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=JSON", help="trace: ours with RunConfig fields"

@@ -5,6 +5,7 @@ Its generate() on one batch of equal prompts, greedy, end-of-text ignored, with 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import sys
@@ -43,7 +44,7 @@ def main() -> None:
 
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
-    serve(prepare, {"device": name, "versions": versions}, pipe, randomise=lambda: randomise(model))
+    serve(prepare, {"device": name, "versions": versions}, pipe, randomise=functools.partial(randomise, model))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ prefix cache, no text.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import sys
@@ -57,8 +58,8 @@ def main() -> None:
 
         return call
 
-    def draw() -> None:
-        llm.apply_model(_randomise)
+    def draw(weights: str) -> None:
+        llm.apply_model(functools.partial(_randomise, weights))
         torch.cuda.synchronize()
 
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")}
@@ -69,10 +70,10 @@ def main() -> None:
     serve(prepare, facts, pipe, randomise=draw)
 
 
-def _randomise(model: Any) -> None:
+def _randomise(weights: str, model: Any) -> None:
     from benchmarks.proxy import randomise
 
-    randomise(model)
+    randomise(model, weights)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.make_checkpoint import SHAPES, of_layers, tensors
+from benchmarks.make_checkpoint import SHAPES, SPAN, UNIFORM, fill, of_layers, tensors
 from benchmarks.proxy import proxy_config, randomise, write_proxy
 
 
@@ -36,6 +36,13 @@ def test_fewer_layers_leave_the_shape_alone() -> None:
     assert SHAPES["qwen-7b"]["num_hidden_layers"] == 32
 
 
+def test_uniform_weights_are_within_a_thousandth_whatever_they_are_for() -> None:
+    for name, size in (("norm.weight", (999,)), ("embed.weight", (99, 99)), ("up.weight", (40, 300))):
+        drawn = fill(name, size, torch.bfloat16, torch.Generator().manual_seed(1), UNIFORM).float()
+        assert drawn.abs().max().item() == pytest.approx(SPAN, rel=0.02)
+        assert drawn.mean().abs().item() < 0.1 * SPAN
+
+
 def test_weights_are_drawn_with_the_spread_of_our_checkpoints() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(300, 64), "norm": nn.LayerNorm(4096), "up": nn.Linear(400, 300)})
     assert randomise(model) == 5
@@ -44,6 +51,10 @@ def test_weights_are_drawn_with_the_spread_of_our_checkpoints() -> None:
     assert model["norm"].weight.mean().item() == pytest.approx(1.0, rel=0.05)  # type: ignore[union-attr, operator]
     assert model["norm"].bias.std().item() == pytest.approx(0.1, rel=0.2)  # type: ignore[union-attr, operator]
     assert all((weight != 0).all() for weight in model.parameters())
+    randomise(model, "uniform")
+    every = torch.cat([weight.flatten() for weight in model.parameters()])
+    assert every.abs().max().item() == pytest.approx(SPAN, rel=0.01)
+    assert every.std().item() == pytest.approx(SPAN / 3**0.5, rel=0.02)
     again = nn.Linear(400, 300)
     randomise(again)
     first = again.weight.clone()

@@ -19,7 +19,9 @@ def prepare(prompts, outputs):
     if len(prompts) == 2:
         raise ValueError("two prompts are too many")
     return lambda: sum(outputs) - (len(prompts[0]) == 7)
-serve(prepare, {"device": "none", "versions": {"engine": "1"}}, pipe, randomise=lambda: print("drawn", file=sys.stderr))
+def drawn(weights):
+    print("drawn", weights, file=sys.stderr)
+serve(prepare, {"device": "none", "versions": {"engine": "1"}}, pipe, randomise=drawn)
 """
 
 
@@ -34,11 +36,11 @@ def test_a_side_says_what_it_is_answers_and_ends(side: Side, tmp_path: Path) -> 
     assert side.ready() == {"device": "none", "versions": {"engine": "1"}}
     assert 0 <= side.generate([(3, 5)], seed=1) < 60
     assert side.generate([(3, 5)] * 3, seed=1) >= 0
-    side.randomise()
+    side.randomise("uniform")
     side.close()
     log = (tmp_path / "logs" / "fake.log").read_text()
     assert "noise of a library" in log, "what a library prints must not reach the pipe"
-    assert "drawn" in log
+    assert "drawn uniform" in log
 
 
 def test_another_number_of_tokens_is_an_error(side: Side) -> None:

@@ -31,7 +31,8 @@ class Fake:
     def generate(self, lengths: Lengths, seed: int) -> float:
         return sum(output for _, output in lengths) * (1.0 if self.name == "modelmill" else 2.0) / len(lengths)
 
-    def randomise(self) -> None: ...
+    def randomise(self, weights: str) -> None:
+        self.facts = self.facts | {"drawn": weights}
 
     def close(self) -> None: ...
 
@@ -72,6 +73,18 @@ def test_marks_give_rows_that_say_in_which_order_they_were_taken(bench: table.Be
     assert len(found) == 2 * (6 + 3), "a line a block, and the first token of one sequence"
     assert all("3 of 144" in str(row["order"]) for row in found)
     assert {row["part"] for row in found} == {"marks"}
+
+
+def test_rows_say_where_weights_are_drawn_another_way(bench: table.Bench, tmp_path: Path) -> None:
+    options = ["marks", "--peer", "kit", "--mark", "1x1024", "--work", str(tmp_path), "--out", str(bench.options.out)]
+    other = table.Bench(table.parse([*options, "--weights", "uniform"]))
+    other.together(["marks"], "qwen-7b")
+    assert {row["weights"] for row in rows(other)} == {"uniform"}
+    assert {row["drawn"] for row in rows(other)} == {"uniform"}, "sides were told so"
+    other.options.out.unlink()
+    bench.together(["first"], "qwen-7b")
+    assert not any("weights" in row for row in rows(bench))
+    assert {row["drawn"] for row in rows(bench)} == {"normal"}
 
 
 def test_the_trace_is_served_by_ours_again_after_the_peer(bench: table.Bench) -> None:

@@ -60,7 +60,7 @@ class Line:
 
 def line_of(work: str, rows: Sequence[Row]) -> Line:
     """The line of a work of ``benchmarks/targets.py``. Rows of ``table.py`` come before ``modelmill bench``."""
-    tables = [row for row in rows if row.get("bench") == "table" and row["work"] == work and "layers" not in row]
+    tables = [row for row in rows if row.get("bench") == "table" and row["work"] == work and _plain(row)]
     mine = [row for row in tables if row["subject"] == OURS]
     benches = [row for row in rows if _benched(work, row)]
     first = min([*mine, *benches], key=_date, default=None)
@@ -74,6 +74,11 @@ def line_of(work: str, rows: Sequence[Row]) -> Line:
 
 def _date(row: Row) -> str:
     return str(row["date"])
+
+
+def _plain(row: Row) -> bool:
+    """Whether a row of ``table.py`` is of the whole model with the weights that are drawn where nothing is said."""
+    return not {"layers", "weights"} & row.keys()
 
 
 def _maybe(row: Row | None) -> Measured | None:
