@@ -4,6 +4,7 @@
                                  [--decode 8x1024] [--pause 0.3] [--seconds 8] [--save FILE.jsonl]
 
 Each ``--against OP=VARIANT[,…]`` is one choice, beside the usual one ("all kernels"); the rows carry it as ``state``.
+An op that spans others goes when one of them comes from elsewhere: what changes besides is told there, too.
 Decode steps are graphs. Prompts are launched as the engine does; with --pause each waits for that many seconds, so that
 the card is cool, and without it they follow one another for --seconds, and the power limit shows.
 """
@@ -44,6 +45,22 @@ LEAST_TURNS = 5
 def states_of(against: Sequence[str]) -> dict[str, Kernels]:
     """The choices by their names: the usual one first."""
     return {"all kernels": {}} | {each: dict(pair.split("=") for pair in each.split(",")) for each in against}
+
+
+def beyond(asked: Kernels, usual: Kernels, chosen: Kernels) -> dict[str, str]:
+    """What a choice changed besides what it asked for: op → variant."""
+    return {op: variant for op, variant in chosen.items() if op not in asked and variant != usual[op]}
+
+
+def told(states: States) -> dict[str, Kernels]:
+    """The choices by names that say all that each of them changes."""
+    usual = resolve("cuda").chosen
+    named = {}
+    for state, asked in states.items():
+        more = beyond(asked, usual, resolve("cuda", asked).chosen)
+        also = ",".join(f"{op}={variant}" for op, variant in more.items())
+        named[f"{state} (and so {also})" if also else state] = asked
+    return named
 
 
 def calls_of(model: nn.Module, step: Step, states: States) -> list[Callable[[], Any]]:
@@ -109,7 +126,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure, print and record."""
     options = parse()
-    states, model, now = states_of(options.against), random_model(options.shape), datetime.now(UTC)
+    states, model, now = told(states_of(options.against)), random_model(options.shape), datetime.now(UTC)
     stamp = {
         "run": now.strftime("turns-%Y%m%dT%H%M%S"), "command": "python benchmarks/in_turn.py " + " ".join(sys.argv[1:]),
         "shape": options.shape, "unit": "ms", "copy_gbps": round(copy_rate() / 1e9), "device": device_name("cuda"),

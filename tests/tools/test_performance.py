@@ -11,6 +11,7 @@ import pytest
 from benchmarks.targets import TARGETS
 from tools.performance import page, plots, tables
 from tools.performance.__main__ import main
+from tools.performance.cards import cards
 from tools.performance.pictures import pictures
 from tools.performance.rows import Measured, cpu_groups, ideas, kernels, line_of, read_rows
 
@@ -49,6 +50,22 @@ def cpu(ours: float, ratio: float, note: str = "", prompt: int = 16) -> dict[str
 
 def test_the_committed_page_is_what_the_rows_and_the_story_give() -> None:
     assert page.stale(ROOT) == [], "run `make performance` and commit what it writes"
+
+
+def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
+    def row(subject: str, value: float, card: int, **more: Any) -> dict[str, Any]:
+        return table(subject, value, f"r-{card}", "2026-01-02", work="first-4096", card=card, **more)
+
+    rows = [row("modelmill", 83.0, 1), row("vLLM", 100.0, 1), row("modelmill", 85.5, 2), row("vLLM", 90.0, 2)]
+    rows += [row("modelmill", 83.97, 2, weights="uniform"), row("modelmill", 50.0, 1, tried="an idea")]
+    rows += [table("modelmill", 1.0, "r", "2026-01-03", work="first-4096")]
+    heads, _, uniform, normal = cards(rows)
+    assert heads.count("card") == 2
+    assert "| uniform" in uniform
+    assert uniform.endswith("| 84 | 0.950 |  | 84.0 | **83.97** reached |")
+    assert "| normal" in normal
+    assert normal.endswith("| 83.0 / 100 = 0.830 | 85.5 / 90.0 = 0.950 | **84.2** missed |")
+    assert line_of("first-4096", rows).ours == Measured(1.0, 0.9, 1.1, 3, rows[-1]), "other draws are other lines"
 
 
 def test_rows_are_read_in_order_and_a_broken_line_is_named(tmp_path: Path) -> None:

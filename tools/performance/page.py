@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.performance import plots, tables
+from tools.performance.cards import cards
 from tools.performance.pictures import pictures
 from tools.performance.rows import Row, read_rows
 from tools.performance.segmenting import segmenting
@@ -47,6 +48,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "products": ("h200", lambda rows: tables.bars(plots.rates(rows), ("kernel and case", "TFLOP/s"))),
     "ideas": ("h200", lambda rows: tables.bars(plots.states(rows), ("state of the code", "time"))),
     "gpus": ("h200", tables.gpus),
+    "cards": ("h200", cards),
     "pictures": ("h200", pictures),
     "segmenting": ("h200", segmenting),
     "cpu": ("cpu", tables.cpu),

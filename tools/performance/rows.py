@@ -77,8 +77,9 @@ def _date(row: Row) -> str:
 
 
 def _plain(row: Row) -> bool:
-    """Whether a row of ``table.py`` is of the whole model with the weights that are drawn where nothing is said."""
-    return not {"layers", "weights"} & row.keys()
+    """Whether a row of ``table.py`` is of the whole model with the weights that are drawn where nothing is said, and of
+    code that was kept."""
+    return not {"layers", "weights", "tried"} & row.keys()
 
 
 def _maybe(row: Row | None) -> Measured | None:

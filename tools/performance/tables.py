@@ -32,7 +32,7 @@ def _speed_cells(target: Target, ours: Measured, line: Line) -> list[str]:
         floor,
         f"{target.must:g}",
         first,
-        f"**{_beside(ours.value, target.must)}**{_range(ours)}",
+        f"**{told_beside(ours.value, target.must)}**{_range(ours)}",
         reached,
     ]
     if line.beside is None:
@@ -76,7 +76,7 @@ def number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def _beside(value: float, must: float) -> str:
+def told_beside(value: float, must: float) -> str:
     """The number, with a digit more where it would look like what must be reached and is not."""
     text = number(value)
     return f"{value:.4g}" if value != must and float(text.replace(",", "")) == must else text
