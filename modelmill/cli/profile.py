@@ -48,10 +48,9 @@ class Args(Common):
 def run(args: Args) -> int:
     """Measure the ceilings, then each phase; print, and write the trace."""
     from modelmill.eval import chrome
-    from modelmill.eval.ceilings import measure
+    from modelmill.eval.ceilings import measure, rates
     from modelmill.eval.profile import Work, profile
     from modelmill.eval.report import device_name
-    from modelmill.ops.clock import product_rate
     from modelmill.runtime.device import pick_device, use_threads
 
     if args.batch < 1 or args.prompt < 1 or args.lines < 0:
@@ -61,8 +60,7 @@ def run(args: Args) -> int:
         use_threads(args.run.threads)
     ceilings = measure(device, [])  # before the engine takes the memory
     loop = open_llm(args.engine, args.build, args.run).loop
-    name = str(loop.dtype).removeprefix("torch.")
-    ceilings = replace(ceilings, products={name: product_rate(device, loop.dtype)})
+    ceilings = replace(ceilings, products=rates(device, [loop.dtype]))
     build = loop.artifact.manifest.build  # type: ignore[union-attr]
     about = {"engine": str(args.engine), "device": device_name(loop.device)}
     about |= {"dtype": build["dtype"], "quantization": build["quantization"]}
@@ -86,8 +84,7 @@ def run(args: Args) -> int:
         emit_json({**about, "ceilings": ceilings.to_dict(), "kernels": dict(loop.ops.chosen), "phases": phases_told})
         return 0
     print(f"{args.engine} ({about['dtype']}, {about['quantization']}) on {about['device']}; at most ", end="")
-    rate = ceilings.products[name] / 1e12
-    print(f"{ceilings.memory / 1e9:,.0f} GB/s and {rate:,.3g} TFLOP/s")
+    print(f"{ceilings.memory / 1e9:,.0f} GB/s and {', '.join(ceilings.rates_told())}")
     for each in found:
         show(each, args.lines)
     if args.trace is not None:

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from modelmill.ops.clock import memory_rate, product_rate
+from modelmill.ops.clock import EIGHT_BITS, memory_rate, product_rate
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """memory: bytes/s (of a copy on a GPU, of reading on a CPU). products: operations/s of torch's, by dtype."""
+    """memory: bytes/s (of a copy on a GPU, of reading on a CPU). products: operations/s of torch's, by the dtype of
+    what is multiplied."""
 
     device: str
     memory: float
     products: dict[str, float]
 
-    def floor(self, nbytes: float, operations: float = 0.0, dtype: str = "") -> float:
-        """Seconds below which no kernel can move ``nbytes`` and do the operations."""
-        rate = self.products.get(dtype)
-        return max(nbytes / self.memory, operations / rate if rate else 0.0)
+    def floor(
+        self, nbytes: float, operations: float = 0.0, dtype: str = "", narrow: Mapping[str, float] = NOTHING
+    ) -> float:
+        """Seconds below which no kernel can move ``nbytes`` and do the operations.
 
-    def bound(self, nbytes: float, operations: float, dtype: str) -> str:
+        dtype: of what they multiply, but for the ``narrow`` ones among them, by theirs. A dtype of theirs whose rate is
+        not known counts as the others do.
+        """
+        known = {kind: count for kind, count in narrow.items() if kind in self.products}
+        seconds = sum(count / self.products[kind] for kind, count in known.items())
+        if dtype in self.products:
+            seconds += max(0.0, operations - sum(known.values())) / self.products[dtype]
+        return max(nbytes / self.memory, seconds)
+
+    def bound(self, nbytes: float, operations: float, dtype: str, narrow: Mapping[str, float] = NOTHING) -> str:
         """What sets the floor: "memory" or "products"."""
-        return "memory" if self.floor(nbytes) >= self.floor(nbytes, operations, dtype) else "products"
+        return "memory" if self.floor(nbytes) >= self.floor(nbytes, operations, dtype, narrow) else "products"
+
+    def rates_told(self) -> list[str]:
+        """780 TFLOP/s in bfloat16."""
+        return [f"{rate / 1e12:,.4g} TFLOP/s in {name}" for name, rate in self.products.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, in GB/s and TFLOP/s."""
@@ -36,7 +53,14 @@ class Ceilings:
 
 def measure(device: str, dtypes: Sequence[torch.dtype]) -> Ceilings:
     """Ceilings of "cpu", "cuda" or "cuda:N", in about a second."""
-    products = {str(each).removeprefix("torch."): product_rate(device, each) for each in dtypes}
+    products = rates(device, dtypes)
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     return Ceilings(device, memory_rate(device), products)
+
+
+def rates(device: str, dtypes: Sequence[torch.dtype]) -> dict[str, float]:
+    """Operations per second of torch's products of these dtypes, and on a GPU of those of 8 bits that it has there."""
+    wanted = [*dtypes, *(EIGHT_BITS if device.startswith("cuda") and dtypes else ())]
+    found = {str(each).removeprefix("torch."): product_rate(device, each) for each in wanted}
+    return {name: rate for name, rate in found.items() if rate is not None}

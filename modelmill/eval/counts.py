@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -15,18 +15,28 @@ from modelmill.ops import shelf
 from modelmill.ops.case import nbytes
 from modelmill.ops.decode import Layer, Matrix, Stack, Tokens
 
+INT8, FP8 = "int8", "float8_e4m3fn"
+
 
 @dataclass(frozen=True)
 class Count:
     """nbytes: read and written once each. must: of these the weights of products, keys and values, which no fusion
-    saves. operations: multiplications and additions of the products."""
+    saves. operations: multiplications and additions of the products. int8, fp8: of these what multiplies activations
+    of such a type, faster than others."""
 
     nbytes: int = 0
     must: int = 0
     operations: int = 0
+    int8: int = 0
+    fp8: int = 0
 
     def __add__(self, other: Count) -> Count:
-        return Count(self.nbytes + other.nbytes, self.must + other.must, self.operations + other.operations)
+        return Count(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    @property
+    def narrow(self) -> dict[str, int]:
+        """Operations by dtype, as ``Ceilings`` takes them: those of 8 bits."""
+        return {kind: number for kind, number in ((INT8, self.int8), (FP8, self.fp8)) if number}
 
 
 def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any) -> Count:
@@ -43,8 +53,9 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
         read = "x" if "x" in given else "q"
         x = given[read]
         held = nbytes(*_tensors([value for name, value in given.items() if name != read]))
-        columns = result.shape[-1] * (2 if op.startswith("gated") else 1)
-        return Count(nbytes(x) + held + out, held, 2 * x.numel() * columns)
+        operations = 2 * x.numel() * result.shape[-1] * (2 if op.startswith("gated") else 1)
+        kind = multiplied(given)
+        return Count(nbytes(x) + held + out, held, operations, operations * (kind == INT8), operations * (kind == FP8))
     if op == "paged_attention":
         return attention(given, out)
     if op == "rope_cache":
@@ -54,6 +65,12 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
     if op == "decode":
         return whole(given["stack"], given["tokens"], given["x"], out)
     return Count(nbytes(*_tensors(list(given.values()))) + out)
+
+
+def multiplied(given: Mapping[str, Any]) -> str | None:
+    """The dtype of 8 bits that a product's activations have; None where they have more."""
+    x = given.get("x", given.get("q"))
+    return str(x.dtype).removeprefix("torch.") if isinstance(x, torch.Tensor) and x.dtype.itemsize == 1 else None
 
 
 def attention(given: Mapping[str, Any], out: int) -> Count:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from modelmill.eval.ceilings import Ceilings
+from modelmill.eval.counts import multiplied
 from modelmill.eval.op_cases import cases
 from modelmill.eval.report import Spread
 from modelmill.ops import clock, shelf
@@ -97,7 +98,8 @@ def measure(
             yield replace(base, failed=times.seconds)
             continue
         rate = max(times.products or 0.0, ceilings.products.get(name, 0.0))
-        now = replace(ceilings, memory=max(times.memory or 0.0, ceilings.memory), products={name: rate})
+        memory = max(times.memory or 0.0, ceilings.memory)
+        now = replace(ceilings, memory=memory, products=ceilings.products | {name: rate})
         yield judged(base, case, times.seconds, now)
 
 
@@ -105,14 +107,16 @@ def judged(base: Timed, case: Case, seconds: Sequence[float], ceilings: Ceilings
     """The figures of a time. seconds: of single calls."""
     spread = Spread.of([each * 1e6 for each in seconds])
     best = spread.min if base.how == "host" else spread.median
-    floor = ceilings.floor(case.bytes_moved, case.flops, base.dtype) * 1e6
+    kind = multiplied(case.args)
+    work = (case.bytes_moved, case.flops, base.dtype, {} if kind is None else {kind: case.flops})
+    floor = ceilings.floor(*work) * 1e6
     counted = case.bytes_moved > 0
     return replace(
         base,
         us=spread,
         gbps=case.bytes_moved / best / 1e3 if counted else None,
         tflops=case.flops / best / 1e6 if case.flops else None,
-        bound=ceilings.bound(case.bytes_moved, case.flops, base.dtype) if counted else None,
+        bound=ceilings.bound(*work) if counted else None,
         fraction=floor / best if counted else None,
     )
 

@@ -10,6 +10,7 @@ from importlib import import_module
 
 import torch
 
+from modelmill.eval.op_scale import SCALE, Maker, ordered_forms
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.eight_bit import by_row
 from modelmill.ops.int8_linear import quantize
@@ -45,7 +46,7 @@ def _add_norm(rows: int, width: int, device: str, dtype: torch.dtype) -> Case:
 
 def _quantized_norms(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
     case = _norm(rows, width, device, dtype)
-    for name, form in norm_forms(width, device, 0):
+    for name, form in (*norm_forms(width, device, 0), *ordered_forms(width, device)):
         moved = nbytes(case.args["x"]) + rows * width
         yield Case(f"{case.name}-{name}", case.args | form, moved)
 
@@ -160,7 +161,7 @@ def _small_gates(device: str, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"{rows}x{INNER}", {"gate_up": gate_up}, nbytes(gate_up) * 3 // 2)
 
 
-BIG = ((1, 4096, 151936), (2, 4096, 12288), (8, 4096, 12288), (8, 11008, 4096), (16, 4096, 22016))
+BIG = ((1, 4096, 151936), (2, 4096, 12288), (8, 4096, 12288), (8, 11008, 4096), (16, 4096, 22016), (4096, 4096, 12288))
 BIG_INT8 = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
 BIG_SIDES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
 BIG_EIGHT: Shapes = tuple((rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in BIG_SIDES)
@@ -170,9 +171,9 @@ BIG_SAMPLES: Shapes = tuple((rows, 151936, how) for rows in (1, 8, 64) for how i
 SMALL_SAMPLES: Shapes = tuple((rows, VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2))
 SMALL: Shapes = tuple((rows, k, n) for rows in CPU_ROWS for k, n in SIDES)
 
-Maker = Callable[[str, torch.dtype], Iterator[Case]]
 MORE: dict[str, dict[str, Maker]] = {
-    "cuda": {
+    "cuda": SCALE
+    | {
         "rms_norm": lambda device, dtype: iter([_norm(16384, 4096, device, dtype)]),
         "add_rms_norm": lambda device, dtype: iter([_add_norm(16384, 4096, device, dtype)]),
         "rms_norm_quant": lambda device, dtype: _quantized_norms(16384, 4096, device, dtype),

@@ -51,7 +51,7 @@ def counts_of(calls: Sequence[Slice]) -> dict[CallKey, Count]:
 def step_floor(counts: Iterable[Count], ceilings: Ceilings, dtype: str) -> float:
     """Microseconds below which no step of these products, keys and values can be."""
     total = sum(counts, Count())
-    return ceilings.floor(total.must, total.operations, dtype) * 1e6
+    return ceilings.floor(total.must, total.operations, dtype, total.narrow) * 1e6
 
 
 def kernel_lines(
@@ -102,7 +102,7 @@ def op_lines(
 
 def against(line: Line, counts: Sequence[Count], us: float, ceilings: Ceilings, dtype: str) -> Line:
     """The line with its floor: the sum of the floors of its calls."""
-    floor = sum(ceilings.floor(each.nbytes, each.operations, dtype) for each in counts) * 1e6
+    floor = sum(ceilings.floor(each.nbytes, each.operations, dtype, each.narrow) for each in counts) * 1e6
     total = sum(counts, Count())
     fraction = floor / us if us > 0 else None
     return replace(line, nbytes=total.nbytes, operations=total.operations, floor_us=floor, fraction=fraction)

@@ -19,6 +19,7 @@ from modelmill.ops.cpu import build
 Call = Callable[[], Any]
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # many times the caches, read and written
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square products; large enough that the sides do not matter
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 ENOUGH_S = 5e-3  # a product that takes this long on a CPU needs not be larger
 
 
@@ -110,6 +111,8 @@ def multiplying(device: str, dtype: torch.dtype) -> tuple[Call, int]:
     """
     most = SIDE[_kind(device)]
     side = most if _kind(device) == "cuda" else min(128, most)
+    if dtype in EIGHT_BITS:
+        return _multiplying_8_bits(device, dtype, side), 2 * side**3
     while True:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         if side >= most or in_turn([lambda: a @ b], 1)[0][0] > ENOUGH_S:  # noqa: B023  called at once
@@ -117,10 +120,25 @@ def multiplying(device: str, dtype: torch.dtype) -> tuple[Call, int]:
         side *= 2
 
 
-def product_rate(device: str, dtype: torch.dtype) -> float:
-    """Operations per second of such a product."""
-    multiply, operations = multiplying(device, dtype)
-    return operations / _best(multiply, device)
+def _multiplying_8_bits(device: str, dtype: torch.dtype, side: int) -> Call:
+    """The same in 8 bits: into int32, or with one scale for all into bfloat16."""
+    drawn = (torch.randn(2, side, side, device=device) * 40).clamp(-127, 127).to(dtype)
+    a, b = drawn[0], drawn[1].t()  # the second by columns, as the tensor cores want it
+    if dtype is torch.int8:
+        return lambda: torch._int_mm(a, b)
+    one = torch.ones((), device=device)
+    return lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+
+
+def product_rate(device: str, dtype: torch.dtype) -> float | None:
+    """Operations per second of such a product; None where torch has none of 8 bits on this device."""
+    try:
+        multiply, operations = multiplying(device, dtype)
+        return operations / _best(multiply, device)
+    except (RuntimeError, NotImplementedError):
+        if dtype not in EIGHT_BITS:
+            raise
+        return None
 
 
 def _best(call: Call, device: str) -> float:

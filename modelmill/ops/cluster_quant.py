@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,11 @@ def cluster_quant(
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Static and dynamic, 8 and 4 bit, after a gate and without, clusters of 1 channel and of every size."""
     sizes = [(1, 96, 32), (7, 100, 32), (3, 300, 128)] + ([] if device == "cpu" else [(1, 11008, 128), (64, 4096, 128)])
+    yield from cases_of(sizes, device, dtype)
+
+
+def cases_of(sizes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, width, most channels of a cluster)."""
     for number, (rows, width, group) in enumerate(sizes):
         generator = torch.Generator().manual_seed(width)
         channels = torch.randperm(width, generator=generator)

@@ -11,7 +11,7 @@ flushed to float32 once a group, because a step that varies along K cannot be un
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -63,6 +63,11 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = [(1, 96, 40, 32, 8), (7, 320, 33, 64, 4), (64, 256, 65, 128, 4), (5, 160, 31, 160, 8), (3, 96, 9, 32, 4)]
     if device != "cpu":
         shapes += [(1, 4352, 12288, 128, 8), (1, 11264, 4096, 128, 4), (64, 4352, 4096, 128, 8)]
+    yield from cases_of(shapes, device, dtype)
+
+
+def cases_of(shapes: Sequence[tuple[int, int, int, int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, columns, outputs, columns of a group, bits of the weight)."""
     for rows, columns, n, group, bits in shapes:
         for dynamic in (False, True):
             args = drawn(rows, columns, n, group, bits, dynamic=dynamic, device=device, dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = [(1, 64, 48), (5, 100, 33), (70, 48, 40)]
     if device != "cpu":
         shapes += [(100, 592, 104), (1000, 4096, 1032), (300, 4096, 11008)]
+    yield from cases_of(shapes, device, dtype)
+
+
+def cases_of(shapes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, K, half of the outputs)."""
     for rows, k, inner in shapes:
         for name, drawn in (("int8", w8a8_linear.drawn), ("fp8", fp8_linear.drawn)):
             args: dict[str, Any] = drawn(rows, k, 2 * inner, device=device, per_token=rows != 100)

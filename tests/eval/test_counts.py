@@ -35,6 +35,22 @@ def test_a_weight_of_8_bits_is_a_quarter_with_its_scales() -> None:
     assert found == Count(4 * 64 + 128 * 64 + 4 * 128 + 4 * 128, 128 * 64 + 4 * 128, 2 * 64 * 128)
 
 
+def test_operations_of_8_bits_are_told_apart() -> None:
+    x, scale = torch.ones(3, 64, dtype=torch.int8), torch.ones(128)
+    weight = torch.ones(128, 64, dtype=torch.int8)
+    args = {"weight": weight, "scale": scale, "x_scale": torch.ones(3), "dtype": torch.float32}
+    found = of("w8a8_linear", x=x, **args)
+    assert found.int8 == found.operations == 2 * 3 * 64 * 128
+    assert found.narrow == {"int8": found.operations}
+    eight = {"weight": weight.to(torch.float8_e4m3fn), "scale": scale, "dtype": torch.float32}
+    narrow = of("fp8_linear", x=x.to(torch.float8_e4m3fn), x_scale=torch.ones(3), **eight)
+    wide = of("fp8_linear", x=x.float(), x_scale=None, **eight)
+    assert (narrow.fp8, wide.narrow) == (narrow.operations, {})
+    total = found + narrow + wide
+    assert total.narrow == {"int8": found.operations, "float8_e4m3fn": narrow.operations}
+    assert total.operations == 3 * found.operations
+
+
 def test_attention_reads_each_key_once() -> None:
     """Decoding and a prompt together: contexts of 5 and 3, of which 1 and 3 tokens are new; 2 KV heads of 8."""
     q, cache = torch.randn(4, 4, 8), torch.randn(2, 2, 16, 8)

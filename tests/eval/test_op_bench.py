@@ -68,6 +68,37 @@ def test_the_fraction_is_the_floor_over_the_time() -> None:
     assert best.fraction == pytest.approx(0.8)
 
 
+def test_products_of_8_bits_have_a_ceiling_of_their_own() -> None:
+    """100 Gop/s in float32, 400 in int8: 40 Mop take 100 µs there, and 400 where the int8 rate is not known."""
+    base = Timed("w8a8_linear", "x", "float32", "cuda", True, "graph")
+    case = Case("x", {"x": torch.ones(2, 2, dtype=torch.int8)}, 1000, 40_000_000)
+    both = Ceilings("cuda", 10e9, {"float32": 100e9, "int8": 400e9})
+    assert judged(base, case, [200e-6], both).fraction == pytest.approx(0.5)
+    assert judged(base, case, [800e-6], CEILINGS).fraction == pytest.approx(0.5)
+    wide = Case("x", {"x": torch.ones(2, 2)}, 1000, 40_000_000)
+    assert judged(base, wide, [800e-6], both).fraction == pytest.approx(0.5)
+
+
+def test_what_is_8_bits_of_a_sum_takes_its_own_time() -> None:
+    found = Ceilings("cuda", 1e9, {"float32": 100.0, "int8": 400.0})
+    assert found.floor(0, 500, "float32", {"int8": 400}) == pytest.approx(2.0)
+    assert found.floor(0, 500, "float32", {"float8_e4m3fn": 400}) == pytest.approx(5.0)
+    assert found.floor(0, 400, "float16", {"int8": 400}) == pytest.approx(1.0)
+    assert found.bound(3e9, 500, "float32", {"int8": 400}) == "memory"
+    assert found.bound(1e9, 500, "float32", {"int8": 400}) == "products"
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_rates_of_8_bits() -> None:
+    """On Hopper both are above those of 16 bits."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    found = measure("cuda", [torch.bfloat16])
+    least = 1.1 if torch.cuda.get_device_capability() >= (9, 0) else 0.0
+    assert set(found.products) == {"bfloat16", "int8", "float8_e4m3fn"}
+    assert min(found.products["int8"], found.products["float8_e4m3fn"]) > least * found.products["bfloat16"]
+
+
 def test_what_counts_no_bytes_has_no_fraction() -> None:
     found = judged(Timed("decode", "x", "float32", "cpu", True, "host"), Case("x", {}), [1e-3], CEILINGS)
     assert (found.fraction, found.gbps, found.bound) == (None, None, None)

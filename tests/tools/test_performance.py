@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks.targets import TARGETS
+from modelmill.ops import shelf
 from tools.performance import page, plots, tables
 from tools.performance.__main__ import main
 from tools.performance.cards import cards
+from tools.performance.every_op import HOST, every_op
 from tools.performance.pictures import pictures
 from tools.performance.rows import Measured, cpu_groups, ideas, kernels, line_of, read_rows
 
@@ -66,6 +68,21 @@ def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
     assert "| normal" in normal
     assert normal.endswith("| 83.0 / 100 = 0.830 | 85.5 / 90.0 = 0.950 | **84.2** missed |")
     assert line_of("first-4096", rows).ours == Measured(1.0, 0.9, 1.1, 3, rows[-1]), "other draws are other lines"
+
+
+def test_every_op_has_a_line_with_its_largest_cases() -> None:
+    def row(case: str, us: float, bound: str, **more: Any) -> dict[str, Any]:
+        rates = {"gbps": 1000.0, "tflops": 100.0, "chosen": True, "bound": bound, "date": "2026-01-02T03"}
+        return op(case, "cuda", 0.5, value=us) | rates | more
+
+    rows = [row("small", 10.0, "memory"), row("large", 30.0, "memory", gbps=500.0), row("large", 20.0, "memory")]
+    rows += [row("large", 99.0, "memory", variant="torch", chosen=False), row("wide", 4.0, "products")]
+    rows += [row("half", 900.0, "memory", dtype="float16"), row("other", 900.0, "memory", chosen=False)]
+    lines = {line.split("|")[1].strip() or "more": line for line in every_op(rows)}
+    assert lines["linear"].endswith("| large | cuda | 20.0 | 1.00 | 100 | memory | **0.50** | 99.0 | 2026-01-02 |")
+    assert "| wide | cuda | 4.00 |" in lines["more"]
+    assert set(lines) - {"more", "op", "---"} == {*shelf.OPS, *shelf.SPANS} - set(HOST)
+    assert lines["rms_norm"] == "| rms_norm |" + " – |" * 9, "what was not measured is seen to be so"
 
 
 def test_rows_are_read_in_order_and_a_broken_line_is_named(tmp_path: Path) -> None:

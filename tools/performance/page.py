@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tools.performance import plots, tables
 from tools.performance.cards import cards
+from tools.performance.every_op import every_op
 from tools.performance.pictures import pictures
 from tools.performance.rows import Row, read_rows
 from tools.performance.segmenting import segmenting
@@ -49,6 +50,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "ideas": ("h200", lambda rows: tables.bars(plots.states(rows), ("state of the code", "time"))),
     "gpus": ("h200", tables.gpus),
     "cards": ("h200", cards),
+    "ops": ("h200", every_op),
     "pictures": ("h200", pictures),
     "segmenting": ("h200", segmenting),
     "cpu": ("cpu", tables.cpu),

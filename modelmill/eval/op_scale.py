@@ -1,0 +1,124 @@
+"""What ``bench ops`` times on a GPU beyond each op's own cases: sizes at which its memory or its tensor cores decide.
+
+Prompts of a 7B decoder and pictures of ViT-H; smaller cases stay in the caches or take no longer than their launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from modelmill.ops import (
+    add_layer_norm_quant,
+    cluster_quant,
+    clustered_linear,
+    gated8_linear,
+    gelu_quant,
+    int4_linear,
+    int8_group_linear,
+    rms_norm_quant,
+)
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.groups import cases_of as grouped
+
+Maker = Callable[[str, torch.dtype], Iterator[Case]]
+
+
+def ordered_forms(width: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ways to quantize rows beyond ``rms_norm_quant.forms``: a column order with one factor for all, and in fp8."""
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(width)).int().to(device)
+    factor = torch.full((1,), 20.0, device=device)
+    yield "int8-static-order", {"kind": torch.int8, "factor": factor, "order": order}
+    yield "fp8-token-order", {"kind": torch.float8_e4m3fn, "order": order}
+
+
+def quantized(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Rows to 8 bits, in every way."""
+    x = randn(rows, width, device=device, dtype=dtype, seed=1)
+    for name, form in (*rms_norm_quant.forms(width, device, 0), *ordered_forms(width, device)):
+        stored = form["order"].numel() if "order" in form else width
+        yield Case(f"{rows}x{width}-{name}", {"x": x, **form}, nbytes(x) + rows * stored)
+
+
+def layer_norms(
+    rows: int, width: int, device: str, dtype: torch.dtype, *, residual: bool = False, narrow: bool = False
+) -> Iterator[Case]:
+    """LayerNorm; residual: with the sum in front of it; narrow: to 8 bits, in every way."""
+    x = randn(rows, width, device=device, dtype=dtype, seed=1)
+    weight, bias = (randn(width, device=device, dtype=dtype, seed=seed) for seed in (2, 3))
+    args = {"x": x, "weight": weight + 1, "bias": bias, "eps": 1e-6}
+    if residual:
+        args["residual"] = randn(rows, width, device=device, dtype=dtype, seed=4)
+    moved = (3 if residual else 1) * nbytes(x)
+    if not narrow:
+        yield Case(f"{rows}x{width}", args, moved + nbytes(x))
+        return
+    for name, form in add_layer_norm_quant.forms(device):
+        yield Case(f"{rows}x{width}-{name}", args | form, moved + x.numel())
+
+
+def gates(rows: int, inner: int, device: str, dtype: torch.dtype, *, narrow: bool = False) -> Iterator[Case]:
+    """SwiGLU's gate; narrow: to 8 bits, in every way."""
+    x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=1, scale=2.0)
+    if not narrow:
+        yield Case(f"{rows}x{inner}", {"gate_up": x}, nbytes(x) * 3 // 2)
+        return
+    for name, form in gelu_quant.forms(device):
+        yield Case(f"{rows}x{inner}-{name}", {"gate_up": x, "factor": None} | form, nbytes(x) + rows * inner)
+
+
+def activations(rows: int, width: int, device: str, dtype: torch.dtype, *, narrow: bool = False) -> Iterator[Case]:
+    """GELU; narrow: to 8 bits, in every way."""
+    x = randn(rows, width, device=device, dtype=dtype, seed=1, scale=2.0)
+    if not narrow:
+        yield Case(f"{rows}x{width}", {"x": x}, 2 * nbytes(x))
+        return
+    for name, form in gelu_quant.forms(device):
+        yield Case(f"{rows}x{width}-{name}", {"x": x, **form}, nbytes(x) + rows * width)
+
+
+def rotated(tokens: int, heads: int, dim: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """A prompt's queries and keys rotated, keys and values stored in shuffled slots."""
+    pages = -(-tokens // 16)
+    slots = torch.randperm(pages * 16, generator=torch.Generator().manual_seed(0))[:tokens].to(device)
+    angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=1, scale=3.0)
+    cache = [torch.zeros((pages, heads, 16, dim), device=device, dtype=dtype) for _ in range(2)]
+    qkv = randn(tokens, 3 * heads * dim, device=device, dtype=dtype, seed=2)
+    args = {"qkv": qkv, "slots": slots, "heads": heads, "k_cache": cache[0], "v_cache": cache[1]}
+    args |= {"cos": angle.cos(), "sin": angle.sin()}
+    yield Case(f"{tokens}x{heads}/{heads}x{dim}", args, 2 * nbytes(qkv), writes=("k_cache", "v_cache"))
+
+
+def angles(tokens: int, half: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """A step's angles, one row of frequencies."""
+    positions = torch.arange(tokens, device=device)
+    table = (1e4 ** -(torch.arange(half, device=device) / half))[None]
+    args = {"positions": positions, "keys": torch.zeros_like(positions), "table": table, "dtype": dtype}
+    yield Case(f"{tokens}x{half}-1", args, nbytes(positions) + 8 * tokens * half)
+
+
+INT4 = [(8, 4096, 22016, 128), (64, 11008, 4096, 128), (1024, 4096, 4096, 128)]
+INT8_GROUPS = [(1, 4096, 12288, 32), (8, 4096, 12288, 32), (64, 4096, 12288, 32), (1, 11008, 4096, 32)]
+CLUSTERED = [(1024, 4352, 4096, 128, 8)]
+
+SCALE: dict[str, Maker] = {
+    "quantize": partial(quantized, 16384, 4096),
+    "layer_norm": partial(layer_norms, 16384, 1600),
+    "add_layer_norm": partial(layer_norms, 16384, 1280, residual=True),
+    "add_layer_norm_quant": partial(layer_norms, 16384, 1280, residual=True, narrow=True),
+    "rotation": partial(angles, 131072, 64),
+    "rope_cache": partial(rotated, 4096, 32, 128),
+    "silu_mul": partial(gates, 4096, 11008),
+    "silu_mul_quant": partial(gates, 4096, 11008, narrow=True),
+    "gelu": partial(activations, 16384, 5120),
+    "gelu_tanh": partial(activations, 16384, 4096),
+    "gelu_quant": partial(activations, 16384, 5120, narrow=True),
+    "int4_linear": partial(grouped, INT4, int4_linear.drawn),
+    "int8_group_linear": partial(grouped, INT8_GROUPS, int8_group_linear.drawn),
+    "cluster_quant": partial(cluster_quant.cases_of, [(4096, 11008, 128)]),
+    "clustered_linear": partial(clustered_linear.cases_of, CLUSTERED),
+    "gated8_linear": partial(gated8_linear.cases_of, [(1024, 4096, 11008), (4096, 4096, 11008)]),
+}
