@@ -127,7 +127,7 @@ def _multiplying_8_bits(device: str, dtype: torch.dtype, side: int) -> Call:
     if dtype is torch.int8:
         return lambda: torch._int_mm(a, b)
     one = torch.ones((), device=device)
-    return lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+    return lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def product_rate(device: str, dtype: torch.dtype) -> float | None:

@@ -37,6 +37,21 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert size == 1 << 18
 
 
+def test_products_of_8_bits_have_a_rate_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "SIDE", {"cpu": 64})
+    for dtype in clock.EIGHT_BITS:
+        assert (clock.product_rate("cpu", dtype) or 1.0) > 0
+
+    def missing(*_: object) -> torch.Tensor:
+        raise RuntimeError("not on this device")
+
+    monkeypatch.setattr(torch, "_int_mm", missing)
+    assert clock.product_rate("cpu", torch.int8) is None
+    monkeypatch.setattr(clock, "in_turn", missing)
+    with pytest.raises(RuntimeError, match="not on this device"):
+        clock.product_rate("cpu", torch.float32)
+
+
 def test_a_recording_keeps_the_tensors_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph knows addresses only: memory that is given back while it is replayed would be read as garbage."""
     replayed: list[int] = []
