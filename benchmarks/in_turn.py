@@ -4,7 +4,7 @@
                                  [--decode 8x1024] [--pause 0.3] [--seconds 8] [--save FILE.jsonl]
 
 Each ``--against OP=VARIANT[,…]`` is one choice, beside the usual one ("all kernels"); the rows carry it as ``state``.
-An op that spans others goes when one of them comes from elsewhere: what changes besides is told there, too.
+A fused op is switched off when one of its parts comes from another shelf: what changes besides is told there, too.
 Decode steps are graphs. Prompts are launched as the engine does; with --pause each waits for that many seconds, so that
 the card is cool, and without it they follow one another for --seconds, and the power limit shows.
 """

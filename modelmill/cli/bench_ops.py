@@ -89,7 +89,7 @@ def show_ops(measured: dict[str, Any]) -> None:
     """A line a variant and case; ▸ marks what the shelf picks."""
     ceilings = measured["ceilings"]
     memory, products = ceilings["memory_gbps"], ceilings["products_tflops"]
-    rates = ", ".join(f"{rate:.4g} TFLOP/s in {name}" for name, rate in products.items())
+    rates = ", ".join(f"{rate:,.4g} TFLOP/s in {name}" for name, rate in products.items())
     title = f"ops in {measured['dtype']} on {measured['device']}; ceilings: {memory:.4g} GB/s, {rates}"
     table(COLUMNS, [_line(each) for each in measured["results"]], title=title)
     print("▸ what the shelf picks; the ceiling is the larger of the times for the bytes and for the operations")

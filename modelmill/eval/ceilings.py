@@ -31,10 +31,11 @@ class Ceilings:
         dtype: of what they multiply, but for the ``narrow`` ones among them, by theirs. A dtype of theirs whose rate is
         not known counts as the others do.
         """
-        known = {kind: count for kind, count in narrow.items() if kind in self.products}
+        known = {kind: count for kind, count in narrow.items() if self.products.get(kind)}
         seconds = sum(count / self.products[kind] for kind, count in known.items())
-        if dtype in self.products:
-            seconds += max(0.0, operations - sum(known.values())) / self.products[dtype]
+        rate = self.products.get(dtype)
+        if rate:
+            seconds += max(0.0, operations - sum(known.values())) / rate
         return max(nbytes / self.memory, seconds)
 
     def bound(self, nbytes: float, operations: float, dtype: str, narrow: Mapping[str, float] = NOTHING) -> str:
@@ -42,7 +43,7 @@ class Ceilings:
         return "memory" if self.floor(nbytes) >= self.floor(nbytes, operations, dtype, narrow) else "products"
 
     def rates_told(self) -> list[str]:
-        """780 TFLOP/s in bfloat16."""
+        """A line for each dtype that is multiplied."""
         return [f"{rate / 1e12:,.4g} TFLOP/s in {name}" for name, rate in self.products.items()]
 
     def to_dict(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def gates(rows: int, inner: int, device: str, dtype: torch.dtype, *, narrow: boo
         yield Case(f"{rows}x{inner}", {"gate_up": x}, nbytes(x) * 3 // 2)
         return
     for name, form in gelu_quant.forms(device):
-        yield Case(f"{rows}x{inner}-{name}", {"gate_up": x, "factor": None} | form, nbytes(x) + rows * inner)
+        yield Case(f"{rows}x{inner}-{name}", {"gate_up": x, **form}, nbytes(x) + rows * inner)
 
 
 def activations(rows: int, width: int, device: str, dtype: torch.dtype, *, narrow: bool = False) -> Iterator[Case]:
@@ -94,14 +94,14 @@ def rotated(tokens: int, heads: int, dim: int, device: str, dtype: torch.dtype) 
 
 def angles(tokens: int, half: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """A step's angles, one row of frequencies."""
-    positions = torch.arange(tokens, device=device)
+    positions = torch.arange(tokens, device=device) % 65536  # far ones take longer: sines of large numbers
     table = (1e4 ** -(torch.arange(half, device=device) / half))[None]
     args = {"positions": positions, "keys": torch.zeros_like(positions), "table": table, "dtype": dtype}
     yield Case(f"{tokens}x{half}-1", args, nbytes(positions) + 8 * tokens * half)
 
 
 INT4 = [(8, 4096, 22016, 128), (64, 11008, 4096, 128), (1024, 4096, 4096, 128)]
-INT8_GROUPS = [(1, 4096, 12288, 32), (8, 4096, 12288, 32), (64, 4096, 12288, 32), (1, 11008, 4096, 32)]
+INT8_GROUPS = [(1, 4096, 12288, 32), (8, 4096, 12288, 32), (64, 4096, 12288, 32), (1024, 4096, 12288, 32)]
 CLUSTERED = [(1024, 4352, 4096, 128, 8)]
 
 SCALE: dict[str, Maker] = {
@@ -109,7 +109,7 @@ SCALE: dict[str, Maker] = {
     "layer_norm": partial(layer_norms, 16384, 1600),
     "add_layer_norm": partial(layer_norms, 16384, 1280, residual=True),
     "add_layer_norm_quant": partial(layer_norms, 16384, 1280, residual=True, narrow=True),
-    "rotation": partial(angles, 131072, 64),
+    "rotation": partial(angles, 524288, 64),
     "rope_cache": partial(rotated, 4096, 32, 128),
     "silu_mul": partial(gates, 4096, 11008),
     "silu_mul_quant": partial(gates, 4096, 11008, narrow=True),
@@ -118,7 +118,7 @@ SCALE: dict[str, Maker] = {
     "gelu_quant": partial(activations, 16384, 5120, narrow=True),
     "int4_linear": partial(grouped, INT4, int4_linear.drawn),
     "int8_group_linear": partial(grouped, INT8_GROUPS, int8_group_linear.drawn),
-    "cluster_quant": partial(cluster_quant.cases_of, [(4096, 11008, 128)]),
+    "cluster_quant": partial(cluster_quant.cases_of, [(4096, 11008, 128)], full=True),
     "clustered_linear": partial(clustered_linear.cases_of, CLUSTERED),
     "gated8_linear": partial(gated8_linear.cases_of, [(1024, 4096, 11008), (4096, 4096, 11008)]),
 }

@@ -49,27 +49,32 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from cases_of(sizes, device, dtype)
 
 
-def cases_of(sizes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Of (rows, width, most channels of a cluster)."""
+def cases_of(
+    sizes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype, *, full: bool = False
+) -> Iterator[Case]:
+    """Of (rows, width, most channels of a cluster). full: each has so many, behind a gate."""
     for number, (rows, width, group) in enumerate(sizes):
         generator = torch.Generator().manual_seed(width)
         channels = torch.randperm(width, generator=generator)
         parts: list[torch.Tensor] = []
         at = 0
         while at < width:
-            size = 1 if len(parts) == 1 else int(torch.randint(1, group + 1, (1,), generator=generator))
-            size = min(width - at, size)
+            drawn = 1 if len(parts) == 1 else int(torch.randint(1, group + 1, (1,), generator=generator))
+            size = min(width - at, group if full else drawn)
             parts.append(F.pad(channels[at : at + size], (0, group - size), value=-1))
             at += size
         order = torch.cat(parts).int()
         factor = torch.rand(len(order), generator=generator) * 40 + 10
         zero = torch.randint(-90, 90, order.shape, generator=generator).int()
         for bits in (8, 4):
-            gated = (number + bits) % 3 == 0
+            gated = full or (number + bits) % 3 == 0
             x = randn(rows, 2 * width if gated else width, device=device, dtype=dtype, seed=width, scale=2.0)
             shared = {"x": x, "order": order.to(device), "bits": bits, "group": group, "gated": gated}
             shrink = 1 if bits == 8 else 16
             static = {"factor": (factor / shrink).to(device), "zero": (zero // shrink).to(device)}
             name = f"{rows}x{width} a{bits}{' gated' if gated else ''}"
             yield Case(f"{name} static", shared | static, nbytes(x) + rows * len(order))
-            yield Case(f"{name} dynamic", shared | {"factor": None, "zero": None}, nbytes(x) + rows * len(order))
+            steps = 4 * rows * (len(order) // group)  # one a cluster, float32
+            yield Case(
+                f"{name} dynamic", shared | {"factor": None, "zero": None}, nbytes(x) + rows * len(order) + steps
+            )

@@ -39,14 +39,21 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_products_of_8_bits_have_a_rate_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "SIDE", {"cpu": 64})
-    for dtype in clock.EIGHT_BITS:
-        assert (clock.product_rate("cpu", dtype) or 1.0) > 0
+    assert (clock.product_rate("cpu", torch.int8) or 0) > 0
+    multiply, operations = clock.multiplying("cpu", torch.int8)
+    assert (multiply().dtype, operations) == (torch.int32, 2 * 64**3)
 
     def missing(*_: object) -> torch.Tensor:
         raise RuntimeError("not on this device")
 
+    def short(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
     monkeypatch.setattr(torch, "_int_mm", missing)
     assert clock.product_rate("cpu", torch.int8) is None
+    monkeypatch.setattr(torch, "_int_mm", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        clock.product_rate("cpu", torch.int8)
     monkeypatch.setattr(clock, "in_turn", missing)
     with pytest.raises(RuntimeError, match="not on this device"):
         clock.product_rate("cpu", torch.float32)

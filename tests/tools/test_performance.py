@@ -60,14 +60,21 @@ def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
 
     rows = [row("modelmill", 83.0, 1), row("vLLM", 100.0, 1), row("modelmill", 85.5, 2), row("vLLM", 90.0, 2)]
     rows += [row("modelmill", 83.97, 2, weights="uniform"), row("modelmill", 50.0, 1, tried="an idea")]
-    rows += [table("modelmill", 1.0, "r", "2026-01-03", work="first-4096")]
+    rows += [table("modelmill", 1.0, "r", "2026-01-01", work="first-4096")]
+    rows += [
+        table("modelmill", 2.0, "r", "2026-01-04", work="first-4096", **more)
+        for more in ({"weights": "uniform"}, {"tried": "x"})
+    ]
+    rows += [row("modelmill", 9.0, 3) | {"date": "2026-01-01"}]
     heads, _, uniform, normal = cards(rows)
     assert heads.count("card") == 2
     assert "| uniform" in uniform
     assert uniform.endswith("| 84 | 0.950 |  | 84.0 | **83.97** reached |")
     assert "| normal" in normal
     assert normal.endswith("| 83.0 / 100 = 0.830 | 85.5 / 90.0 = 0.950 | **84.2** missed |")
-    assert line_of("first-4096", rows).ours == Measured(1.0, 0.9, 1.1, 3, rows[-1]), "other draws are other lines"
+    line = line_of("first-4096", rows)
+    assert line.ours is not None
+    assert line.ours.value == 1.0, "cards, other draws and what was tried are other lines"
 
 
 def test_every_op_has_a_line_with_its_largest_cases() -> None:
@@ -78,9 +85,18 @@ def test_every_op_has_a_line_with_its_largest_cases() -> None:
     rows = [row("small", 10.0, "memory"), row("large", 30.0, "memory", gbps=500.0), row("large", 20.0, "memory")]
     rows += [row("large", 99.0, "memory", variant="torch", chosen=False), row("wide", 4.0, "products")]
     rows += [row("half", 900.0, "memory", dtype="float16"), row("other", 900.0, "memory", chosen=False)]
+    library = row("library", 8.0, "products", variant="torch", op="add_linear")
+    bare = {
+        name: value
+        for name, value in row("bare", 5.0, "memory", op="sample", dtype="float32").items()
+        if name != "fraction"
+    }
+    rows += [library, bare | {"bound": None}]
     lines = {line.split("|")[1].strip() or "more": line for line in every_op(rows)}
     assert lines["linear"].endswith("| large | cuda | 20.0 | 1.00 | 100 | memory | **0.50** | 99.0 | 2026-01-02 |")
     assert "| wide | cuda | 4.00 |" in lines["more"]
+    assert "| library | torch | 8.00 |" in lines["add_linear"], "what the shelf leaves to a library has its line"
+    assert "| bare | cuda | 5.00 |" in lines["sample"]
     assert set(lines) - {"more", "op", "---"} == {*shelf.OPS, *shelf.SPANS} - set(HOST)
     assert lines["rms_norm"] == "| rms_norm |" + " – |" * 9, "what was not measured is seen to be so"
 

@@ -1,8 +1,8 @@
-"""First tokens as the targets' marks were taken, on several cards and with either draw of weights."""
+"""First tokens as the targets' marks were taken, on several cards and with weights drawn in either way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from benchmarks.make_checkpoint import NORMAL, UNIFORM
@@ -18,9 +18,12 @@ PEER = "vLLM"
 def cards(rows: Sequence[Row]) -> list[str]:
     """A line for each first token and draw: ours, vLLM's time and the share that ours takes of it, card by card.
 
-    Rows of ``table.py marks`` that say which ``card`` they are of; code that was tried and dropped is left out.
+    Rows of ``table.py marks`` that say which ``card`` they are of, of the newest day; a cell has both sides of one run.
+    Code that was tried and dropped is left out.
     """
-    measured = [row for row in rows if "card" in row and "tried" not in row and row["work"] in WORKS]
+    marked = [row for row in rows if row.get("bench") == "table" and "card" in row and "tried" not in row]
+    newest = max((row["date"][:10] for row in marked), default="")
+    measured = [row for row in marked if row["date"][:10] == newest and row["work"] in WORKS]
     places = sorted({row["card"] for row in measured})
     heads = ["first token", "weights", "must", "asked of vLLM's time", *(f"card {card}" for card in places), "median"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -28,23 +31,25 @@ def cards(rows: Sequence[Row]) -> list[str]:
         target = TARGETS[work]
         asked = "" if target.mark is None else f"{target.must / target.mark:.3f}"
         for weights, named in DRAWS.items():
-            found = {(row["card"], row["subject"]): row["value"] for row in measured if drawn(row, work) == weights}
-            pairs = [(found.get((card, OURS)), found.get((card, PEER))) for card in places]
-            ours = [mine for mine, _ in pairs if mine is not None]
+            drawn = [row for row in measured if row["work"] == work and row.get("weights", NORMAL) == weights]
+            sides = {card: _sides([row for row in drawn if row["card"] == card]) for card in places}
+            ours = [found[OURS] for found in sides.values() if OURS in found]
             if ours:
                 middle, reached = median(ours), "reached" if median(ours) <= target.must else "missed"
-                cells = [target.title, named, f"{target.must:g}", asked, *(_cell(*pair) for pair in pairs)]
+                cells = [target.title, named, f"{target.must:g}", asked, *map(_cell, sides.values())]
                 cells.append(f"**{told_beside(middle, target.must)}** {reached}")
                 lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def drawn(row: Row, work: str) -> str | None:
-    """How the weights of a row of this work were drawn; None for another work."""
-    return str(row.get("weights", NORMAL)) if row["work"] == work else None
+def _sides(rows: Sequence[Row]) -> dict[str, float]:
+    """What each side took in the newest run of a card."""
+    run = max(rows, key=lambda row: str(row["date"]))["run"] if rows else None
+    return {row["subject"]: row["value"] for row in rows if row["run"] == run}
 
 
-def _cell(mine: float | None, theirs: float | None) -> str:
+def _cell(found: Mapping[str, float]) -> str:
+    mine, theirs = found.get(OURS), found.get(PEER)
     if mine is None:
         return ""
     return number(mine) if theirs is None else f"{number(mine)} / {number(theirs)} = {mine / theirs:.3f}"

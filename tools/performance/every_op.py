@@ -14,16 +14,19 @@ HEADS = ("op", "largest case", "kernel", "µs", "TB/s", "TFLOP/s", "bound by", "
 
 
 def every_op(rows: Sequence[Row]) -> list[str]:
-    """A line or two an op, by the rows of ``bench ops`` in bfloat16 (sampling: float32); a dash where there is none."""
-    measured = [row for row in rows if row.get("bench") == "op" and {"fraction", "value"} <= row.keys()]
+    """A line or two an op, of what the shelf picks, by the rows of ``bench ops``; a dash where there is none.
+
+    In bfloat16; ops that have no row in it, in float32.
+    """
+    measured = [row for row in rows if row.get("bench") == "op" and "value" in row]
     lines = ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
     for op in (*OPS, *SPANS):
         if op in HOST:
             continue
-        mine = newest((row for row in measured if row["op"] == op and row["dtype"] == "bfloat16"), "case", "variant")
-        picked = [row for row in mine if row.get("chosen") and row["variant"] != "torch"]
+        mine = _in_one_dtype([row for row in measured if row["op"] == op])
+        picked = [row for row in mine if row.get("chosen")]
         plain = {row["case"]: row for row in mine if row["variant"] == "torch"}
-        found = [largest for bound in ("memory", "products") if (largest := _largest(picked, bound)) is not None]
+        found = [largest for bound in ("memory", "products", None) if (largest := _largest(picked, bound)) is not None]
         for place, row in enumerate(found):
             lines.append("| " + " | ".join([op if place == 0 else "", *_cells(row, plain.get(row["case"]))]) + " |")
         if not found:
@@ -31,15 +34,25 @@ def every_op(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _largest(rows: Sequence[Row], bound: str) -> Row | None:
+def _in_one_dtype(rows: Sequence[Row]) -> list[Row]:
+    """The newest of each case and variant."""
+    for dtype in ("bfloat16", "float32"):
+        found = newest((row for row in rows if row["dtype"] == dtype), "case", "variant")
+        if found:
+            return found
+    return []
+
+
+def _largest(rows: Sequence[Row], bound: str | None) -> Row | None:
     """The case with the most bytes, or the most operations; of several forms of one size the slowest."""
-    rate = "gbps" if bound == "memory" else "tflops"
-    bounded = [row for row in rows if row["bound"] == bound]
-    return max(bounded, key=lambda row: (round(row[rate] * row["value"] / 1e3), row["value"]), default=None)
+    rate = {"memory": "gbps", "products": "tflops"}.get(bound or "", "")
+    bounded = [row for row in rows if row.get("bound") == bound]
+    return max(bounded, key=lambda row: (round(row.get(rate, 0) * row["value"] / 1e3), row["value"]), default=None)
 
 
 def _cells(row: Row, plain: Row | None) -> list[str]:
-    rates = [number(row["gbps"] / 1e3), number(row["tflops"]) if row.get("tflops") else ""]
-    slow = "" if plain is None else number(plain["value"])
-    share = f"**{row['fraction']:.2f}**"
-    return [row["case"], row["variant"], number(row["value"]), *rates, row["bound"], share, slow, row["date"][:10]]
+    rates = [number(row["gbps"] / 1e3) if row.get("gbps") else "", number(row["tflops"]) if row.get("tflops") else ""]
+    slow = "" if plain is None or plain is row else number(plain["value"])
+    share = f"**{row['fraction']:.2f}**" if "fraction" in row else "–"
+    bound = row.get("bound") or "–"
+    return [row["case"], row["variant"], number(row["value"]), *rates, bound, share, slow, row["date"][:10]]

@@ -78,8 +78,8 @@ def _date(row: Row) -> str:
 
 def _plain(row: Row) -> bool:
     """Whether a row of ``table.py`` is of the whole model with the weights that are drawn where nothing is said, and of
-    code that was kept."""
-    return not {"layers", "weights", "tried"} & row.keys()
+    code that was kept. Those of several cards at once have a table of their own (``cards``)."""
+    return not {"layers", "weights", "tried", "card"} & row.keys()
 
 
 def _maybe(row: Row | None) -> Measured | None:
