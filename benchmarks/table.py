@@ -57,9 +57,8 @@ class Bench:
         self.options = options
         peers = (options.peer, options.peer_python)
         self.variants = dict(map(variant, options.also))
-        more = {"layers": options.layers, "check": not options.no_check, "variants": self.variants}
-        more |= {"weights": options.weights}
-        self.stage = Stage(options.work.resolve(), *peers, **more)
+        more = {"layers": options.layers, "check": not options.no_check, "weights": options.weights}
+        self.stage = Stage(options.work.resolve(), *peers, variants=self.variants, **more)
         self.run = datetime.now(UTC).strftime("table-%Y%m%dT%H%M%S")
         self.lines: list[tuple[str, dict[str, Figure]]] = []
         self.cpu_rows: list[dict[str, Any]] = []

@@ -87,9 +87,10 @@ def rows_of_ops(command: str, measured: dict[str, Any]) -> list[dict[str, Any]]:
 
 def show_ops(measured: dict[str, Any]) -> None:
     """A line a variant and case; ▸ marks what the shelf picks."""
+    from modelmill.eval.ceilings import in_words
+
     ceilings = measured["ceilings"]
-    memory, products = ceilings["memory_gbps"], ceilings["products_tflops"]
-    rates = ", ".join(f"{rate:,.4g} TFLOP/s in {name}" for name, rate in products.items())
+    memory, rates = ceilings["memory_gbps"], in_words(ceilings["products_tflops"])
     title = f"ops in {measured['dtype']} on {measured['device']}; ceilings: {memory:.4g} GB/s, {rates}"
     table(COLUMNS, [_line(each) for each in measured["results"]], title=title)
     print("▸ what the shelf picks; the ceiling is the larger of the times for the bytes and for the operations")

@@ -48,7 +48,7 @@ class Args(Common):
 def run(args: Args) -> int:
     """Measure the ceilings, then each phase; print, and write the trace."""
     from modelmill.eval import chrome
-    from modelmill.eval.ceilings import measure, rates
+    from modelmill.eval.ceilings import in_words, measure, rates
     from modelmill.eval.profile import Work, profile
     from modelmill.eval.report import device_name
     from modelmill.runtime.device import pick_device, use_threads
@@ -84,7 +84,8 @@ def run(args: Args) -> int:
         emit_json({**about, "ceilings": ceilings.to_dict(), "kernels": dict(loop.ops.chosen), "phases": phases_told})
         return 0
     print(f"{args.engine} ({about['dtype']}, {about['quantization']}) on {about['device']}; at most ", end="")
-    print(f"{ceilings.memory / 1e9:,.0f} GB/s and {', '.join(ceilings.rates_told())}")
+    told_rates = in_words({name: rate / 1e12 for name, rate in ceilings.products.items()})
+    print(f"{ceilings.memory / 1e9:,.0f} GB/s and {told_rates}")
     for each in found:
         show(each, args.lines)
     if args.trace is not None:

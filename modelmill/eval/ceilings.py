@@ -42,14 +42,15 @@ class Ceilings:
         """What sets the floor: "memory" or "products"."""
         return "memory" if self.floor(nbytes) >= self.floor(nbytes, operations, dtype, narrow) else "products"
 
-    def rates_told(self) -> list[str]:
-        """A line for each dtype that is multiplied."""
-        return [f"{rate / 1e12:,.4g} TFLOP/s in {name}" for name, rate in self.products.items()]
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, in GB/s and TFLOP/s."""
         products = {name: round(rate / 1e12, 3) for name, rate in self.products.items()}
         return {"memory_gbps": round(self.memory / 1e9, 1), "products_tflops": products}
+
+
+def in_words(products_tflops: Mapping[str, float]) -> str:
+    """Rates of products by dtype, in words."""
+    return ", ".join(f"{rate:,.4g} TFLOP/s in {name}" for name, rate in products_tflops.items())
 
 
 def measure(device: str, dtypes: Sequence[torch.dtype]) -> Ceilings:

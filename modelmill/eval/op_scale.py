@@ -12,14 +12,20 @@ from typing import Any
 import torch
 
 from modelmill.ops import (
+    add_layer_norm,
     add_layer_norm_quant,
     cluster_quant,
     clustered_linear,
     gated8_linear,
+    gelu,
     gelu_quant,
+    gelu_tanh,
     int4_linear,
     int8_group_linear,
+    layer_norm,
     rms_norm_quant,
+    silu_mul,
+    silu_mul_quant,
 )
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.groups import cases_of as grouped
@@ -41,43 +47,6 @@ def quantized(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterato
     for name, form in (*rms_norm_quant.forms(width, device, 0), *ordered_forms(width, device)):
         stored = form["order"].numel() if "order" in form else width
         yield Case(f"{rows}x{width}-{name}", {"x": x, **form}, nbytes(x) + rows * stored)
-
-
-def layer_norms(
-    rows: int, width: int, device: str, dtype: torch.dtype, *, residual: bool = False, narrow: bool = False
-) -> Iterator[Case]:
-    """LayerNorm; residual: with the sum in front of it; narrow: to 8 bits, in every way."""
-    x = randn(rows, width, device=device, dtype=dtype, seed=1)
-    weight, bias = (randn(width, device=device, dtype=dtype, seed=seed) for seed in (2, 3))
-    args = {"x": x, "weight": weight + 1, "bias": bias, "eps": 1e-6}
-    if residual:
-        args["residual"] = randn(rows, width, device=device, dtype=dtype, seed=4)
-    moved = (3 if residual else 1) * nbytes(x)
-    if not narrow:
-        yield Case(f"{rows}x{width}", args, moved + nbytes(x))
-        return
-    for name, form in add_layer_norm_quant.forms(device):
-        yield Case(f"{rows}x{width}-{name}", args | form, moved + x.numel())
-
-
-def gates(rows: int, inner: int, device: str, dtype: torch.dtype, *, narrow: bool = False) -> Iterator[Case]:
-    """SwiGLU's gate; narrow: to 8 bits, in every way."""
-    x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=1, scale=2.0)
-    if not narrow:
-        yield Case(f"{rows}x{inner}", {"gate_up": x}, nbytes(x) * 3 // 2)
-        return
-    for name, form in gelu_quant.forms(device):
-        yield Case(f"{rows}x{inner}-{name}", {"gate_up": x, **form}, nbytes(x) + rows * inner)
-
-
-def activations(rows: int, width: int, device: str, dtype: torch.dtype, *, narrow: bool = False) -> Iterator[Case]:
-    """GELU; narrow: to 8 bits, in every way."""
-    x = randn(rows, width, device=device, dtype=dtype, seed=1, scale=2.0)
-    if not narrow:
-        yield Case(f"{rows}x{width}", {"x": x}, 2 * nbytes(x))
-        return
-    for name, form in gelu_quant.forms(device):
-        yield Case(f"{rows}x{width}-{name}", {"x": x, **form}, nbytes(x) + rows * width)
 
 
 def rotated(tokens: int, heads: int, dim: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -106,16 +75,16 @@ CLUSTERED = [(1024, 4352, 4096, 128, 8)]
 
 SCALE: dict[str, Maker] = {
     "quantize": partial(quantized, 16384, 4096),
-    "layer_norm": partial(layer_norms, 16384, 1600),
-    "add_layer_norm": partial(layer_norms, 16384, 1280, residual=True),
-    "add_layer_norm_quant": partial(layer_norms, 16384, 1280, residual=True, narrow=True),
+    "layer_norm": partial(layer_norm.cases_of, [(16384, 1600)]),
+    "add_layer_norm": partial(add_layer_norm.cases_of, [(16384, 1280)]),
+    "add_layer_norm_quant": partial(add_layer_norm_quant.cases_of, [(16384, 1280)]),
     "rotation": partial(angles, 524288, 64),
     "rope_cache": partial(rotated, 4096, 32, 128),
-    "silu_mul": partial(gates, 4096, 11008),
-    "silu_mul_quant": partial(gates, 4096, 11008, narrow=True),
-    "gelu": partial(activations, 16384, 5120),
-    "gelu_tanh": partial(activations, 16384, 4096),
-    "gelu_quant": partial(activations, 16384, 5120, narrow=True),
+    "silu_mul": partial(silu_mul.cases_of, [(4096, 11008)]),
+    "silu_mul_quant": partial(silu_mul_quant.cases_of, [(4096, 11008)]),
+    "gelu": partial(gelu.cases_of, [(16384, 5120)]),
+    "gelu_tanh": partial(gelu_tanh.cases_of, [(16384, 4096)]),
+    "gelu_quant": partial(gelu_quant.cases_of, [(16384, 5120)]),
     "int4_linear": partial(grouped, INT4, int4_linear.drawn),
     "int8_group_linear": partial(grouped, INT8_GROUPS, int8_group_linear.drawn),
     "cluster_quant": partial(cluster_quant.cases_of, [(4096, 11008, 128)], full=True),

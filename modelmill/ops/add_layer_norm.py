@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,7 +26,12 @@ def add_layer_norm(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Usual and odd widths, few rows and many, with a residual of ten times the branch's scale."""
-    for rows, width in (*SHAPES, *(() if device == "cpu" else ((4096, 1280),))):
+    yield from cases_of((*SHAPES, *(() if device == "cpu" else ((4096, 1280),))), device, dtype)
+
+
+def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, width)."""
+    for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         residual = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=10.0)
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1

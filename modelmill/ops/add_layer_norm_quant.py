@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -28,7 +28,16 @@ def add_layer_norm_quant(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The cases of add_layer_norm, each kind by token and static."""
-    for case in plain.cases(device, dtype):
+    yield from _narrow(plain.cases(device, dtype), device)
+
+
+def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, width), in every form."""
+    yield from _narrow(plain.cases_of(shapes, device, dtype), device)
+
+
+def _narrow(wide: Iterator[Case], device: str) -> Iterator[Case]:
+    for case in wide:
         x = case.args["x"]
         for name, form in forms(device):
             yield Case(f"{case.name}-{name}", case.args | form, 3 * nbytes(x) + x.numel())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,6 +26,11 @@ def gelu_quant(
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Both kinds, by token and static, odd and usual widths."""
     shapes = ((1, 64), (3, 576), (7, 101)) if device == "cpu" else ((1, 64), (7, 101), (4096, 5120))
+    yield from cases_of(shapes, device, dtype)
+
+
+def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, width), in every form."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width, scale=2.0)
         for name, form in forms(device):

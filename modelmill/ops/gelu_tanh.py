@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case
+from modelmill.ops.gelu import cases_of as cases_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -19,6 +20,4 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """GPT-2's inner width and an odd one."""
-    for rows, width in ((1, 4096), (7, 101), (64, 3072)):
-        x = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=2.0)
-        yield Case(f"{rows}x{width}", {"x": x}, 2 * nbytes(x))
+    yield from cases_of(((1, 4096), (7, 101), (64, 3072)), device, dtype)

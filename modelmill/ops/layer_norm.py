@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """GPT-2 widths and an odd one."""
-    for rows, width in ((1, 768), (7, 1024), (3, 100), (512, 1600)):
+    yield from cases_of(((1, 768), (7, 1024), (3, 100), (512, 1600)), device, dtype)
+
+
+def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, width)."""
+    for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width) + 0.5
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1
         bias = randn(width, device=device, dtype=dtype, seed=width + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill rows of small and 7B widths, and an odd one."""
-    for rows, inner in ((1, 1536), (5, 101), (64, 11008), (1, 11008)):
+    yield from cases_of(((1, 1536), (5, 101), (64, 11008), (1, 11008)), device, dtype)
+
+
+def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, outputs)."""
+    for rows, inner in shapes:
         x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)
         yield Case(f"{rows}x{inner}", {"gate_up": x}, nbytes(x) * 3 // 2)

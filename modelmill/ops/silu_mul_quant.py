@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -28,6 +28,11 @@ def silu_mul_quant(
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill rows of small and 7B widths, odd ones; both types, static and by token."""
     shapes = [(1, 1536), (5, 101), (3, 8)] + ([] if device == "cpu" else [(1, 11008), (64, 11008), (1000, 11008)])
+    yield from cases_of(shapes, device, dtype)
+
+
+def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of (rows, outputs), in every form."""
     for rows, inner in shapes:
         x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)
         for kind in (torch.int8, torch.float8_e4m3fn):

@@ -92,8 +92,6 @@ def test_what_is_8_bits_of_a_sum_takes_its_own_time() -> None:
 @pytest.mark.gpu
 def test_a_gpu_has_rates_of_8_bits() -> None:
     """On Hopper both are above those of 16 bits."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a GPU that multiplies fp8")
     found = measure("cuda", [torch.bfloat16])

@@ -11,27 +11,35 @@ import torch
 from modelmill.eval import op_scale
 from modelmill.eval.op_cases import MORE, cases
 from modelmill.ops import (
+    add_layer_norm,
+    add_layer_norm_quant,
     cluster_quant,
     clustered_linear,
     gated8_linear,
+    gelu,
+    gelu_quant,
+    gelu_tanh,
     int4_linear,
     int8_group_linear,
+    layer_norm,
     shelf,
+    silu_mul,
+    silu_mul_quant,
 )
 from modelmill.ops.case import nbytes
 
 SMALL: dict[str, op_scale.Maker] = {
     "quantize": partial(op_scale.quantized, 3, 64),
-    "layer_norm": partial(op_scale.layer_norms, 3, 40),
-    "add_layer_norm": partial(op_scale.layer_norms, 3, 40, residual=True),
-    "add_layer_norm_quant": partial(op_scale.layer_norms, 3, 40, residual=True, narrow=True),
+    "layer_norm": partial(layer_norm.cases_of, [(3, 40)]),
+    "add_layer_norm": partial(add_layer_norm.cases_of, [(3, 40)]),
+    "add_layer_norm_quant": partial(add_layer_norm_quant.cases_of, [(3, 40)]),
     "rotation": partial(op_scale.angles, 7, 16),
     "rope_cache": partial(op_scale.rotated, 19, 2, 8),
-    "silu_mul": partial(op_scale.gates, 3, 40),
-    "silu_mul_quant": partial(op_scale.gates, 3, 40, narrow=True),
-    "gelu": partial(op_scale.activations, 3, 40),
-    "gelu_tanh": partial(op_scale.activations, 3, 40),
-    "gelu_quant": partial(op_scale.activations, 3, 40, narrow=True),
+    "silu_mul": partial(silu_mul.cases_of, [(3, 40)]),
+    "silu_mul_quant": partial(silu_mul_quant.cases_of, [(3, 40)]),
+    "gelu": partial(gelu.cases_of, [(3, 40)]),
+    "gelu_tanh": partial(gelu_tanh.cases_of, [(3, 40)]),
+    "gelu_quant": partial(gelu_quant.cases_of, [(3, 40)]),
     "int4_linear": partial(op_scale.grouped, [(8, 96, 40, 32)], int4_linear.drawn),
     "int8_group_linear": partial(op_scale.grouped, [(8, 96, 40, 32)], int8_group_linear.drawn),
     "cluster_quant": partial(cluster_quant.cases_of, [(3, 96, 32)], full=True),
@@ -50,7 +58,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in each if isinstance(value, torch.Tensor)]
 
 
-LEFT_OUT = {"keys", "factor", "zero", "order", "step", "slots", "cos", "sin", "weight_norm"}
+LEFT_OUT = {"keys", "factor", "zero", "order", "step", "slots", "cos", "sin"}
 """Arguments that weigh nothing beside the rows, or are not read (keys of one row of frequencies)."""
 
 
@@ -58,6 +66,7 @@ LEFT_OUT = {"keys", "factor", "zero", "order", "step", "slots", "cos", "sin", "w
 def test_bytes_and_operations_are_counted(op: str) -> None:
     """Inputs read once, outputs written once: within what scales of rows and columns weigh, with wide rows."""
     wide: dict[str, op_scale.Maker] = {
+        "quantize": partial(op_scale.quantized, 200, 2048),
         "rope_cache": partial(op_scale.rotated, 19, 2, 64),
         "rotation": partial(op_scale.angles, 700, 16),
         "cluster_quant": partial(cluster_quant.cases_of, [(40, 4096, 32)], full=True),
@@ -67,7 +76,7 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
         "int8_group_linear": partial(op_scale.grouped, [(8, 960, 400, 32)], int8_group_linear.drawn),
     }
     maker = op_scale.SCALE[op]
-    make = wide.get(op) or partial(maker.func, 200, 2048, **maker.keywords)  # type: ignore[attr-defined]
+    make = wide.get(op) or partial(maker.func, [(200, 2048)])  # type: ignore[attr-defined]
     with torch.inference_mode():
         for case in make("cpu", torch.float16):
             out = shelf.reference(op)(**case.args)
