@@ -48,6 +48,10 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
     if op == "add_linear":
         x, held = given["x"], nbytes(given["weight"], given.get("bias"))
         return Count(nbytes(x) + held + 2 * out, held, 2 * x.numel() * result.shape[-1])
+    if op == "rope_linear":
+        x, held = given["x"], nbytes(given["weight"], given.get("bias"))
+        moved = nbytes(x, given.get("cos"), given.get("sin")) + held + out + stored(given)
+        return Count(moved, held, 2 * x.numel() * given["weight"].shape[0])
     if op.endswith("linear"):
         # of integers the activations are called q
         read = "x" if "x" in given else "q"
@@ -59,12 +63,15 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
     if op == "paged_attention":
         return attention(given, out)
     if op == "rope_cache":
-        # q is the result; k and v go to their slots in the cache's dtype
-        stored = given["slots"].numel() * 2 * _token_bytes(given["k_cache"])
-        return Count(nbytes(*_tensors([given["qkv"], given.get("cos"), given.get("sin")])) + out + stored)
+        return Count(nbytes(*_tensors([given["qkv"], given.get("cos"), given.get("sin")])) + out + stored(given))
     if op == "decode":
         return whole(given["stack"], given["tokens"], given["x"], out)
     return Count(nbytes(*_tensors(list(given.values()))) + out)
+
+
+def stored(given: Mapping[str, Any]) -> int:
+    """Bytes of keys and values that go to their slots, in the cache's dtype; the queries are the result."""
+    return given["slots"].numel() * 2 * _token_bytes(given["k_cache"])
 
 
 def multiplied(given: Mapping[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +66,9 @@ class Attention(nn.Module):
 
         None where it was added to the residual at once.
         """
-        q = self.rotate(self.qkv_proj(x, step), rope, step)
+        q = self.qkv_proj.rotated(x, self.rotate.where(rope, step), step)
+        if q is None:
+            q = self.rotate(self.qkv_proj(x, step), rope, step)
         if last is not None:
             q, step = q[step.logit_rows], last
         mixed = self.mix(q, step)
@@ -92,12 +95,15 @@ class RotateStore(nn.Module):
 
     def forward(self, qkv: torch.Tensor, rope: Rope, step: Step) -> torch.Tensor:
         """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""
+        return step.ops.rope_cache(qkv, *self.where(rope, step))
+
+    def where(self, rope: Rope, step: Step) -> tuple[Any, ...]:
+        """What ``rope_cache`` takes behind the projection."""
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
-        k_cache, v_cache = step.kv.k[self.layer], step.kv.v[self.layer]
-        turn, norms = (rope.cos, rope.sin, rope.q_scale), (q_norm, k_norm)
-        scales = step.kv.scales(self.layer)
-        return step.ops.rope_cache(qkv, k_cache, v_cache, step.slots, self.heads, *turn, *norms, self.eps, *scales)
+        pages = (step.kv.k[self.layer], step.kv.v[self.layer], step.slots)
+        turn, scales = (rope.cos, rope.sin, rope.q_scale), step.kv.scales(self.layer)
+        return (*pages, self.heads, *turn, q_norm, k_norm, self.eps, *scales)
 
 
 class Mix(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -58,6 +60,14 @@ class Linear(nn.Module):
         if fused is None or residual is None or not step.whole or step.mesh.size > 1:
             return False
         return fused(x, self.bias, residual, step.ops) is not None
+
+    def rotated(self, x: torch.Tensor | Quantized, where: tuple[Any, ...], step: Step) -> torch.Tensor | None:
+        """Queries of x Wᵀ + b, rotated, and keys and values stored, in one op; None: nothing was done.
+
+        Not where somebody watches modules. where: what ``rope_cache`` takes behind the projection.
+        """
+        fused = getattr(self.held, "rotated", None)
+        return None if fused is None or not step.whole else fused(x, self.bias, where, step.ops)
 
     def of_gate(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Of silu(first half) · second half of [T, 2·K], where one op gates and rounds; None where there is none."""

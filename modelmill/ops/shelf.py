@@ -76,9 +76,10 @@ SPANS = {
     "gated_int4_linear": ("int4_linear", "silu_mul"),
     "gated8_linear": ("w8a8_linear", "silu_mul"),
     "add_linear": ("linear", "add_rms_norm"),
+    "rope_linear": ("linear", "rope_cache"),
 }
 # Spanning ops that give None for arguments that they do not serve: the ops that they span are faster than a reference.
-_PARTIAL = ("gated_int8_linear", "gated_int4_linear", "gated8_linear", "add_linear")
+_PARTIAL = ("gated_int8_linear", "gated_int4_linear", "gated8_linear", "add_linear", "rope_linear")
 SHELVES = ("cuda", "triton", "cpu")
 PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
@@ -127,6 +128,7 @@ class Ops:
     gated_int4_linear: Callable[..., torch.Tensor | None] | None = None
     gated8_linear: Callable[..., torch.Tensor | None] | None = None
     add_linear: Callable[..., torch.Tensor | None] | None = None
+    rope_linear: Callable[..., torch.Tensor | None] | None = None
 
     @property
     def norms_quantize(self) -> bool:

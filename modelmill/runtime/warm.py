@@ -25,7 +25,10 @@ from modelmill.ops.shelf import Ops
 
 _log = log.get(__name__)
 # Products whose kernel depends on how many rows there are.
-PRODUCTS = ("gated_linear", "w8a8_linear", "gated8_linear", "fp8_linear")
+PRODUCTS = ("gated_linear", "w8a8_linear", "gated8_linear", "fp8_linear", "rope_linear")
+# Which of their arguments behind the weight have a row for each of x. Of w8a8_linear and its kin the scales of x, where
+# they are not one for all; of rope_linear slots, angles and factors of queries.
+ROWS = {"w8a8_linear": (1,), "gated8_linear": (1,), "fp8_linear": (1,), "rope_linear": (3, 5, 6, 7)}
 
 
 class Seen:
@@ -94,7 +97,8 @@ def products(ops: Ops, seen: Mapping[str, SeenProduct], most: int) -> int:
         for x, weight, *rest in product.calls.values():
             for forms in shelf.forms(name, ops.chosen[name]):
                 jobs += [
-                    partial(_multiply, getattr(ops, name), x, weight, rest, rows) for rows in forms(x, weight, most)
+                    partial(_multiply, getattr(ops, name), x, weight, _given(name, len(x), rest, rows), rows)
+                    for rows in forms(x, weight, most)
                 ]
     met = 0
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile") as pool:
@@ -107,12 +111,18 @@ def products(ops: Ops, seen: Mapping[str, SeenProduct], most: int) -> int:
     return met
 
 
+def _given(name: str, had: int, rest: list[Any], rows: int) -> list[Any]:
+    """The arguments behind the weight for ``rows`` of x instead of ``had``: ones, and slots that store nothing."""
+    given = list(rest)
+    for i in ROWS.get(name, ()):
+        each = given[i] if i < len(given) else None
+        if each is not None and len(each) == had and each.dim() > 0:
+            given[i] = each.new_full((rows, *each.shape[1:]), 1 if each.is_floating_point() else -1)
+    return given
+
+
 @torch.inference_mode()
 def _multiply(run: Callable[..., object], x: torch.Tensor, weight: torch.Tensor, rest: list[Any], rows: int) -> None:
     """With so many rows of zeros for x."""
-    given = list(rest)
-    # scale, x_scale, dtype, bias: a scale a row of x, or one for all
-    if len(given) > 1 and given[1] is not None and given[1].numel() == len(x):
-        given[1] = given[1].new_ones(rows)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        run(x.new_zeros((rows, x.shape[1])), weight, *given)
+        run(x.new_zeros((rows, x.shape[1])), weight, *rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,6 +51,12 @@ class Held:
     ) -> torch.Tensor | None:
         """The product and bias added to ``residual``, in its place; None where no op does that here."""
         return None if ops.add_linear is None else ops.add_linear(x, self.weight, residual, bias)
+
+    def rotated(
+        self, x: torch.Tensor, bias: torch.Tensor | None, where: tuple[Any, ...], ops: Ops
+    ) -> torch.Tensor | None:
+        """Queries [T, heads, D], keys and values stored (``rope_cache`` has ``where``); None where no op does that."""
+        return None if ops.rope_linear is None else ops.rope_linear(x, self.weight, bias, *where)
 
     def dense(self) -> torch.Tensor:
         return self.weight.float()

@@ -98,6 +98,16 @@ def test_a_cache_of_8_bits_counts_its_scales() -> None:
     assert count("paged_attention", (), {**args, **named}, torch.empty(1, 8)).must == 2 * (8 + 4)
 
 
+def test_a_projection_that_is_rotated_and_stored_counts_no_stop_between() -> None:
+    """Three tokens of 16 columns to two heads of queries and one each of keys and values, 8 wide."""
+    cache, angles = torch.zeros(1, 1, 16, 8), torch.zeros(3, 4)
+    x, weight, bias = torch.randn(3, 16), torch.randn(32, 16), torch.randn(32)
+    args = {"k_cache": cache, "v_cache": cache.clone(), "slots": torch.arange(3), "heads": 2}
+    found = of("rope_linear", x=x, weight=weight, bias=bias, cos=angles.cos(), sin=angles.sin(), **args)
+    held = weight.nbytes + bias.nbytes
+    assert found == Count(x.nbytes + 2 * angles.nbytes + held + 3 * 32 * 4, held, 2 * 3 * 16 * 32)
+
+
 def test_a_norm_reads_and_writes_its_rows() -> None:
     x, weight = torch.randn(5, 64), torch.randn(64)
     assert of("rms_norm", x=x, weight=weight, eps=1e-5) == Count(2 * x.nbytes + weight.nbytes, 0, 0)

@@ -14,7 +14,7 @@ from modelmill.nn.trial import draw_weights, trial_step
 from modelmill.ops import shelf
 from tests.runtime import tiny
 
-JOINS = ("gated_linear", "add_linear")
+JOINS = ("gated_linear", "add_linear", "rope_linear")
 
 
 def decoder(**more: Any) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops.cuda import norm_order, products
+from modelmill.ops.cuda import norm_order, products, rope_linear
 from tests.ops.nvcc import compiles_without_spills, needed
 
 MULTIPROCESSORS = st.integers(1, 300)
@@ -33,11 +34,11 @@ def test_each_multiprocessor_has_one_block_at_most_where_that_can_be(rows: int, 
     assert -(-columns // width) <= 132 or width == widest
 
 
-@given(st.integers(1, 9000), st.integers(1, 2000).map(lambda n: 8 * n), MULTIPROCESSORS)
-def test_tiles_fill_at_most_all_of_the_time(rows: int, columns: int, multiprocessors: int) -> None:
-    share = products.filled(rows, columns, multiprocessors)
+@given(st.integers(1, 9000), st.integers(1, 2000).map(lambda n: 16 * n), MULTIPROCESSORS)
+def test_tiles_fill_at_most_all_of_the_time(rows: int, held: int, multiprocessors: int) -> None:
+    share = products.filled(rows, held, multiprocessors)
     assert 0 < share <= 1
-    pairs = products.pairs_of(rows, columns, products.wide_of(rows, columns, multiprocessors))
+    pairs = products.pairs_of(rows, held, products.wide_of(rows, held, multiprocessors))
     assert (share == 1) == (rows % 256 == 0 and pairs % max(1, multiprocessors // 2) == 0)
 
 
@@ -45,33 +46,79 @@ def test_what_was_measured_on_a_card_decides() -> None:
     """Gate and up of 4,096 channels to 2 · 11,008, beside cuBLAS and the gate, hot, in turn."""
     faster = (512, 768, 1000, 1024, 1536, 2048, 3072, 4096)
     slower = (640, 896, 1280)
-    served = {rows: products.filled(rows, 11008, 132) >= products.LEAST_FILLED for rows in (*faster, *slower)}
+    served = {rows: products.filled(rows, 22016, 132) >= products.LEAST_FILLED for rows in (*faster, *slower)}
     assert served == dict.fromkeys(faster, True) | dict.fromkeys(slower, False)
 
 
 def test_each_width_is_met_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_readable", lambda *_: True)
+    monkeypatch.setattr(products, "readable", lambda *_: True)
     monkeypatch.setattr(products.launch, "multiprocessors", lambda _: 132)
     x, weight = torch.empty(1, 64), torch.empty(22016, 64)
     met = products.many_forms(x, weight, 8192)
-    assert {products.wide_of(rows, 11008, 132) for rows in met} == set(products.TILE_WIDES)
+    assert {products.wide_of(rows, 22016, 132) for rows in met} == set(products.TILE_WIDES)
     assert products.many_forms(x, weight, 511) == []
 
 
-@given(st.integers(512, 9000), st.integers(1, 2000).map(lambda n: 8 * n), MULTIPROCESSORS)
-def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(rows: int, columns: int, multiprocessors: int) -> None:
+@given(st.integers(512, 9000), st.integers(1, 2000).map(lambda n: 16 * n), MULTIPROCESSORS)
+def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(rows: int, held: int, multiprocessors: int) -> None:
     clusters = max(1, multiprocessors // 2)
-    cost = {w: w * -(-products.pairs_of(rows, columns, w) // clusters) for w in products.TILE_WIDES}
-    chosen = products.wide_of(rows, columns, multiprocessors)
+    cost = {w: w * -(-products.pairs_of(rows, held, w) // clusters) for w in products.TILE_WIDES}
+    chosen = products.wide_of(rows, held, multiprocessors)
     assert cost[chosen] == min(cost.values())
-    assert products.pairs_of(rows, columns, chosen) * 256 * (chosen // 2) >= rows * columns
+    assert products.pairs_of(rows, held, chosen) * 256 * chosen >= rows * held
 
 
 def test_the_width_of_tiles_of_a_7b_model() -> None:
     """Six turns for 5.2 pairs a cluster, or six of which each is an eighth shorter."""
-    assert products.wide_of(1024, 11008, 132) == 224
-    assert products.wide_of(4096, 11008, 132) == 256
-    assert products.wide_of(768, 11008, 132) == 256
+    assert products.wide_of(1024, 22016, 132) == 224
+    assert products.wide_of(4096, 22016, 132) == 256
+    assert products.wide_of(768, 22016, 132) == 256
+
+
+def test_what_was_measured_decides_where_a_projection_is_rotated_at_once() -> None:
+    """4,096 channels to 12,288, beside cuBLAS and the rotation, hot, in turn; as many of fewer heads of keys."""
+    faster, slower = (1024, 2048, 3072, 4096), (512, 640, 768, 896, 1280, 1536)
+    assert all(rope_linear.worth(rows, 12288, 132) for rows in faster)
+    assert not any(rope_linear.worth(rows, 12288, 132) for rows in slower)
+    assert rope_linear.worth(4096, 6144, 132)
+    assert not rope_linear.worth(1024, 6144, 132)
+
+
+def test_a_projection_is_met_beforehand_where_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope_linear, "readable", lambda *_: True)
+    monkeypatch.setattr(rope_linear.launch, "multiprocessors", lambda _: 132)
+    x, weight = torch.empty(1, 64), torch.empty(12288, 64)
+    assert rope_linear.forms(x, weight, 8192) == [1024]
+    assert rope_linear.forms(x, weight, 1023) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"q_norm": torch.ones(64)},
+        {"k_scale": torch.ones(3, 2, 16), "v_scale": torch.ones(3, 2, 16)},
+        {"sin": None},
+        {"cos": torch.zeros(64, 1024).T[:, :32]},
+        {
+            "k_cache": torch.zeros(3, 2, 16, 64, dtype=torch.int8),
+            "v_cache": torch.zeros(3, 2, 16, 64, dtype=torch.int8),
+        },
+        {"k_cache": torch.zeros(3, 2, 24, 64).bfloat16(), "v_cache": torch.zeros(3, 2, 24, 64).bfloat16()},
+        {"k_cache": torch.zeros(3, 2, 16, 80).bfloat16(), "v_cache": torch.zeros(3, 2, 16, 80).bfloat16()},
+        {"k_cache": torch.zeros(3, 16, 2, 64).bfloat16().transpose(1, 2)},
+        {"bias": torch.zeros(12289).bfloat16()[1:]},
+    ],
+    ids=lambda change: "+".join(change) or "usual",
+)
+def test_what_the_rotating_kernel_takes(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope_linear, "readable", lambda *_: True)
+    monkeypatch.setattr(rope_linear.launch, "multiprocessors", lambda _: 132)
+    x, weight = torch.zeros(1024, 64).bfloat16(), torch.zeros(12288, 64).bfloat16()
+    pages = {name: torch.zeros(3, 2, 16, 64).bfloat16() for name in ("k_cache", "v_cache")}
+    args = {"x": x, "weight": weight, "bias": None, "slots": torch.zeros(1024, dtype=torch.int64), "heads": 188}
+    args |= pages | {"cos": torch.zeros(1024, 32), "sin": torch.zeros(1024, 32)}
+    assert rope_linear.supports(**args | change) == (not change)
 
 
 def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
@@ -96,6 +143,13 @@ def test_few_rows_compile_without_spills(rows: int, gated: bool, tmp_path: Path)
 def test_many_rows_compile_without_spills(wide: int, tmp_path: Path) -> None:
     macros = (f"WIDE={wide}", "BIAS=1", f"BAND={products.BAND}", *(("HALF",) if wide == 224 else ()))
     compiles_without_spills("many_rows.cu", macros, tmp_path / "out")
+
+
+@needed
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16)])
+def test_rope_rows_compile_without_spills(dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    macros = rope_linear.macros(dim, biased=dim == 128, dtype=dtype)
+    compiles_without_spills("rope_rows.cu", macros, tmp_path / "out")
 
 
 @needed

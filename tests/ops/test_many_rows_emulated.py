@@ -67,16 +67,16 @@ FILLED = ("        wait(shared_address(&barriers.full[at.stage]), at.parity);\n"
 READ = ("            wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n", "")
 OTHER = (
     "lane < CLUSTER) arrive_at(shared_address(&barriers.empty[last]), lane)",
-    "lane < CLUSTER) arrive_at(shared_address(&barriers.empty[last]), rank)",
+    "lane < CLUSTER) arrive_at(shared_address(&barriers.empty[last]), cluster_rank())",
 )
 DONE = ("        products_wait<1>(); // those of the slab before\n", "")
-LAST = ("        products_wait<0>();\n        changed(d);", "        changed(d);")
-DESK = ("if (P == 0) desk.clear();", "")
-SENT = ("    if (thread == 0) stores_done();\n", "")
+LAST = ("            products_wait<0>();\n            changed(d);", "            changed(d);")
+DESK = ("if (PIECE == 0) desk.clear();", "")
+SENT = ("        if (desk.thread == 0) stores_done();\n", "")
 HALF = (" + rank * W_HALF, w_map", ", w_map")
 BOTH = ("held, 3);", "held, 1 << rank);")
 EDGE = ("i * BOX < n) store_box", "i * BOX + BOX < n) store_box")
-MADE = ("    cluster_meet();\n    const int group", "    const int group")
+MADE = ("    cluster_meet();\n}\n", "}\n")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.ops import shelf
+from modelmill.ops import rope_linear, shelf
 from modelmill.ops.case import Case, randn
 from modelmill.ops.eight_bit import by_row
 
@@ -99,7 +99,7 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
             value = value.double() if value.is_floating_point() else value.clone()
         wide[name] = value
     result = shelf.reference(op)(**wide)
-    return result, [wide[n] for n in ("k_cache", "v_cache")] if op == "rope_cache" else []
+    return result, [wide[n] for n in ("k_cache", "v_cache")] if op in ("rope_cache", "rope_linear") else []
 
 
 def _poisoned(run: Any, args: dict[str, Any]) -> Any:
@@ -196,6 +196,21 @@ def _rope_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
         args |= {"k_cache": caches[0], "v_cache": caches[1], "heads": heads, "cos": angle.cos(), "sin": angle.sin()}
         args |= {"q_norm": norm, "k_norm": norm + 1, "eps": 1e-5} if number else {}
         yield Case(f"padding-{dim}", args, writes=("k_cache", "v_cache"))
+
+
+def _rope_linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Slots of no token, pages inside larger ones, columns of a wider x; small enough for a reference on the CPU, which
+    alone leaves such tokens out."""
+    if device == "cpu":
+        return
+    for dim, page in ((64, 32), (128, 16)):
+        for case in rope_linear.cases_of([(512, 64, 8192 // dim - 2, 1, dim)], device, dtype, page):
+            slots = case.args["slots"].clone()
+            slots[::11] = -1
+            x = randn(512, 80, device=device, dtype=dtype, seed=dim)[:, 16:]
+            inside = torch.zeros(slots.numel() // page + 3, 2, 2, page, dim, device=device, dtype=dtype)
+            more = {"slots": slots, "x": x, "k_cache": inside[:, 0, :1], "v_cache": inside[:, 1, :1]}
+            yield replace(case, name=f"padding-{dim}", args=case.args | more)
 
 
 def _attention_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -306,6 +321,7 @@ EDGES = {
     "add_rms_norm": _add_norm_edges,
     "layer_norm": _layer_norm_edges,
     "rope_cache": _rope_edges,
+    "rope_linear": _rope_linear_edges,
     "paged_attention": _attention,
     "linear": _linear_edges,
     "int8_linear": _int8_edges,

@@ -77,7 +77,9 @@ def test_products_are_called_once_a_form_and_kind_of_weight(monkeypatch: pytest.
         return [len(weight), 300]
 
     monkeypatch.setattr(shelf, "forms", lambda op, chosen: [forms] if op == "w8a8_linear" else [])
-    plain = replace(tiny.loop().runner.ops, w8a8_linear=multiply, gated_linear=None, gated8_linear=None)
+    plain = replace(
+        tiny.loop().runner.ops, w8a8_linear=multiply, gated_linear=None, gated8_linear=None, rope_linear=None
+    )
     watched, seen = warm.watched_products(plain)
     assert set(seen) == {"w8a8_linear", "fp8_linear"}
     x, scale, one = torch.ones(7, 4, dtype=torch.int8), torch.ones(5), torch.ones(1)
@@ -90,6 +92,24 @@ def test_products_are_called_once_a_form_and_kind_of_weight(monkeypatch: pytest.
     shapes = {(tuple(shape), weight[0], len(x_scale)) for shape, _, weight, _, x_scale, *_ in called}
     assert shapes == {((5, 4), 5, 5), ((300, 4), 5, 300), ((6, 4), 6, 1), ((300, 4), 6, 1)}
     assert all(dtype is torch.int8 for _, dtype, *_ in called)
+
+
+def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has a row for each of x is made anew for more rows, with slots of no token; the pages stay as they are."""
+    monkeypatch.setattr(
+        shelf, "forms", lambda op, chosen: [lambda x, weight, most: [most]] if op == "rope_linear" else []
+    )
+    plain = replace(tiny.loop().runner.ops, rope_linear=shelf.reference("rope_linear"))
+    watched, seen = warm.watched_products(plain)
+    pages = [torch.full((2, 1, 4, 8), 7.0) for _ in range(2)]
+    x, weight, bias = torch.ones(3, 16), torch.ones(32, 16), torch.ones(32)
+    angles, factors = torch.zeros(3, 4), torch.ones(3)
+    norms = (None, None, 1e-6)
+    watched.rope_linear(x, weight, bias, *pages, torch.arange(3), 2, angles, angles, factors, *norms, None, None)  # type: ignore[misc]
+    stored = [page.clone() for page in pages]
+    assert not stored[1].eq(7.0).all()
+    assert warm.products(plain, {"rope_linear": seen["rope_linear"]}, 5) == 1
+    assert all(torch.equal(page, was) for page, was in zip(pages, stored, strict=True))
 
 
 def test_a_product_that_cannot_be_compiled_is_told(

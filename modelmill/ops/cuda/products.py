@@ -1,5 +1,5 @@
 """Products with 16-bit weights by Hopper's copy engine and tensor cores: few_rows.cu for decoding, many_rows.cu for
-prompts.
+prompts (``rope_linear`` has the other kernel of many_rows.cuh).
 
 Few rows: as fast as the weights come from memory; a block for each multiprocessor, each weight read once. Many rows:
 the gate joined to its two products, whose results would otherwise travel through memory.
@@ -15,7 +15,7 @@ import torch
 from modelmill.ops.cuda import launch
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
-# Sizes of many_rows.cu.
+# Sizes of many_rows.cuh.
 TILE_ROWS, DEPTH, MANY_THREADS = 128, 64, 384
 TILE_WIDES = (256, 224)  # rows of the weight of a tile
 BAND = 8
@@ -87,7 +87,7 @@ def few_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
     cuBLAS reads matrices that need a second turn of the blocks as fast.
     """
-    if x.dim() != 2 or x.shape[0] > MOST_ROWS or weight.nbytes < LEAST_BYTES or not _readable(x, weight, bias):
+    if x.dim() != 2 or x.shape[0] > MOST_ROWS or weight.nbytes < LEAST_BYTES or not readable(x, weight, bias):
         return False
     most = next(columns for rows, columns in SERVED if x.shape[0] <= rows)
     return weight.shape[0] <= most * launch.multiprocessors(x.get_device())
@@ -95,16 +95,16 @@ def few_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 def many_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the kernel for many rows takes these and is worth it: its tiles fill the multiprocessors to the end."""
-    if x.dim() != 2 or weight.shape[0] % 16 or not _readable(x, weight, bias):
+    if x.dim() != 2 or weight.shape[0] % 16 or not readable(x, weight, bias):
         return False
-    return _worth(x.shape[0], weight.shape[0] // 2, launch.multiprocessors(x.get_device()))
+    return _worth(x.shape[0], weight.shape[0], launch.multiprocessors(x.get_device()))
 
 
 def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
     """Numbers of rows, up to ``most``, with which every form of ``many`` is met: the least that each width serves."""
-    if weight.shape[0] % 16 or not _readable(x.new_empty((1, x.shape[1])), weight, None):
+    if weight.shape[0] % 16 or not readable(x.new_empty((1, x.shape[1])), weight, None):
         return []
-    sizes = (weight.shape[0] // 2, launch.multiprocessors(x.get_device()))
+    sizes = (weight.shape[0], launch.multiprocessors(x.get_device()))
     least: dict[int, int] = {}
     for rows in range(LEAST_MANY, most + 1, 2 * TILE_ROWS):
         if _worth(rows, *sizes):
@@ -112,13 +112,13 @@ def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
     return list(least.values())
 
 
-def pairs_of(rows: int, columns: int, wide: int) -> int:
-    """Pairs of tiles of an output [rows, columns]."""
-    return -(-rows // (2 * TILE_ROWS)) * -(-columns // (wide // 2))
+def pairs_of(rows: int, held: int, wide: int) -> int:
+    """Pairs of tiles of ``rows`` of x and a weight of ``held`` rows."""
+    return -(-rows // (2 * TILE_ROWS)) * -(-held // wide)
 
 
-def _worth(rows: int, columns: int, multiprocessors: int) -> bool:
-    return rows >= LEAST_MANY and filled(rows, columns, multiprocessors) >= LEAST_FILLED
+def _worth(rows: int, held: int, multiprocessors: int) -> bool:
+    return rows >= LEAST_MANY and filled(rows, held, multiprocessors) >= LEAST_FILLED
 
 
 def turns(pairs: int, multiprocessors: int) -> int:
@@ -126,20 +126,20 @@ def turns(pairs: int, multiprocessors: int) -> int:
     return -(-pairs // max(1, multiprocessors // 2))
 
 
-def wide_of(rows: int, columns: int, multiprocessors: int) -> int:
+def wide_of(rows: int, held: int, multiprocessors: int, wides: tuple[int, ...] = TILE_WIDES) -> int:
     """The width of tiles that are computed first: as many turns, each as long as a tile is wide."""
-    return min(TILE_WIDES, key=lambda wide: wide * turns(pairs_of(rows, columns, wide), multiprocessors))
+    return min(wides, key=lambda wide: wide * turns(pairs_of(rows, held, wide), multiprocessors))
 
 
-def filled(rows: int, columns: int, multiprocessors: int) -> float:
-    """The share of the multiprocessors' time in which the tiles of an output [rows, columns] compute rows that are
-    there."""
-    pairs = pairs_of(rows, columns, wide_of(rows, columns, multiprocessors))
+def filled(rows: int, held: int, multiprocessors: int, wides: tuple[int, ...] = TILE_WIDES) -> float:
+    """The share of the multiprocessors' time in which the tiles of ``rows`` of x and a weight of ``held`` rows compute
+    rows that are there."""
+    pairs = pairs_of(rows, held, wide_of(rows, held, multiprocessors, wides))
     there = rows / (-(-rows // (2 * TILE_ROWS)) * 2 * TILE_ROWS)
     return there * pairs / (turns(pairs, multiprocessors) * max(1, multiprocessors // 2))
 
 
-def _readable(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def readable(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """16 bits on a GPU, laid out for the copy engine; the bias packed and of the same type."""
     if not x.is_cuda or x.dtype not in TYPES or weight.dtype != x.dtype or not (copyable(x) and copyable(weight)):
         return False
@@ -171,7 +171,7 @@ def few(
         pointers = (0 if bias is None else bias.data_ptr(), out.data_ptr())
         work = struct.pack("=2Q4i", *pointers, tokens, columns, stages, out.stride(0))
         box = made.wide if gated else width
-        kernel.launch(blocks, _map(x, made.box // made.cluster), _map(weight, box), work, early=True)
+        kernel.launch(blocks, box_map(x, made.box // made.cluster), box_map(weight, box), work, early=True)
 
 
 def many(
@@ -190,19 +190,20 @@ def many(
     device = x.get_device()
     with torch.cuda.device(x.device):
         multiprocessors = launch.multiprocessors(device)
-        wide = wide or wide_of(tokens, columns, multiprocessors)
+        wide = wide or wide_of(tokens, 2 * columns, multiprocessors)
         macros = (f"WIDE={wide}", f"BIAS={int(bias is not None)}", f"BAND={band}", *TYPES[x.dtype])
         shared = 4 * (TILE_ROWS + wide) * DEPTH * 2 + 2 * 64 * (wide // 2) * 2 + 64
         kernel = launch.kernel("many_rows", "many_rows", macros, MANY_THREADS, shared, device)
-        blocks = 2 * min(multiprocessors // 2, pairs_of(tokens, columns, wide))
-        sizes = (tokens, columns, -(-x.shape[1] // DEPTH), -(-columns // (wide // 2)))
-        work = struct.pack("=Q4i", 0 if bias is None else bias.data_ptr(), *sizes)
+        blocks = 2 * min(multiprocessors // 2, pairs_of(tokens, 2 * columns, wide))
+        # of a tile's rows of the weight the second half lies as far behind the first as the gate's are many
+        sizes = (tokens, columns, -(-x.shape[1] // DEPTH), -(-columns // (wide // 2)), wide // 2, columns)
+        work = struct.pack("=Q6i", 0 if bias is None else bias.data_ptr(), *sizes)
         # 112 columns are no whole number of swizzled boxes
-        leaving = _map(out, 64) if wide % 128 == 0 else _map(out, 64, 16, swizzled=False)
-        kernel.launch(blocks, _map(x, TILE_ROWS), _map(weight, wide // 2), leaving, work, early=True)
+        leaving = box_map(out, 64) if wide % 128 == 0 else box_map(out, 64, 16, swizzled=False)
+        kernel.launch(blocks, box_map(x, TILE_ROWS), box_map(weight, wide // 2), leaving, work, early=True)
 
 
-def _map(x: torch.Tensor, rows: int, columns: int = 64, *, swizzled: bool = True) -> bytes:
+def box_map(x: torch.Tensor, rows: int, columns: int = 64, *, swizzled: bool = True) -> bytes:
     """A matrix as the copy engine sees it: boxes of some rows and columns."""
     size = x.element_size()
     sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * size,)
