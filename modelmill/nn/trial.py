@@ -61,8 +61,9 @@ def trial_step(
     """
     several = not isinstance(sequences[0], int)
     groups = cast(list[tuple[int, int, int]], list(sequences) if several else [sequences])
-    each = torch.tensor([(new, context) for count, new, context in groups for _ in range(count)])
-    new, contexts = each.unbind(1)
+    # two tensors, not columns of one: a length alone would keep that one's stride
+    each = zip(*((new, context) for count, new, context in groups for _ in range(count)), strict=True)
+    new, contexts = (torch.tensor(numbers) for numbers in each)
     batch, longest, widest = len(new), int(contexts.max()), int(new.max())
     weight = model.embed.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)

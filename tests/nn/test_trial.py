@@ -26,6 +26,14 @@ def test_sequences_have_pages_slots_and_positions_of_their_own() -> None:
     assert torch.equal(step.slots, pages.long() * PAGE + step.positions % PAGE)
 
 
+def test_integers_lie_side_by_side_also_of_one_sequence() -> None:
+    """Kernels that read them by address leave others to slower ones: what is timed must be what is served."""
+    for sequences in ((1, 9, 9), (1, 1, 40), (3, 1, 40)):
+        step = trial_step(tiny.decoder(), shelf.resolve("cpu"), sequences)
+        for name in ("positions", "slots", "query_start", "context_lens", "rope_keys"):
+            assert getattr(step, name).stride() == (1,), name
+
+
 def test_a_group_of_one_kind_is_as_given_alone() -> None:
     model, ops = tiny.decoder(), shelf.resolve("cpu")
     one, listed = trial_step(model, ops, (3, 1, 40), bound=64), trial_step(model, ops, [(3, 1, 40)], bound=64)

@@ -42,3 +42,10 @@ def test_what_cannot_be_read_is_refused() -> None:
     assert not paged_decode.readable(caches, (tables.long(), *indices[1:]))
     assert not paged_decode.readable(caches, (tables[:, :0], *indices[1:]))
     assert not paged_decode.readable((caches[0], torch.zeros(3 * 2 * 16 * 64 + 1)[1:].view(3, 2, 16, 64)), indices)
+
+
+def test_a_number_alone_may_have_any_stride() -> None:
+    two = torch.zeros(2, 2, dtype=torch.int32)
+    assert paged_decode.indexable((two, two[:1, 0]))
+    assert not paged_decode.indexable((two, two[:, 0]))
+    assert not paged_decode.indexable((two.long(),))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from modelmill.ops.cuda import build, launch, paged_decode8, paged_decode16
-from modelmill.ops.cuda.paged_decode import LOG2E, TYPES
+from modelmill.ops.cuda.paged_decode import LOG2E, TYPES, indexable
 
 SHARES = True
 FEW_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
@@ -128,10 +128,9 @@ def _prefills(
         return False
     if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or dim not in (64, 128):
         return False
-    packed = all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in indices)
     page = 8 <= page_size <= KEYS and page_size & (page_size - 1) == 0
     few = indices[0].shape[0] <= MOST_SEQUENCES
-    return packed and page and few and _copyable(q) and _paged(k_cache) and _paged(v_cache)
+    return indexable(indices) and page and few and _copyable(q) and _paged(k_cache) and _paged(v_cache)
 
 
 def _prefill(

@@ -18,8 +18,12 @@ def readable(caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...]
     """Packed caches (keys first) with pages of 8 to 128 tokens; page tables, starts and lengths in int32."""
     page = caches[0].shape[2]
     packed = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in caches)
-    known = all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in indices)
-    return packed and known and 8 <= page <= 128 and page & (page - 1) == 0 and indices[0].shape[1] > 0
+    return packed and indexable(indices) and 8 <= page <= 128 and page & (page - 1) == 0 and indices[0].shape[1] > 0
+
+
+def indexable(indices: tuple[torch.Tensor, ...]) -> bool:
+    """Whether page tables, starts and lengths are in int32, side by side; one number alone is, whatever its stride."""
+    return all(t.dtype == torch.int32 and (t.stride(-1) == 1 or t.shape[-1] <= 1) for t in indices)
 
 
 def splits_of(pairs: int, keys: int, room: int, least: int) -> int:
