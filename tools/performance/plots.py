@@ -18,7 +18,7 @@ BIG = 0.2
 """Kernels that reach less than this share of the ceiling on a case are bound by their launch: not shown."""
 FAST = 50
 """TFLOP/s. Cases that no variant brings here are too small to tell of the tensor cores: not shown."""
-DRAWING = 2
+DRAWING = 3
 """To be raised where this file draws the same data in another way: files drawn before are then stale."""
 _COLOURS = {
     "floor": "#999999", "must": "#c0392b", "dream": "#e67e22", "modelmill": "#1f77b4", "vLLM": "#2ca02c",
@@ -146,6 +146,10 @@ def _dots(axes: Any, bars: Bars) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def _bars(axes: Any, bars: Bars) -> None:
     names = list(dict.fromkeys(name for _, values in bars for name in values))
     height = 0.8 / max(len(names), 1)
@@ -154,7 +158,8 @@ def _bars(axes: Any, bars: Bars) -> None:
             if name in values:
                 y = number + (place - (len(names) - 1) / 2) * height
                 drawn = axes.barh(y, values[name], height, color=f"C{place}", label=name)
-                axes.bar_label(drawn, labels=[f"{values[name]:.3g}"], padding=2, fontsize=7)
+                axes.bar_label(drawn, labels=[_short(values[name])], padding=2, fontsize=7)
+    axes.margins(x=0.1)  # for the numbers
     if len(names) > 1:
         handles, labels = axes.get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))
