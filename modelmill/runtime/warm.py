@@ -67,14 +67,14 @@ def attention(ops: Ops, seen: Seen, most: int, longest: int, columns: int) -> in
 
 
 class SeenProduct:
-    """A product that keeps what it was called with: one call for each kind of weight."""
+    """A product that keeps what it was called with: one call for each kind of weight and of what goes with it."""
 
     def __init__(self, run: Callable[..., torch.Tensor | None]) -> None:
         self._run = run
         self.calls: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor | None:
-        """As the op. rest: scales, where there are any, and the bias."""
+        """As the op. rest: what it takes behind the weight: scales, a bias, the pages of the layer that came first."""
         kind = (x.dtype, weight.shape, weight.dtype, *(each is None for each in rest))
         self.calls.setdefault(kind, (x, weight, *rest))
         return self._run(x, weight, *rest)
@@ -97,7 +97,7 @@ def products(ops: Ops, seen: Mapping[str, SeenProduct], most: int) -> int:
         for x, weight, *rest in product.calls.values():
             for forms in shelf.forms(name, ops.chosen[name]):
                 jobs += [
-                    partial(_multiply, getattr(ops, name), x, weight, _given(name, len(x), rest, rows), rows)
+                    partial(_multiply, name, getattr(ops, name), x, weight, rest, rows)
                     for rows in forms(x, weight, most)
                 ]
     met = 0
@@ -111,18 +111,15 @@ def products(ops: Ops, seen: Mapping[str, SeenProduct], most: int) -> int:
     return met
 
 
-def _given(name: str, had: int, rest: list[Any], rows: int) -> list[Any]:
-    """The arguments behind the weight for ``rows`` of x instead of ``had``: ones, and slots that store nothing."""
+@torch.inference_mode()
+def _multiply(
+    name: str, run: Callable[..., object], x: torch.Tensor, weight: torch.Tensor, rest: list[Any], rows: int
+) -> None:
+    """With so many rows of zeros for x; of what has a row for each of x ones, and slots that store nothing."""
     given = list(rest)
     for i in ROWS.get(name, ()):
         each = given[i] if i < len(given) else None
-        if each is not None and len(each) == had and each.dim() > 0:
+        if each is not None and each.dim() > 0 and len(each) == len(x):
             given[i] = each.new_full((rows, *each.shape[1:]), 1 if each.is_floating_point() else -1)
-    return given
-
-
-@torch.inference_mode()
-def _multiply(run: Callable[..., object], x: torch.Tensor, weight: torch.Tensor, rest: list[Any], rows: int) -> None:
-    """With so many rows of zeros for x."""
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        run(x.new_zeros((rows, x.shape[1])), weight, *rest)
+        run(x.new_zeros((rows, x.shape[1])), weight, *given)

@@ -28,6 +28,9 @@ class HeldWeight(Protocol):
     is really multiplied with, float32. slice: some stretches of its rows and one of its columns, for several ranks;
     grain: the multiples at which columns may be cut.
 
+    Optional, where one op does a product and what stands beside it: ``added`` (the residual behind), ``matmul_gated``
+    (SwiGLU's gate in front), ``rotated`` (rotation and the cache's pages); each gives None where there is no such op.
+
     A kind that multiplies with activations in 8 bits also has ``wants``, what a norm in front may put out at once
     (``matmul`` then takes that, too), and ``seen(x)``, the x that is really multiplied with, in x's dtype.
     """

@@ -35,10 +35,10 @@ def test_each_multiprocessor_has_one_block_at_most_where_that_can_be(rows: int, 
 
 
 @given(st.integers(1, 9000), st.integers(1, 2000).map(lambda n: 16 * n), MULTIPROCESSORS)
-def test_tiles_fill_at_most_all_of_the_time(rows: int, held: int, multiprocessors: int) -> None:
-    share = products.filled(rows, held, multiprocessors)
+def test_tiles_fill_at_most_all_of_the_time(rows: int, outputs: int, multiprocessors: int) -> None:
+    share = products.filled(rows, outputs, multiprocessors)
     assert 0 < share <= 1
-    pairs = products.pairs_of(rows, held, products.wide_of(rows, held, multiprocessors))
+    pairs = products.pairs_of(rows, outputs, products.wide_of(rows, outputs, multiprocessors))
     assert (share == 1) == (rows % 256 == 0 and pairs % max(1, multiprocessors // 2) == 0)
 
 
@@ -60,12 +60,12 @@ def test_each_width_is_met_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.integers(512, 9000), st.integers(1, 2000).map(lambda n: 16 * n), MULTIPROCESSORS)
-def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(rows: int, held: int, multiprocessors: int) -> None:
+def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(rows: int, outputs: int, multiprocessors: int) -> None:
     clusters = max(1, multiprocessors // 2)
-    cost = {w: w * -(-products.pairs_of(rows, held, w) // clusters) for w in products.TILE_WIDES}
-    chosen = products.wide_of(rows, held, multiprocessors)
+    cost = {w: w * -(-products.pairs_of(rows, outputs, w) // clusters) for w in products.TILE_WIDES}
+    chosen = products.wide_of(rows, outputs, multiprocessors)
     assert cost[chosen] == min(cost.values())
-    assert products.pairs_of(rows, held, chosen) * 256 * chosen >= rows * held
+    assert products.pairs_of(rows, outputs, chosen) * 256 * chosen >= rows * outputs
 
 
 def test_the_width_of_tiles_of_a_7b_model() -> None:
@@ -76,10 +76,10 @@ def test_the_width_of_tiles_of_a_7b_model() -> None:
 
 
 def test_what_was_measured_decides_where_a_projection_is_rotated_at_once() -> None:
-    """4,096 channels to 12,288, beside cuBLAS and the rotation, hot, in turn; as many of fewer heads of keys."""
-    faster, slower = (1024, 2048, 3072, 4096), (512, 640, 768, 896, 1280, 1536)
+    """4,096 channels to 12,288, beside cuBLAS and the rotation, hot, in turn; to 6,144, of fewer heads of keys."""
+    faster, no_faster = (1024, 2048, 3072, 4096), (512, 640, 768, 896, 1280, 1536)
     assert all(rope_linear.worth(rows, 12288, 132) for rows in faster)
-    assert not any(rope_linear.worth(rows, 12288, 132) for rows in slower)
+    assert not any(rope_linear.worth(rows, 12288, 132) for rows in no_faster)
     assert rope_linear.worth(4096, 6144, 132)
     assert not rope_linear.worth(1024, 6144, 132)
 
@@ -89,25 +89,51 @@ def test_a_projection_is_met_beforehand_where_one_is_served(monkeypatch: pytest.
     monkeypatch.setattr(rope_linear.launch, "multiprocessors", lambda _: 132)
     x, weight = torch.empty(1, 64), torch.empty(12288, 64)
     assert rope_linear.forms(x, weight, 8192) == [1024]
-    assert rope_linear.forms(x, weight, 1023) == []
+    assert rope_linear.forms(x, weight, 1000) == [1000], "as many as a step may have, served before a tile is full"
+    assert rope_linear.forms(x, weight, 900) == []
+    assert rope_linear.forms(x, weight, 1) == []
+
+
+def shifted(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Packed, but not at a multiple of 16 bytes."""
+    return torch.zeros(1 + torch.Size(shape).numel(), dtype=dtype)[1:].view(shape)
+
+
+def both(pages: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"k_cache": pages, "v_cache": pages}
+
+
+PAGES = torch.zeros(3, 2, 16, 64).bfloat16()
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {},
+        {"x": torch.zeros(1024, 1, 64).bfloat16()},
         {"q_norm": torch.ones(64)},
         {"k_scale": torch.ones(3, 2, 16), "v_scale": torch.ones(3, 2, 16)},
         {"sin": None},
-        {"cos": torch.zeros(64, 1024).T[:, :32]},
-        {
-            "k_cache": torch.zeros(3, 2, 16, 64, dtype=torch.int8),
-            "v_cache": torch.zeros(3, 2, 16, 64, dtype=torch.int8),
-        },
-        {"k_cache": torch.zeros(3, 2, 24, 64).bfloat16(), "v_cache": torch.zeros(3, 2, 24, 64).bfloat16()},
-        {"k_cache": torch.zeros(3, 2, 16, 80).bfloat16(), "v_cache": torch.zeros(3, 2, 16, 80).bfloat16()},
+        {"cos": torch.zeros(32, 1024).T},
+        {"cos": shifted(1024, 32)},
+        {"sin": torch.zeros(1024, 32).half()},
+        {"cos": torch.zeros(1, 32)},
+        {"cos": torch.zeros(1024, 64), "sin": torch.zeros(1024, 64)},
+        {"q_scale": torch.zeros(1024).bfloat16()},
+        {"q_scale": torch.zeros(2048)[::2]},
+        {"slots": torch.zeros(1024, dtype=torch.int32)},
+        {"slots": torch.zeros(7, dtype=torch.int64)},
+        {"heads": 187},
+        {"weight": torch.zeros(12288, 72).bfloat16()},
+        {"bias": shifted(12288, dtype=torch.bfloat16)},
+        both(PAGES.char()),
+        both(torch.zeros(3, 2, 24, 64).bfloat16()),
+        both(torch.zeros(3, 2, 16, 80).bfloat16()),
+        both(shifted(3, 2, 16, 64, dtype=torch.bfloat16)),
+        both(torch.zeros(3, 2, 16, 68).bfloat16()[..., :64]),
+        both(PAGES[:1].expand(1 << 27, 2, 16, 64)),
         {"k_cache": torch.zeros(3, 16, 2, 64).bfloat16().transpose(1, 2)},
-        {"bias": torch.zeros(12289).bfloat16()[1:]},
+        {"k_cache": PAGES[:2]},
     ],
     ids=lambda change: "+".join(change) or "usual",
 )
@@ -115,9 +141,8 @@ def test_what_the_rotating_kernel_takes(change: dict[str, Any], monkeypatch: pyt
     monkeypatch.setattr(rope_linear, "readable", lambda *_: True)
     monkeypatch.setattr(rope_linear.launch, "multiprocessors", lambda _: 132)
     x, weight = torch.zeros(1024, 64).bfloat16(), torch.zeros(12288, 64).bfloat16()
-    pages = {name: torch.zeros(3, 2, 16, 64).bfloat16() for name in ("k_cache", "v_cache")}
     args = {"x": x, "weight": weight, "bias": None, "slots": torch.zeros(1024, dtype=torch.int64), "heads": 188}
-    args |= pages | {"cos": torch.zeros(1024, 32), "sin": torch.zeros(1024, 32)}
+    args |= both(PAGES) | {"cos": torch.zeros(1024, 32), "sin": torch.zeros(1024, 32)}
     assert rope_linear.supports(**args | change) == (not change)
 
 

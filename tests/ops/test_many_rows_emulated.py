@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.ops.cuda import products
-from tests.ops.emulation.emulated import Emulator, needed
+from tests.ops.emulation.emulated import Emulator, needed, stretches
 
 slow = pytest.mark.slow
 pytestmark = needed
@@ -36,6 +36,7 @@ def error(emulator: Emulator, case: Case) -> float:
     weight = (torch.randn(2 * width, columns, generator=generator) / 8).to(case.dtype)
     bias = torch.randn(2 * width, generator=generator).to(case.dtype) if case.biased else None
     out = torch.empty(tokens, width, dtype=case.dtype)
+    emulator.front = lambda *_: [(x.data_ptr(), x.untyped_storage().nbytes()), *stretches(out)]
     products.many(x, weight, bias, out, case.wide)
     right = x.double() @ weight.double().T
     right = right if bias is None else right + bias.double()
@@ -76,6 +77,7 @@ SENT = ("        if (desk.thread == 0) stores_done();\n", "")
 HALF = (" + rank * W_HALF, w_map", ", w_map")
 BOTH = ("held, 3);", "held, 1 << rank);")
 EDGE = ("i * BOX < n) store_box", "i * BOX + BOX < n) store_box")
+FRONT = ("    after_those_in_front();\n    for (int slab", "    for (int slab")
 MADE = ("    cluster_meet();\n}\n", "}\n")
 
 
@@ -92,6 +94,7 @@ MADE = ("    cluster_meet();\n}\n", "}\n")
         pytest.param(HALF, id="both halves in one place", marks=slow),
         pytest.param(BOTH, id="a half brought to one block", marks=slow),
         pytest.param(EDGE, id="the last columns forgotten", marks=slow),
+        pytest.param(FRONT, id="rows of x that are not there yet", marks=slow),
         pytest.param(MADE, id="barriers of a block that has not made them", marks=slow),
     ],
 )

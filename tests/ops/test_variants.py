@@ -76,16 +76,20 @@ def _fresh(case: Case, seed: int) -> dict[str, Any]:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         if name in ("k_cache", "v_cache") and name in case.writes:
-            args[name] = torch.full_like(value, float("nan"))
+            args[name] = _laid_out_as(value).fill_(float("nan"))
         elif value.numel() > 1 << 20:
             turn = int(torch.randint(value.numel(), (1,), generator=generator))
             bits = value.view(torch.uint8) if value.element_size() == 1 else value  # fp8 cannot be rolled on a GPU
             args[name] = bits.flatten().roll(turn).view(value.dtype).view(value.shape)
         else:
             order = torch.randperm(value.numel(), generator=generator).to(value.device)
-            dealt = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-            args[name] = dealt.copy_(value.flatten()[order].view(value.shape))
+            args[name] = _laid_out_as(value).copy_(value.flatten()[order].view(value.shape))
     return args
+
+
+def _laid_out_as(value: torch.Tensor) -> torch.Tensor:
+    """Room with the same strides: what is no whole tensor stays none."""
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _oracle(op: str, args: dict[str, Any]) -> Any:
@@ -118,7 +122,7 @@ def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
 
     Where the op reads lengths on the device, the replay's are shorter than those of the capture.
     """
-    held = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in _fresh(case, 2).items()}
+    held = {k: _laid_out_as(v).copy_(v) if isinstance(v, torch.Tensor) else v for k, v in _fresh(case, 2).items()}
     run(**_fresh(case, 2))  # compiled before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -204,12 +208,12 @@ def _rope_linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
     if device == "cpu":
         return
     for dim, page in ((64, 32), (128, 16)):
-        for case in rope_linear.cases_of([(512, 64, 8192 // dim - 2, 1, dim)], device, dtype, page):
+        for case in rope_linear.cases_of([(512, 64, 8192 // dim - 4, 2, dim)], device, dtype, page):
             slots = case.args["slots"].clone()
             slots[::11] = -1
             x = randn(512, 80, device=device, dtype=dtype, seed=dim)[:, 16:]
-            inside = torch.zeros(slots.numel() // page + 3, 2, 2, page, dim, device=device, dtype=dtype)
-            more = {"slots": slots, "x": x, "k_cache": inside[:, 0, :1], "v_cache": inside[:, 1, :1]}
+            inside = torch.zeros(slots.numel() // page + 3, 2, 3, page, dim, device=device, dtype=dtype)
+            more = {"slots": slots, "x": x, "k_cache": inside[:, 0, :2], "v_cache": inside[:, 1, :2]}
             yield replace(case, name=f"padding-{dim}", args=case.args | more)
 
 

@@ -6,10 +6,10 @@
 // slabs of 64 columns on their way, tile after tile without a pause; the other two multiply, 64 rows of x each. A
 // finished tile is only rounded, and goes its way while the next tile's products run.
 //
-// Nothing that is needed there can be read from memory into a multiplying warpgroup's registers (a bias, a residual,
-// angles): products begin when all registers of a warpgroup are at rest, so that each load on its way holds them up by
-// its whole latency. It must come to shared memory by the copy engine, or be other warps' work. Nor is arithmetic free
-// beside products, whoever does it: an instruction on the registers costs the tensor core of its scheduler a cycle.
+// What is needed there (a residual, angles) should not be read from memory into a multiplying warpgroup's registers:
+// products begin when all registers of a warpgroup are at rest, so that each load on its way holds them up by its whole
+// latency. It comes to shared memory by the copy engine, or is other warps' work. Nor is arithmetic free beside products,
+// whoever does it: as measured, an instruction on registers costs the tensor core of its scheduler about a cycle.
 //
 // Macros: WIDE (256, 224), BAND (pairs of tiles of x that are served together, while they lie in the cache), HALF
 // (float16 for bfloat16).

@@ -106,19 +106,25 @@ def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
         return []
     sizes = (weight.shape[0], launch.multiprocessors(x.get_device()))
     least: dict[int, int] = {}
-    for rows in range(LEAST_MANY, most + 1, 2 * TILE_ROWS):
+    for rows in tried(most):
         if _worth(rows, *sizes):
             least.setdefault(wide_of(rows, *sizes), rows)
     return list(least.values())
 
 
-def pairs_of(rows: int, held: int, wide: int) -> int:
-    """Pairs of tiles of ``rows`` of x and a weight of ``held`` rows."""
-    return -(-rows // (2 * TILE_ROWS)) * -(-held // wide)
+def tried(most: int) -> list[int]:
+    """Numbers of rows, up to ``most``, among which each form of a kernel for many rows is met if any number meets it:
+    tiles fill best at the end of a stretch of them."""
+    return sorted({*range(LEAST_MANY, most + 1, 2 * TILE_ROWS), max(most, 0)})
 
 
-def _worth(rows: int, held: int, multiprocessors: int) -> bool:
-    return rows >= LEAST_MANY and filled(rows, held, multiprocessors) >= LEAST_FILLED
+def pairs_of(rows: int, outputs: int, wide: int) -> int:
+    """Pairs of tiles of ``rows`` of x and a weight of ``outputs`` rows."""
+    return -(-rows // (2 * TILE_ROWS)) * -(-outputs // wide)
+
+
+def _worth(rows: int, outputs: int, multiprocessors: int) -> bool:
+    return rows >= LEAST_MANY and filled(rows, outputs, multiprocessors) >= LEAST_FILLED
 
 
 def turns(pairs: int, multiprocessors: int) -> int:
@@ -126,15 +132,15 @@ def turns(pairs: int, multiprocessors: int) -> int:
     return -(-pairs // max(1, multiprocessors // 2))
 
 
-def wide_of(rows: int, held: int, multiprocessors: int, wides: tuple[int, ...] = TILE_WIDES) -> int:
+def wide_of(rows: int, outputs: int, multiprocessors: int, wides: tuple[int, ...] = TILE_WIDES) -> int:
     """The width of tiles that are computed first: as many turns, each as long as a tile is wide."""
-    return min(wides, key=lambda wide: wide * turns(pairs_of(rows, held, wide), multiprocessors))
+    return min(wides, key=lambda wide: wide * turns(pairs_of(rows, outputs, wide), multiprocessors))
 
 
-def filled(rows: int, held: int, multiprocessors: int, wides: tuple[int, ...] = TILE_WIDES) -> float:
-    """The share of the multiprocessors' time in which the tiles of ``rows`` of x and a weight of ``held`` rows compute
-    rows that are there."""
-    pairs = pairs_of(rows, held, wide_of(rows, held, multiprocessors, wides))
+def filled(rows: int, outputs: int, multiprocessors: int, wides: tuple[int, ...] = TILE_WIDES) -> float:
+    """The share of the multiprocessors' time in which tiles compute what is there, of ``rows`` of x and a weight of
+    ``outputs`` rows."""
+    pairs = pairs_of(rows, outputs, wide_of(rows, outputs, multiprocessors, wides))
     there = rows / (-(-rows // (2 * TILE_ROWS)) * 2 * TILE_ROWS)
     return there * pairs / (turns(pairs, multiprocessors) * max(1, multiprocessors // 2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import torch
@@ -44,35 +45,50 @@ def supports(
 ) -> bool:
     """16 bits, also of the pages, which have 2^n tokens each; heads of 64 or 128 without norms of their own; prompts
     that fill the multiprocessors with tiles."""
+    if x.dim() != 2 or x.shape[0] < products.LEAST_MANY or not readable(x, weight, bias):
+        return False
+    if not worth(x.shape[0], weight.shape[0], launch.multiprocessors(x.get_device())):
+        return False
     if any(each is not None for each in (q_norm, k_norm, k_scale, v_scale)) or (cos is None) != (sin is None):
         return False
-    if x.dim() != 2 or not readable(x, weight, bias) or k_cache.shape[3] not in DIMS:
+    dim, rows = k_cache.shape[3], (x.shape[0],)
+    angles = _counted(cos, torch.float32, (*rows, dim // 2)) and _counted(sin, torch.float32, (*rows, dim // 2))
+    if not angles or not _counted(slots, torch.int64, rows) or not _counted(q_scale, torch.float32, rows):
         return False
-    if bias is not None and bias.data_ptr() % 16:
+    if any(each is not None and each.data_ptr() % 16 for each in (bias, cos, sin)):
         return False
-    whole = all(each is None or each.is_contiguous() for each in (slots, cos, sin, q_scale))
-    pages = (k_cache, v_cache)
-    if not whole or any(each.dtype is not x.dtype or each.data_ptr() % 16 for each in pages):
+    if not _paged(k_cache, v_cache, x.dtype) or x.shape[0] * weight.shape[0] >= _MOST:
         return False
-    strides, page = k_cache.stride(), k_cache.shape[2]
-    aligned = strides == v_cache.stride() and strides[3] == 1 and not any(step % 8 for step in strides[:3])
-    if not aligned or page & (page - 1) or max(k_cache.shape[0] * page, x.shape[0] * weight.shape[0]) >= _MOST:
-        return False
-    return worth(x.shape[0], weight.shape[0], launch.multiprocessors(x.get_device()))
+    return weight.shape == ((heads + 2 * k_cache.shape[1]) * dim, x.shape[1])
 
 
-def worth(rows: int, held: int, multiprocessors: int) -> bool:
+def _counted(each: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return each is None or (each.dtype is dtype and each.shape == shape and each.is_contiguous())
+
+
+def _paged(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether keys and values lie alike, in pages that the kernel can write: 16 bytes at a time."""
+    strides, (pages, _, page, dim) = k_cache.stride(), k_cache.shape
+    if strides != v_cache.stride() or k_cache.shape != v_cache.shape or strides[3] != 1:
+        return False
+    if any(each.dtype is not dtype or each.data_ptr() % 16 for each in (k_cache, v_cache)):
+        return False
+    counted = page & (page - 1) == 0 and pages * page < _MOST
+    return dim in DIMS and counted and not any(step % 8 for step in strides[:3])
+
+
+@functools.lru_cache(4096)
+def worth(rows: int, outputs: int, multiprocessors: int) -> bool:
     """Whether one kernel is faster than cuBLAS and the rotation behind it."""
-    return rows >= products.LEAST_MANY and products.filled(rows, held, multiprocessors, (WIDE,)) >= LEAST_FILLED
+    return rows >= products.LEAST_MANY and products.filled(rows, outputs, multiprocessors, (WIDE,)) >= LEAST_FILLED
 
 
 def forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
-    """The least number of rows, up to ``most``, that is served: each of them is the same kernel's."""
+    """A number of rows, up to ``most``, that is served, if any is: each of them is the same kernel's."""
     if not readable(x.new_empty((1, x.shape[1])), weight, None):
         return []
     sizes = (weight.shape[0], launch.multiprocessors(x.get_device()))
-    served = (rows for rows in range(products.LEAST_MANY, most + 1, 2 * TILE_ROWS) if worth(rows, *sizes))
-    return [least for least in [next(served, None)] if least is not None]
+    return [rows for rows in products.tried(most) if worth(rows, *sizes)][:1]
 
 
 def run(

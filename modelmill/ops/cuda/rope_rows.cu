@@ -70,10 +70,11 @@ __device__ __forceinline__ void scale(Words &words, float by) {
 // keys and values begin in their pages, below 0 nowhere.
 struct Needed {
     float4 cos[2], sin[2];
-    long long held;
+    long long offset;
 };
 
-// Two heads side by side need the same, unless the second alone is a key.
+// What a head and the one behind it need: the angles of the first, which has them if either has; a place where the second
+// is a key or a value.
 __device__ __forceinline__ void find(Needed &found, const Work &work, int row, int head, int across) {
     if (head < work.heads + work.kv_heads && work.cos != nullptr) {
         const int at = row * (DIM / 2) + across * 8;
@@ -84,7 +85,7 @@ __device__ __forceinline__ void find(Needed &found, const Work &work, int row, i
     }
     if (head + 1 < work.heads) return;
     const int slot = static_cast<int>(work.slots[row]), page = slot >> work.page_bits;
-    found.held = slot < 0 ? -1 : page * work.page + (slot - (page << work.page_bits)) * work.token;
+    found.offset = slot < 0 ? -1 : page * work.page + (slot - (page << work.page_bits)) * work.token;
 }
 
 // Eight columns of a row's head and those that they turn with: read, turned and stored.
@@ -105,8 +106,8 @@ __device__ __forceinline__ void finish(const Work &work, u32 from, u32 swizzle, 
         if (work.q_scale != nullptr) scale(a, work.q_scale[row]), scale(b, work.q_scale[row]);
         target = work.q + static_cast<long long>(row * work.heads + head) * DIM;
     } else {
-        if (by.held < 0 || value >= work.kv_heads) return;
-        target = (value < 0 ? work.k + key * work.head : work.v + value * work.head) + by.held;
+        if (by.offset < 0 || value >= work.kv_heads) return;
+        target = (value < 0 ? work.k + key * work.head : work.v + value * work.head) + by.offset;
     }
     store(target + across * 8, a);
     store(target + DIM / 2 + across * 8, b);
@@ -116,6 +117,7 @@ __device__ __forceinline__ void finish(const Work &work, u32 from, u32 swizzle, 
 // same columns of two heads.
 __device__ void finish(const Work &work, Meetings &meetings, int finisher) {
     constexpr int TURNS = PART / 4;
+    static_assert(FINISHERS <= TURNS, "each has a turn in every part, and waits for it");
     const int lane = threadIdx.x % 32, across = lane % EIGHTS, first = lane % 8 / EIGHTS * 2, below = lane / 8;
     const u32 base = shared_address(shared) + AT_OUT + first * (DIM / 64) * BOX_BYTES;
     u32 parity = 0;
@@ -125,8 +127,7 @@ __device__ void finish(const Work &work, Meetings &meetings, int finisher) {
         const int head = tile.column / DIM + first;
         for (int part = 0; part < 64 / PART; ++part, parity ^= 1) {
             for (int worker = 0; worker < WORKERS; ++worker) {
-                bool laid = false;
-                for (; at < TURNS; at += FINISHERS) {
+                for (bool laid = false; at < TURNS; at += FINISHERS) {
                     // rows of a warp lie side by side, those of one part 16 apart
                     const int local = at * 4 + below, inside = at % 2 * 4 + below;
                     const int row = tile.row + worker * 64 + at / 2 * 16 + part * 8 + inside;
@@ -142,7 +143,6 @@ __device__ void finish(const Work &work, Meetings &meetings, int finisher) {
                     }
                 }
                 at -= TURNS;
-                if (!laid) wait(shared_address(&meetings.full[worker]), parity);
                 __syncwarp();
                 if (lane == 0) arrive(shared_address(&meetings.read[worker]));
             }
