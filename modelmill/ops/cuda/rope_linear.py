@@ -45,9 +45,10 @@ def supports(
 ) -> bool:
     """16 bits, also of the pages, which have 2^n tokens each; heads of 64 or 128 without norms of their own; prompts
     that fill the multiprocessors with tiles."""
-    if x.dim() != 2 or x.shape[0] < products.LEAST_MANY or not readable(x, weight, bias):
+    # first what most steps fail by: it is asked in every layer
+    if x.dim() != 2 or not worth(x.shape[0], weight.shape[0], launch.multiprocessors(x.get_device())):
         return False
-    if not worth(x.shape[0], weight.shape[0], launch.multiprocessors(x.get_device())):
+    if not readable(x, weight, bias):
         return False
     if any(each is not None for each in (q_norm, k_norm, k_scale, v_scale)) or (cos is None) != (sin is None):
         return False
