@@ -88,7 +88,9 @@ def _fresh(case: Case, seed: int) -> dict[str, Any]:
 
 
 def _laid_out_as(value: torch.Tensor) -> torch.Tensor:
-    """Room with the same strides: what is no whole tensor stays none."""
+    """Room with the same strides: what is no whole tensor stays none. Where values share a place, each gets its own."""
+    if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
+        return torch.empty_like(value)
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
