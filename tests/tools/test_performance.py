@@ -91,11 +91,13 @@ def test_every_op_has_a_line_with_its_largest_cases() -> None:
         for name, value in row("bare", 5.0, "memory", op="sample", dtype="float32").items()
         if name != "fraction"
     }
-    rows += [library, bare | {"bound": None}]
+    rows += [library, bare | {"bound": None}, row("tiny", 1.0, "memory", op="add_linear")]
+    rows += [row("tiny", 1.0, "memory", op="gelu")]
     lines = {line.split("|")[1].strip() or "more": line for line in every_op(rows)}
     assert lines["linear"].endswith("| large | cuda | 20.0 | 1.00 | 100 | memory | **0.50** | 99.0 | 2026-01-02 |")
     assert "| wide | cuda | 4.00 |" in lines["more"]
     assert "| library | torch | 8.00 |" in lines["add_linear"], "what the shelf leaves to a library has its line"
+    assert "| tiny |" in lines["gelu"], "there is no other"
     assert "| bare | cuda | 5.00 |" in lines["sample"]
     assert set(lines) - {"more", "op", "---"} == {*shelf.OPS, *shelf.SPANS} - set(HOST)
     assert lines["rms_norm"] == "| rms_norm |" + " – |" * 9, "what was not measured is seen to be so"
