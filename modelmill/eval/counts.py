@@ -45,13 +45,10 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
         return Count()
     given = _signature(op).bind(*args, **named).arguments
     out = nbytes(*_tensors(result))
-    if op == "add_linear":
+    if op in ("add_linear", "rope_linear"):
         x, held = given["x"], nbytes(given["weight"], given.get("bias"))
-        return Count(nbytes(x) + held + 2 * out, held, 2 * x.numel() * result.shape[-1])
-    if op == "rope_linear":
-        x, held = given["x"], nbytes(given["weight"], given.get("bias"))
-        moved = nbytes(x, given.get("cos"), given.get("sin")) + held + out + stored(given)
-        return Count(moved, held, 2 * x.numel() * given["weight"].shape[0])
+        beside = 2 * out if op == "add_linear" else turned(given, out)
+        return Count(nbytes(x) + held + beside, held, 2 * x.numel() * given["weight"].shape[0])
     if op.endswith("linear"):
         # of integers the activations are called q
         read = "x" if "x" in given else "q"
@@ -63,15 +60,16 @@ def count(op: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any)
     if op == "paged_attention":
         return attention(given, out)
     if op == "rope_cache":
-        return Count(nbytes(*_tensors([given["qkv"], given.get("cos"), given.get("sin")])) + out + stored(given))
+        return Count(nbytes(given["qkv"]) + turned(given, out))
     if op == "decode":
         return whole(given["stack"], given["tokens"], given["x"], out)
     return Count(nbytes(*_tensors(list(given.values()))) + out)
 
 
-def stored(given: Mapping[str, Any]) -> int:
-    """Bytes of keys and values that go to their slots, in the cache's dtype; the queries are the result."""
-    return given["slots"].numel() * 2 * _token_bytes(given["k_cache"])
+def turned(given: Mapping[str, Any], out: int) -> int:
+    """Bytes of angles, of the queries (``out``), and of keys and values that go to slots, in the cache's dtype."""
+    stored = given["slots"].numel() * 2 * _token_bytes(given["k_cache"])
+    return nbytes(given.get("cos"), given.get("sin")) + out + stored
 
 
 def multiplied(given: Mapping[str, Any]) -> str | None:

@@ -24,6 +24,7 @@ from modelmill.ops import (
     int8_group_linear,
     layer_norm,
     rms_norm_quant,
+    rope_cache,
     silu_mul,
     silu_mul_quant,
 )
@@ -51,13 +52,9 @@ def quantized(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterato
 
 def rotated(tokens: int, heads: int, dim: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """A prompt's queries and keys rotated, keys and values stored in shuffled slots."""
-    pages = -(-tokens // 16)
-    slots = torch.randperm(pages * 16, generator=torch.Generator().manual_seed(0))[:tokens].to(device)
-    angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=1, scale=3.0)
-    cache = [torch.zeros((pages, heads, 16, dim), device=device, dtype=dtype) for _ in range(2)]
+    pages, turns = rope_cache.placed(tokens, heads, dim, device, dtype, seed=1)
     qkv = randn(tokens, 3 * heads * dim, device=device, dtype=dtype, seed=2)
-    args = {"qkv": qkv, "slots": slots, "heads": heads, "k_cache": cache[0], "v_cache": cache[1]}
-    args |= {"cos": angle.cos(), "sin": angle.sin()}
+    args = {"qkv": qkv, "heads": heads, **pages, **turns}
     yield Case(f"{tokens}x{heads}/{heads}x{dim}", args, 2 * nbytes(qkv), writes=("k_cache", "v_cache"))
 
 

@@ -66,9 +66,10 @@ class Attention(nn.Module):
 
         None where it was added to the residual at once.
         """
-        q = self.qkv_proj.rotated(x, self.rotate.where(rope, step), step)
+        where = self.rotate.where(rope, step)
+        q = self.qkv_proj.rotated(x, where, step)
         if q is None:
-            q = self.rotate(self.qkv_proj(x, step), rope, step)
+            q = self.rotate(self.qkv_proj(x, step), where, step)
         if last is not None:
             q, step = q[step.logit_rows], last
         mixed = self.mix(q, step)
@@ -93,9 +94,9 @@ class RotateStore(nn.Module):
         self.q_norm = HeadNorm(spec.head_dim) if spec.head_norm else None
         self.k_norm = HeadNorm(spec.head_dim) if spec.head_norm else None
 
-    def forward(self, qkv: torch.Tensor, rope: Rope, step: Step) -> torch.Tensor:
+    def forward(self, qkv: torch.Tensor, where: tuple[Any, ...], step: Step) -> torch.Tensor:
         """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""
-        return step.ops.rope_cache(qkv, *self.where(rope, step))
+        return step.ops.rope_cache(qkv, *where)
 
     def where(self, rope: Rope, step: Step) -> tuple[Any, ...]:
         """What ``rope_cache`` takes behind the projection."""

@@ -64,19 +64,26 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
 
 
+def placed(
+    tokens: int, kv_heads: int, dim: int, device: str, dtype: torch.dtype, seed: int, page: int = 16
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a case needs beside a projection: pages with room to spare and shuffled slots in them; angles."""
+    pages = -(-tokens // page) + 2
+    slots = torch.randperm(pages * page, generator=torch.Generator().manual_seed(seed))[:tokens].to(device)
+    k, v = (torch.full((pages, kv_heads, page, dim), 7.0, device=device, dtype=dtype) for _ in range(2))
+    angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=seed, scale=3.0)
+    return {"k_cache": k, "v_cache": v, "slots": slots}, {"cos": angle.cos(), "sin": angle.sin()}
+
+
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """MHA, GQA, MQA; head sizes 64, 80 and 128; with and without norms, rotation and logn; shuffled slots."""
     shapes = ((1, 9, 3, 64), (13, 4, 4, 128), (5, 8, 1, 80), (32, 32, 32, 128), (3, 2, 2, 8))
     for number, (tokens, heads, kv_heads, dim) in enumerate(shapes):
-        pages = tokens // 16 + 3
-        generator = torch.Generator().manual_seed(number)
-        slots = torch.randperm(pages * 16, generator=generator)[:tokens].to(device)
-        angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=number, scale=3.0)
+        pages, angles = placed(tokens, kv_heads, dim, device, dtype, number)
         qkv = randn(tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype, seed=number + 10)
-        cache = [torch.full((pages, kv_heads, 16, dim), 7.0, device=device, dtype=dtype) for _ in range(2)]
-        args = {"qkv": qkv, "k_cache": cache[0], "v_cache": cache[1], "slots": slots, "heads": heads}
+        args = {"qkv": qkv, "heads": heads, **pages}
         if number != 2:
-            args |= {"cos": angle.cos(), "sin": angle.sin()}
+            args |= angles
         if number in (1, 4):
             args |= {"q_scale": torch.linspace(1.0, 1.5, tokens, device=device)}
         if number in (3, 4):

@@ -9,10 +9,9 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.linear import linear
-from modelmill.ops.rope_cache import rope_cache
+from modelmill.ops.rope_cache import placed, rope_cache
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
-PAGE = 16
 
 
 def rope_linear(
@@ -56,25 +55,21 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cases_of(
-    shapes: list[tuple[int, int, int, int, int]], device: str, dtype: torch.dtype, page: int = PAGE
+    shapes: list[tuple[int, int, int, int, int]], device: str, dtype: torch.dtype, page: int = 16
 ) -> Iterator[Case]:
     """Prompts of (tokens, columns of x, heads, KV heads, head size): shuffled slots in pages of ``page`` tokens."""
     for tokens, k, heads, kv_heads, dim in shapes:
-        pages, rows = -(-tokens // page) + 2, (heads + 2 * kv_heads) * dim
-        slots = torch.randperm(pages * page, generator=torch.Generator().manual_seed(tokens))[:tokens]
-        cache = [torch.full((pages, kv_heads, page, dim), 7.0, device=device, dtype=dtype) for _ in range(2)]
+        rows = (heads + 2 * kv_heads) * dim
+        pages, angles = placed(tokens, kv_heads, dim, device, dtype, tokens, page)
         args: dict[str, Any] = {
             "x": randn(tokens, k, device=device, dtype=dtype, seed=tokens + k),
             "weight": randn(rows, k, device=device, dtype=dtype, seed=k + rows, scale=k**-0.5),
             "bias": randn(rows, device=device, dtype=dtype, seed=rows) if heads % 32 or heads == kv_heads else None,
-            "k_cache": cache[0],
-            "v_cache": cache[1],
-            "slots": slots.to(device),
             "heads": heads,
+            **pages,
         }
         if heads != 2:
-            angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=dim, scale=3.0)
-            args |= {"cos": angle.cos(), "sin": angle.sin()}
+            args |= angles
         if heads % 3 == 0:
             args |= {"q_scale": torch.linspace(1.0, 1.5, tokens, device=device)}
         read = [args.get(name) for name in ("x", "weight", "bias", "slots", "cos", "sin", "q_scale")]

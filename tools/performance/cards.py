@@ -7,8 +7,9 @@ from statistics import median
 
 from benchmarks.make_checkpoint import NORMAL, UNIFORM
 from benchmarks.targets import TARGETS
+from tools.performance.numbers import number
 from tools.performance.rows import OURS, Row
-from tools.performance.tables import number, told_beside
+from tools.performance.tables import told_beside
 
 DRAWS = {UNIFORM: "uniform, as the marks had them", NORMAL: "normal, 1/√inputs"}
 WORKS = ("first-1024", "first-4096")

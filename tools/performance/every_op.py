@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from modelmill.ops.shelf import OPS, SPANS
+from tools.performance.numbers import number
 from tools.performance.rows import Row, newest
-from tools.performance.tables import number
 
 HOST = ("decode",)
 """Ops that only a CPU has."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tools.performance.numbers import number
 from tools.performance.rows import Measured, Row
-from tools.performance.tables import number, spread
+from tools.performance.tables import spread
 
 WORKS = {
     ("eyes", 1): "tower, Q-Former and projection, one picture, ms",

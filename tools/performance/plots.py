@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.targets import TARGETS
+from tools.performance.numbers import number
 from tools.performance.rows import Row, cpu_groups, ideas, kernels, line_of, unit_of
 
 Bars = Sequence[tuple[str, Mapping[str, float]]]
@@ -18,7 +19,7 @@ BIG = 0.2
 """Kernels that reach less than this share of the ceiling on a case are bound by their launch: not shown."""
 FAST = 50
 """TFLOP/s. Cases that no variant brings here are too small to tell of the tensor cores: not shown."""
-DRAWING = 3
+DRAWING = 4
 """To be raised where this file draws the same data in another way: files drawn before are then stale."""
 _COLOURS = {
     "floor": "#999999", "must": "#c0392b", "dream": "#e67e22", "modelmill": "#1f77b4", "vLLM": "#2ca02c",
@@ -137,7 +138,7 @@ def draw(path: Path, bars: Bars, kind: str, title: str, axis: str, mark: float |
 def _dots(axes: Any, bars: Bars) -> None:
     markers = {"floor": "|", "dream": "|"}
     for name in dict.fromkeys(name for _, values in bars for name in values):
-        places = [(values[name], number) for number, (_, values) in enumerate(bars) if name in values]
+        places = [(values[name], line) for line, (_, values) in enumerate(bars) if name in values]
         axes.scatter(
             [x for x, _ in places], [y for _, y in places], label=name, color=_COLOURS.get(name), zorder=3,
             marker=markers.get(name, "o"), s=90 if name in markers else 36,
@@ -146,19 +147,15 @@ def _dots(axes: Any, bars: Bars) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
 def _bars(axes: Any, bars: Bars) -> None:
     names = list(dict.fromkeys(name for _, values in bars for name in values))
     height = 0.8 / max(len(names), 1)
     for place, name in enumerate(names):
-        for number, (_, values) in enumerate(bars):
+        for line, (_, values) in enumerate(bars):
             if name in values:
-                y = number + (place - (len(names) - 1) / 2) * height
+                y = line + (place - (len(names) - 1) / 2) * height
                 drawn = axes.barh(y, values[name], height, color=f"C{place}", label=name)
-                axes.bar_label(drawn, labels=[_short(values[name])], padding=2, fontsize=7)
+                axes.bar_label(drawn, labels=[number(values[name])], padding=2, fontsize=7)
     axes.margins(x=0.1)  # for the numbers
     if len(names) > 1:
         handles, labels = axes.get_legend_handles_labels()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tools.performance.numbers import number
 from tools.performance.rows import Measured, Row
-from tools.performance.tables import number, spread
+from tools.performance.tables import spread
 
 OURS, PEER, COMPILED = "bfloat16", "transformers", "transformers-compiled"
 LINES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.targets import CPU_MUST, TARGETS, Target
+from tools.performance.numbers import number
 from tools.performance.plots import Bars
 from tools.performance.rows import Line, Measured, Pair, Row, cpu_groups, line_of
 
@@ -66,14 +67,6 @@ def _range(measured: Measured) -> str:
     if least is None or most is None or (measured.runs or 1) < 2 or number(least) == number(most):
         return ""
     return f" ({number(least)} … {number(most)})"
-
-
-def number(value: float) -> str:
-    """Three digits that count; whole from 1,000 on."""
-    if value >= 1000:
-        return f"{value:,.0f}"
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
-    return f"{value:.{digits}f}"
 
 
 def told_beside(value: float, must: float) -> str:

@@ -8,8 +8,8 @@
 //
 // What is needed there (a residual, angles) should not be read from memory into a multiplying warpgroup's registers:
 // products begin when all registers of a warpgroup are at rest, so that each load on its way holds them up by its whole
-// latency. It comes to shared memory by the copy engine, or is other warps' work. Nor is arithmetic free beside products,
-// whoever does it: as measured, an instruction on registers costs the tensor core of its scheduler about a cycle.
+// latency. It comes to shared memory by the copy engine, or is other warps' work, as little of it as can be: arithmetic
+// beside products slows them, whoever does it.
 //
 // Macros: WIDE (256, 224), BAND (pairs of tiles of x that are served together, while they lie in the cache), HALF
 // (float16 for bfloat16).

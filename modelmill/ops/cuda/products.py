@@ -7,6 +7,7 @@ the gate joined to its two products, whose results would otherwise travel throug
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from modelmill.ops.cuda import launch
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of many_rows.cuh.
-TILE_ROWS, DEPTH, MANY_THREADS = 128, 64, 384
+TILE_ROWS, DEPTH, STAGES, MANY_THREADS = 128, 64, 4, 384
 TILE_WIDES = (256, 224)  # rows of the weight of a tile
 BAND = 8
 # Of few_rows.cu: columns of the output a block, as (PARTS, WIDE); shared memory that a block may take.
@@ -97,7 +98,7 @@ def many_serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """Whether the kernel for many rows takes these and is worth it: its tiles fill the multiprocessors to the end."""
     if x.dim() != 2 or weight.shape[0] % 16 or not readable(x, weight, bias):
         return False
-    return _worth(x.shape[0], weight.shape[0], launch.multiprocessors(x.get_device()))
+    return worth(x.shape[0], weight.shape[0], launch.multiprocessors(x.get_device()))
 
 
 def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
@@ -107,7 +108,7 @@ def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
     sizes = (weight.shape[0], launch.multiprocessors(x.get_device()))
     least: dict[int, int] = {}
     for rows in tried(most):
-        if _worth(rows, *sizes):
+        if worth(rows, *sizes):
             least.setdefault(wide_of(rows, *sizes), rows)
     return list(least.values())
 
@@ -115,16 +116,39 @@ def many_forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
 def tried(most: int) -> list[int]:
     """Numbers of rows, up to ``most``, among which each form of a kernel for many rows is met if any number meets it:
     tiles fill best at the end of a stretch of them."""
-    return sorted({*range(LEAST_MANY, most + 1, 2 * TILE_ROWS), max(most, 0)})
+    return sorted({*range(LEAST_MANY, most + 1, 2 * TILE_ROWS), most})
 
 
 def pairs_of(rows: int, outputs: int, wide: int) -> int:
-    """Pairs of tiles of ``rows`` of x and a weight of ``outputs`` rows."""
+    """Pairs of tiles of ``rows`` of x, ``wide`` of ``outputs`` each."""
     return -(-rows // (2 * TILE_ROWS)) * -(-outputs // wide)
 
 
-def _worth(rows: int, outputs: int, multiprocessors: int) -> bool:
-    return rows >= LEAST_MANY and filled(rows, outputs, multiprocessors) >= LEAST_FILLED
+@functools.lru_cache(4096)
+def worth(
+    rows: int,
+    outputs: int,
+    multiprocessors: int,
+    wides: tuple[int, ...] = TILE_WIDES,
+    least: float = LEAST_FILLED,
+) -> bool:
+    """Whether a kernel for many rows is faster than what it replaces. least: what its tiles must fill."""
+    return rows >= LEAST_MANY and filled(rows, outputs, multiprocessors, wides) >= least
+
+
+def ring_bytes(wide: int) -> int:
+    """Shared memory of many_rows.cuh's ring, and of its barriers."""
+    return STAGES * ((TILE_ROWS + wide) * DEPTH * 2 + 16)
+
+
+def tiled(x: torch.Tensor, columns: int, each: int, other: int) -> tuple[int, tuple[int, ...]]:
+    """Blocks, and the Sizes of many_rows.cuh, of an output of ``columns`` in tiles of ``each``.
+
+    other: how far the second half of a tile's rows of the weight lies behind the first.
+    """
+    tokens, k = x.shape
+    pairs = min(launch.multiprocessors(x.get_device()) // 2, pairs_of(tokens, columns, each))
+    return 2 * pairs, (tokens, columns, -(-k // DEPTH), -(-columns // each), each, other)
 
 
 def turns(pairs: int, multiprocessors: int) -> int:
@@ -195,14 +219,11 @@ def many(
     tokens, columns = out.shape
     device = x.get_device()
     with torch.cuda.device(x.device):
-        multiprocessors = launch.multiprocessors(device)
-        wide = wide or wide_of(tokens, 2 * columns, multiprocessors)
+        wide = wide or wide_of(tokens, 2 * columns, launch.multiprocessors(device))
         macros = (f"WIDE={wide}", f"BIAS={int(bias is not None)}", f"BAND={band}", *TYPES[x.dtype])
-        shared = 4 * (TILE_ROWS + wide) * DEPTH * 2 + 2 * 64 * (wide // 2) * 2 + 64
+        shared = ring_bytes(wide) + 2 * 64 * (wide // 2) * 2
         kernel = launch.kernel("many_rows", "many_rows", macros, MANY_THREADS, shared, device)
-        blocks = 2 * min(multiprocessors // 2, pairs_of(tokens, 2 * columns, wide))
-        # of a tile's rows of the weight the second half lies as far behind the first as the gate's are many
-        sizes = (tokens, columns, -(-x.shape[1] // DEPTH), -(-columns // (wide // 2)), wide // 2, columns)
+        blocks, sizes = tiled(x, columns, wide // 2, columns)
         work = struct.pack("=Q6i", 0 if bias is None else bias.data_ptr(), *sizes)
         # 112 columns are no whole number of swizzled boxes
         leaving = box_map(out, 64) if wide % 128 == 0 else box_map(out, 64, 16, swizzled=False)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 
 import torch
 
 from modelmill.ops.cuda import build, launch, products
-from modelmill.ops.cuda.products import DEPTH, MANY_THREADS, TILE_ROWS, TYPES, readable
+from modelmill.ops.cuda.products import MANY_THREADS, TILE_ROWS, TYPES, readable
 
 WIDE = 256  # rows of the weight of a tile
 DIMS = (64, 128)
@@ -78,10 +77,9 @@ def _paged(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype) -> 
     return dim in DIMS and counted and not any(step % 8 for step in strides[:3])
 
 
-@functools.lru_cache(4096)
 def worth(rows: int, outputs: int, multiprocessors: int) -> bool:
     """Whether one kernel is faster than cuBLAS and the rotation behind it."""
-    return rows >= products.LEAST_MANY and products.filled(rows, outputs, multiprocessors, (WIDE,)) >= LEAST_FILLED
+    return products.worth(rows, outputs, multiprocessors, (WIDE,), LEAST_FILLED)
 
 
 def forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
@@ -112,20 +110,16 @@ def run(
     """As the reference, sums in float32; negative slots are left out."""
     assert q_norm is None, "see supports"
     assert k_scale is None, "see supports"
-    (tokens, columns), kv_heads, dim = x.shape, k_cache.shape[1], k_cache.shape[3]
-    rows = (heads + 2 * kv_heads) * dim
-    q = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
-    device = x.get_device()
+    _, kv_heads, page, dim = k_cache.shape
+    q = torch.empty((x.shape[0], heads, dim), dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
-        desks, biases, barriers = 2 * 64 * 128 * 2, 2 * WIDE * 2, 4 * 16 + 6 * 8
-        shared = 4 * (TILE_ROWS + WIDE) * DEPTH * 2 + desks + biases + barriers
+        desks, biases, barriers = 2 * 64 * 128 * 2, 2 * WIDE * 2, 6 * 8
+        shared = products.ring_bytes(WIDE) + desks + biases + barriers
         named = macros(dim, biased=bias is not None, dtype=x.dtype)
-        kernel = launch.kernel("rope_rows", "rope_rows", named, MANY_THREADS, shared, device)
-        pairs = products.pairs_of(tokens, rows, WIDE)
-        blocks = 2 * min(launch.multiprocessors(device) // 2, pairs)
+        kernel = launch.kernel("rope_rows", "rope_rows", named, MANY_THREADS, shared, x.get_device())
+        blocks, sizes = products.tiled(x, weight.shape[0], WIDE, WIDE // 2)
         where = launch.addresses(bias, q, k_cache, v_cache, slots, cos, sin, q_scale)
-        sizes = (tokens, rows, -(-columns // DEPTH), -(-rows // WIDE), WIDE, WIDE // 2)
-        heads_of = (heads, kv_heads, k_cache.shape[2].bit_length() - 1, 0)
+        heads_of = (heads, kv_heads, page.bit_length() - 1, 0)
         work = struct.pack("=8Q3q10i", *where, *k_cache.stride()[:3], *sizes, *heads_of)
         kernel.launch(blocks, products.box_map(x, TILE_ROWS), products.box_map(weight, WIDE // 2), work, early=True)
     return q
