@@ -169,7 +169,8 @@ def _to_qkv(layer: Any, b: Batch) -> None:
 
 def _to_o(layer: Any, b: Batch) -> None:
     attn = layer.attn
-    b.given = attn.mix(attn.rotate(attn.qkv_proj(b.given, b.step), b.rope, b.step), b.step)
+    where = attn.rotate.where(b.rope, b.step)
+    b.given = attn.mix(attn.rotate(attn.qkv_proj(b.given, b.step), where, b.step), b.step)
 
 
 def _to_up(layer: Any, b: Batch) -> None:
