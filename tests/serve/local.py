@@ -20,6 +20,7 @@ from modelmill.serve.engine import Engine
 from modelmill.serve.message import Open
 from modelmill.serve.worker import Inbox, Wire, Worker, ready
 from tests.runtime import tiny
+from tests.serve.running import patient
 
 
 class Thread:
@@ -85,7 +86,7 @@ def language(*_: Any) -> Language:
 async def served(launcher: Launcher | None = None, queue: int = 64) -> Any:
     """An engine that is ready, and its launcher."""
     launcher = launcher or Launcher()
-    engine = Engine("tiny", Open("tiny", {}, {}), queue=queue, start=launcher, read=language, pause=0.001)
+    engine = patient(Engine("tiny", Open("tiny", {}, {}), queue=queue, start=launcher, read=language, pause=0.001))
     task = asyncio.create_task(engine.run())
     await engine.settled.wait()
     try:

@@ -105,7 +105,7 @@ class Serving:
     def until_waiting(self, count: int, seconds: float = PATIENCE) -> None:
         """Until so many prompts wait for their turn."""
         deadline, waiting = time.monotonic() + seconds, re.compile(r"num_requests_waiting{[^}]*} ([0-9.]+)")
-        while float(waiting.findall(self.ask("/metrics")[1])[0]) < count:
+        while not (found := waiting.findall(self.ask("/metrics")[1])) or float(found[0]) < count:
             assert time.monotonic() < deadline, f"no {count} prompts ever wait"
             time.sleep(0.01)
 

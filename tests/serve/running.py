@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,10 +13,17 @@ from modelmill.serve.app import make_app
 from modelmill.serve.engine import Engine
 from modelmill.serve.message import Open
 from modelmill.serve.service import Limits, Service
+from tests.patience import PATIENCE
 from tests.serve.asgi import Client, Response
 
 T = TypeVar("T")
 RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 16, "kv_cache_bytes": 8 << 20}
+
+
+def patient(engine: Engine) -> Engine:
+    """The same, that waits for its worker's numbers; it would tell the last ones, or none, after a second."""
+    engine.stats = functools.partial(engine.stats, PATIENCE)  # type: ignore[method-assign]
+    return engine
 
 
 class Running:
@@ -30,7 +38,7 @@ class Running:
         self.client = Client(make_app(self.service))
 
     async def _make(self, path: Path, limits: Limits, template: str | None, run: dict[str, Any]) -> Service:
-        engine = Engine("stories", Open(str(path), {}, run, template=template), queue=512)
+        engine = patient(Engine("stories", Open(str(path), {}, run, template=template), queue=512))
         self._task = asyncio.create_task(engine.run())
         await engine.settled.wait()
         assert engine.error is None, engine.error

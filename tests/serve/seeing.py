@@ -14,7 +14,7 @@ import PIL.Image
 from modelmill.serve.engine import Engine
 from modelmill.serve.message import Open
 from modelmill.serve.service import Limits, Service
-from tests.serve.running import RUN, Running
+from tests.serve.running import RUN, Running, patient
 
 
 class Seeing(Running):
@@ -27,7 +27,8 @@ class Seeing(Running):
 
     async def _make(self, path: Path, limits: Limits, template: str | None, run: dict[str, Any]) -> Service:
         service = await super()._make(path, limits, template, run)
-        eye = Engine("sam", Open(str(self._sam), {}, RUN, **{"most_pixels": 1 << 20, **self._order}), queue=16)
+        order = Open(str(self._sam), {}, RUN, **{"most_pixels": 1 << 20, **self._order})
+        eye = patient(Engine("sam", order, queue=16))
         self._second = asyncio.create_task(eye.run())
         await eye.settled.wait()
         assert eye.error is None, eye.error

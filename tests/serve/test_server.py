@@ -76,11 +76,12 @@ def test_the_openai_client_for_asyncio(server: Serving) -> None:
 
 def test_loading_is_told_and_requests_are_refused_meanwhile(stories: Path) -> None:
     with Serving(stories, ready=False) as serving:
-        status, body, headers = serving.ask("/health")
-        if status == 503:
-            assert body["status"] == "loading"
+        status, body, _ = serving.ask("/health")
+        refused = serving.ask("/v1/completions", {**LONG, "max_tokens": 1})
+        if serving.ask("/health")[0] == 503:  # it was loading all the time
+            assert (status, body["status"]) == (503, "loading")
             assert body["engines"][0]["progress"].keys() == {"stage", "done", "total"}
-            status, body, headers = serving.ask("/v1/completions", LONG)
+            status, body, headers = refused
             assert (status, body["error"]["code"]) == (503, "not_ready")
             assert "retry-after" in headers
         serving.wait(200)
@@ -98,12 +99,15 @@ def test_health_without_a_body_and_more_connections_than_a_shell_allows(server: 
 
 def test_sigterm_lets_running_answers_finish(stories: Path) -> None:
     with Serving(stories, "--shutdown-timeout", 60) as serving:
+        (worker,) = serving.workers
+        worker.suspend()
         sock = serving.begin("/v1/completions", {**LONG, "stream": True})
-        head = sock.recv(1 << 16)
+        head = sock.recv(1 << 16)  # it was taken
         serving.process.send_signal(signal.SIGTERM)
         serving.wait(503, PATIENCE)
         status, body, _ = serving.ask("/v1/completions", LONG)
         assert (status, body["error"]["code"]) == (503, "draining")
+        worker.resume()
         told = head + rest(sock)
         sock.close()
         assert b'"finish_reason":"length"' in told
@@ -138,12 +142,18 @@ def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
 def test_a_worker_that_is_killed(server: Serving) -> None:
     """Running answers end with an error, /health tells, and the next request is served."""
     (worker,) = server.workers
+    worker.suspend()
     stream = server.begin("/v1/completions", {**LONG, "n": 8, "stream": True})
     whole = server.begin("/v1/completions", {**LONG, "n": 8})
     told = stream.recv(1 << 12)
     worker.kill()
-    body = server.wait(503, PATIENCE)
-    assert body["engines"][0]["state"] == "restarting"
+    with soon():
+        while True:
+            status, body, _ = server.ask("/health")
+            (engine,) = body["engines"]
+            if status == 503 or engine["restarts"]:
+                break
+    assert engine["restarts"] or engine["state"] == "restarting"
     told += rest_of_chunked(stream)
     assert b'data: {"error"' in told
     assert b"engine_restarted" in told

@@ -110,6 +110,7 @@ def killed_while_loading(engine: Path, flags: Sequence[str]) -> dict[str, Any]:
             if time.monotonic() > deadline:
                 raise Failed("no worker has been started")
             time.sleep(0.005)
+        workers[0].suspend()  # or it may be ready before anybody has asked
         status, _ = server.ask("/health")
         workers[0].kill()
         code = server.end()

@@ -69,7 +69,7 @@ class Server:
             raise Failed(f"the server has not ended within {seconds} s") from None
         return self.process.returncode
 
-    def left(self, seconds: float = 5) -> list[int]:
+    def left(self, seconds: float = 30) -> list[int]:
         """Processes of it that still run, so long after they should not."""
         _, alive = psutil.wait_procs([each for each in self._seen if each.pid != self.process.pid], seconds)
         return [each.pid for each in alive]
