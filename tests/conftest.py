@@ -5,15 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # where a GPU is there may be pytest alone
+    settings = None  # type: ignore[assignment, misc]
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The same examples in every run, however slow the machine is; --hypothesis-profile=search draws new ones.
-_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", _PATIENT, derandomize=True)
-settings.register_profile("search", _PATIENT)
-settings.load_profile("same")
+if settings is not None:
+    # The same examples in every run, however slow the machine is; --hypothesis-profile=search draws new ones.
+    _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("same", _PATIENT, derandomize=True)
+    settings.register_profile("search", _PATIENT)
+    settings.load_profile("same")
 
 
 def shared_dir() -> Path | None:
