@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
 from types import ModuleType
 
 
 def names(package: str) -> list[str]:
     """Names of the modules in a package folder, without importing them, private ones left out."""
-    path = importlib.import_module(package).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+    return list(_listed(tuple(importlib.import_module(package).__path__)))
+
+
+@cache  # an engine that is opened asks thousands of times, and folders of an installed package stay as they are
+def _listed(folders: tuple[str, ...]) -> list[str]:
+    return sorted(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))
 
 
 def find(package: str, name: str) -> ModuleType | None:
