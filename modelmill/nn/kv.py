@@ -10,12 +10,15 @@ but has neither the range for an outlier of 1e6 nor the digits for a row of 1e-4
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SCALE = torch.float32
+_LINE = 64  # bytes of a line of a CPU's cache, to which torch aligns its own memory
 
 
 def held_dtype(name: str, activations: torch.dtype) -> torch.dtype:
@@ -52,11 +55,11 @@ class KVCache:
 
     @staticmethod
     def allocate(shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: str) -> KVCache:
-        """Zeroed pages, so that nothing reads what nobody wrote."""
+        """Zeroed pages, so that nothing reads what nobody wrote. In RAM one takes no memory until it is written."""
         size = (pages, shape.kv_heads, page_size, shape.head_dim)
 
         def zeros(size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers) -> tuple[torch.Tensor, ...]:
-            return tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(count))
+            return tuple(_zeros(size, dtype, device) for _ in range(count))
 
         scales = shape.layers if dtype in DTYPES.values() else 0
         k_scale, v_scale = zeros(size[:3], _SCALE, scales), zeros(size[:3], _SCALE, scales)
@@ -80,3 +83,13 @@ class KVCache:
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """One layer's scales of keys and of values; None where the pages need none."""
         return (self.k_scale[layer], self.v_scale[layer]) if self.k_scale else (None, None)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """``torch.zeros``; on the CPU, where that writes every byte, NumPy's, whose memory the system has zeroed unread."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    nbytes = math.prod(size) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(nbytes + _LINE, np.uint8))
+    start = -raw.data_ptr() % _LINE
+    return raw[start : start + nbytes].view(dtype).view(size)

@@ -148,25 +148,28 @@ def reference(op: str) -> Callable[..., Any]:
 
 def variants(op: str) -> dict[str, ModuleType]:
     """Every faster variant of an op, by shelf name; those whose packages are absent are left out."""
-    found = {}
-    for shelf in SHELVES:
-        try:
-            module = find(f"modelmill.ops.{shelf}", op)
-        except ModuleNotFoundError as absent:
-            # a package that is not installed is no fault; a file of ours that cannot be imported is
-            if (absent.name or "").startswith("modelmill"):
-                raise
-            continue
-        if module is not None:
-            found[shelf] = module
-    return found
+    found = {shelf: variant(op, shelf) for shelf in SHELVES}
+    return {shelf: module for shelf, module in found.items() if module is not None}
+
+
+def variant(op: str, shelf: str) -> ModuleType | None:
+    """One shelf's variant of an op; None where it has none, or where a package that it needs is absent."""
+    if shelf not in SHELVES:
+        return None
+    try:
+        return find(f"modelmill.ops.{shelf}", op)
+    except ModuleNotFoundError as absent:
+        # a package that is not installed is no fault; a file of ours that cannot be imported is
+        if (absent.name or "").startswith("modelmill"):
+            raise
+        return None
 
 
 def forms(op: str, chosen: str) -> list[Callable[..., Any]]:
     """``forms`` of the variant that was chosen and of those behind it, where they have any."""
     names = SHELVES[SHELVES.index(chosen) :] if chosen in SHELVES else ()
-    offered = variants(op)
-    return [offered[name].forms for name in names if hasattr(offered.get(name), "forms")]
+    offered = {name: variant(op, name) for name in names}
+    return [module.forms for module in offered.values() if module is not None and hasattr(module, "forms")]
 
 
 def resolve(device: str, overrides: Mapping[str, str] | None = None, tuning: Tuning | None = None) -> Ops:
@@ -208,13 +211,14 @@ def _pick_span(
     if wanted == "torch":
         return None
     shelf = _shelf_of(spanned)
-    offered = variants(op).get(shelf or "")
+    offered = variant(op, shelf) if shelf is not None else None
     reason = "no such variant" if offered is None else offered.available(kind)
     if reason is None and offered is not None and wanted in (None, shelf):
         plain = (lambda *_, **__: None) if op in _PARTIAL else reference(op)
         order = PREFERENCE[kind]
         for name in reversed(_usable(op, order[order.index(shelf) + 1 :], kind, forced=False)):
-            behind = variants(op)[name]
+            behind = variant(op, name)
+            assert behind is not None
             plain = _guarded(behind, _tuned(op, behind, tuning), plain)
         return _guarded(offered, _tuned(op, offered, tuning), plain)
     if wanted is not None:
@@ -226,7 +230,7 @@ def _shelf_of(spanned: Mapping[str, str]) -> str | None:
     """The shelf that the first of these ops comes from, where the others do, too, or that shelf has none of them."""
     shelf = next(iter(spanned.values()))
     strays = [op for op, variant in spanned.items() if variant != shelf]
-    same = all(spanned[op] != "torch" and shelf not in variants(op) for op in strays)
+    same = all(spanned[op] != "torch" and variant(op, shelf) is None for op in strays)
     return shelf if same and shelf != "torch" else None
 
 
@@ -234,30 +238,31 @@ def _pick(
     op: str, wanted: tuple[str, ...], kind: str, tuning: Tuning | None, *, forced: bool
 ) -> tuple[Callable[..., Any], str]:
     """The first variant that can run, and its name; what it does not serve goes to those behind it."""
-    offered = variants(op)
     serve, chosen = reference(op), "torch"
     behind: Callable[..., Any] | None = None
     for name in reversed(_usable(op, wanted, kind, forced=forced)):
-        run = _tuned(op, offered[name], tuning)
-        if behind is not None and getattr(offered[name], "SHARES", False):
+        module = variant(op, name)
+        assert module is not None
+        run = _tuned(op, module, tuning)
+        if behind is not None and getattr(module, "SHARES", False):
             run = functools.partial(run, rest=behind)
-        serve, chosen, behind = _guarded(offered[name], run, serve), name, run
+        serve, chosen, behind = _guarded(module, run, serve), name, run
     return serve, chosen
 
 
 def _usable(op: str, wanted: tuple[str, ...], kind: str, *, forced: bool) -> list[str]:
     """Names of the variants that can run on ``kind``, best first; behind a forced one come those less preferred."""
-    offered = variants(op)
     found = []
     for name in wanted:
         if name == "torch":
             break
-        reason = offered[name].available(kind) if name in offered else "no such variant"
+        module = variant(op, name)
+        reason = "no such variant" if module is None else module.available(kind)
         if reason is None:
             found.append(name)
         elif forced:
             raise UsageError(
-                f"--kernel {op}={name} cannot be used on {kind}: {reason}; there are torch, {', '.join(offered)}"
+                f"--kernel {op}={name} cannot be used on {kind}: {reason}; there are torch, {', '.join(variants(op))}"
             )
     if forced and found and found[0] in PREFERENCE[kind]:
         order = PREFERENCE[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
@@ -23,6 +24,21 @@ def test_a_page_costs_what_is_allocated(name: str) -> None:
     assert all(scale is None for scale in cache.scales(1)) == (name == "auto")
     if name != "auto":
         assert SHAPE.page_bytes(16, dtype) == 2 * 3 * 2 * 16 * (64 + 4)
+
+
+@pytest.mark.parametrize("name", ["auto", *KINDS])
+def test_pages_in_ram_are_backed_by_memory_once_they_are_written(name: str) -> None:
+    """A gigabyte is there at once: zeros are not written where the system hands out zeros."""
+    dtype = held_dtype(name, torch.bfloat16)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = KVCache.allocate(SHAPE, (1 << 30) // SHAPE.page_bytes(16, dtype), 16, dtype, "cpu")
+    assert process.memory_info().rss - before < 1 << 26
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in cache.tensors), "as torch's own"
+    for tensor in cache.tensors:
+        assert not tensor[-1].float().any()
+        tensor[-1] = 1
+    assert not any(tensor[-2].float().any() for tensor in cache.tensors), "each has its own memory"
 
 
 @pytest.mark.parametrize("kind", list(LARGEST))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +58,7 @@ def _variant(name: str, log: list[tuple[str, object]], least: int, **more: objec
 
 
 def _shelf_of(monkeypatch: pytest.MonkeyPatch, **offered: SimpleNamespace) -> None:
-    monkeypatch.setattr(shelf, "variants", lambda op: offered if op == "paged_attention" else {})
+    monkeypatch.setattr(shelf, "variant", lambda op, name: offered.get(name) if op == "paged_attention" else None)
     monkeypatch.setattr(shelf, "reference", lambda op: lambda *args, **kwargs: "torch")
 
 
@@ -87,6 +89,12 @@ def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.Mo
     _shelf_of(monkeypatch, cuda=first)  # nobody but the reference behind it, which fills nothing in
     shelf.resolve("cuda").paged_attention(3)
     assert log == [("cuda", second.run), ("cuda", None)]
+
+
+def test_kernels_of_another_device_are_not_imported() -> None:
+    """Triton takes a second, and no kernel of its is ever chosen on a CPU."""
+    code = "import sys; from modelmill.ops import shelf; shelf.resolve('cpu'); assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(("error", "says"), [(ModuleNotFoundError("x", name="triton"), None), (ImportError("y"), "y")])
