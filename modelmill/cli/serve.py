@@ -192,8 +192,8 @@ def _orders(args: Args) -> list[Open]:
             if view and at != place
         )
         order = Open(
-            str(path), _build(args, path), run, args.warm_up, args.chat_template, later, aside,
-            args.image_cache_bytes, args.max_image_pixels,
+            str(path), _build(args, path), run, args.warm_up, args.chat_template, later, views[:place].count(False),
+            aside, args.image_cache_bytes, args.max_image_pixels,
         )  # fmt: skip
         orders.append(order)
     return orders

@@ -25,14 +25,15 @@ def for_viewer(weights: int, embeddings: int) -> int:
     return weights + embeddings + VIEWER_BYTES
 
 
-def on_cpu(config: RunConfig, free: int, others: Sequence[int], aside: int = 0) -> RunConfig:
+def on_cpu(config: RunConfig, free: int, others: int, aside: int = 0) -> RunConfig:
     """``config`` with this engine's part of the KV bytes. free: what KV caches may take now, all together.
 
+    others: how many engines with a KV cache there are beside it; those that have loaded take memory only as they write.
     aside: what of the memory segmentation engines take; it is not in ``free`` any more.
     """
     if config.kv_cache_bytes is not None or not (others or aside):
         return config
-    return replace(config, kv_cache_bytes=max(free // (1 + len(others)), 1))
+    return replace(config, kv_cache_bytes=max(free // (1 + others), 1))
 
 
 def on_cuda(config: RunConfig, free: int, total: int, mine: int, others: Sequence[int], aside: int = 0) -> RunConfig:

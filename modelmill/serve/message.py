@@ -27,8 +27,8 @@ class Open:
     """Open an engine. model: engine folder or checkpoint. build: BuildConfig fields for a checkpoint; run: RunConfig's.
 
     warm: record decode graphs before the first request. others: bytes of weights of the language engines that load
-    after it; aside: what segmentation engines take beside it. template: a chat template in place of the engine's own.
-    image_cache: bytes for embeddings of pictures; most_pixels: of a picture.
+    after it; earlier: how many loaded before it; aside: what segmentation engines take beside it. template: a chat
+    template in place of the engine's own. image_cache: bytes for embeddings of pictures; most_pixels: of a picture.
     """
 
     model: str
@@ -37,6 +37,7 @@ class Open:
     warm: bool = True
     template: str | None = None
     others: tuple[int, ...] = ()
+    earlier: int = 0
     aside: int = 0
     image_cache: int = 64 << 20
     most_pixels: int = 50_000_000

@@ -272,7 +272,8 @@ def _budgeted(config: RunConfig, mine: int, order: Open) -> RunConfig:
     """``config`` with this engine's part of the memory."""
     device = pick_device(config.device)
     if device == "cpu":
-        return budget.on_cpu(config, free_on_cpu(aside=order.aside), order.others, order.aside)
+        beside = order.earlier + len(order.others)
+        return budget.on_cpu(config, free_on_cpu(aside=order.aside), beside, order.aside)
     import torch
 
     free, total = torch.cuda.mem_get_info(torch.device(device))

@@ -28,13 +28,13 @@ def test_kv_bytes_that_were_given_are_for_all() -> None:
     assert budget.parted(RunConfig(kv_cache_bytes=9000), 1).kv_cache_bytes == 9000
     assert budget.parted(RunConfig(), 3).kv_cache_bytes is None
     given = RunConfig(kv_cache_bytes=3000)
-    assert budget.on_cpu(given, 10**9, [1, 2]) is given
+    assert budget.on_cpu(given, 10**9, 2) is given
     assert budget.on_cuda(given, 10**9, 10**9, 5, [1, 2]) is given
 
 
 def test_on_a_cpu_the_rest_is_divided() -> None:
-    assert budget.on_cpu(RunConfig(), 900, [1, 1]).kv_cache_bytes == 300
-    assert budget.on_cpu(RunConfig(), 900, []).kv_cache_bytes is None
+    assert budget.on_cpu(RunConfig(), 900, 2).kv_cache_bytes == 300
+    assert budget.on_cpu(RunConfig(), 900, 0).kv_cache_bytes is None
 
 
 def test_room_is_left_for_engines_that_segment() -> None:
@@ -43,5 +43,5 @@ def test_room_is_left_for_engines_that_segment() -> None:
     aside = budget.for_viewer(3 * GIB, GIB)
     own = budget.on_cuda(RunConfig(gpu_memory_utilization=0.9), total - GIB, total, mine, [], aside)
     assert abs(int(total * own.gpu_memory_utilization) + aside - int(0.9 * total)) < 1024
-    assert budget.on_cpu(RunConfig(), 900, [], aside).kv_cache_bytes == 900
-    assert budget.on_cpu(RunConfig(), 900, [1], aside).kv_cache_bytes == 450
+    assert budget.on_cpu(RunConfig(), 900, 0, aside).kv_cache_bytes == 900
+    assert budget.on_cpu(RunConfig(), 900, 1, aside).kv_cache_bytes == 450

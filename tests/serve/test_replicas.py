@@ -106,8 +106,11 @@ def test_memory_of_beginnings_is_bounded() -> None:
 
 
 def test_plans() -> None:
-    plan = Plan(("m",), (Open("/m", {}, {}, others=(7,)),), 8, 1024, "info")
-    assert plan.beside(3).orders[0].others == (7, 0, 0)
+    orders = (Open("/m", {}, {}, others=(7,)), Open("/n", {}, {}, earlier=1))
+    parts = [
+        1 + order.earlier + len(order.others) for order in Plan(("m", "n"), orders, 8, 1024, "info").beside(3).orders
+    ]
+    assert parts == [6, 6], "three replicas of two engines"
     assert [Shape(2, 4, device).gpus(there) for device in ("auto", "cuda", "cpu") for there in (0, 8)] == [
         0, 4, 4, 4, 0, 0,
     ]  # fmt: skip

@@ -25,8 +25,12 @@ class Plan:
 
     def beside(self, count: int) -> Plan:
         """For one of ``count`` replicas that load at once on one machine: each takes its part of the memory."""
-        orders = (replace(order, others=(*order.others, *(0,) * (count - 1))) for order in self.orders)
-        return replace(self, orders=tuple(orders))
+
+        def parted(order: Open) -> Open:
+            engines = 1 + order.earlier + len(order.others)
+            return replace(order, others=(*order.others, *(0,) * (engines * (count - 1))))
+
+        return replace(self, orders=tuple(map(parted, self.orders)))
 
 
 @dataclass(frozen=True)
