@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from modelmill.cli import serve
 from modelmill.core.config import RunConfig
 from modelmill.serve import budget
 
@@ -45,3 +49,15 @@ def test_room_is_left_for_engines_that_segment() -> None:
     assert abs(int(total * own.gpu_memory_utilization) + aside - int(0.9 * total)) < 1024
     assert budget.on_cpu(RunConfig(), 900, 0, aside).kv_cache_bytes == 900
     assert budget.on_cpu(RunConfig(), 900, 1, aside).kv_cache_bytes == 450
+
+
+def test_each_engine_knows_who_loads_before_it_and_after(tmp_path: Path) -> None:
+    """Two that write text, around one that segments, which has no KV cache."""
+    paths = [tmp_path / name for name in ("first", "eyes", "last")]
+    for path, kind in zip(paths, ("language", "segmentation", "language"), strict=True):
+        path.mkdir()
+        (path / "manifest.json").write_text(json.dumps({"kind": kind}))
+    first, _, last = serve._orders(serve.Args(engines=tuple(paths)))
+    assert (first.earlier, len(first.others)) == (0, 1)
+    assert (last.earlier, len(last.others)) == (1, 0)
+    assert 0 < last.aside < first.aside, "it holds its weights by then"
