@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
+KERNELS := tests/ops tests/accept tests/build
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-gpu test-triton test-ray test-browser verify conformance performance lint clean
+.PHONY: demo demo-sam quantization test test-kernels test-rest test-gpu test-triton test-ray test-browser verify conformance performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -21,8 +22,17 @@ demo-sam: $(VENV)/.core
 	test -e $(SAM_ENGINE) || $(BIN)/modelmill build $(WEIGHTS) -o $(SAM_ENGINE)
 	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
+# the tests in two halves, side by side, since most keep one core busy; grep passes whole lines on
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory -j2 test-kernels test-rest
+
+test-kernels test-rest: SHELL := bash
+test-kernels test-rest: .SHELLFLAGS := -o pipefail -c
+test-kernels: $(VENV)/.test
+	$(BIN)/python -m pytest $(KERNELS) 2>&1 | grep --line-buffered ''
+
+test-rest: $(VENV)/.test
+	$(BIN)/python -m pytest tests $(KERNELS:%=--ignore=%) 2>&1 | grep --line-buffered ''
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check modelmill tests benchmarks tools examples

@@ -55,7 +55,7 @@ class KVCache:
 
     @staticmethod
     def allocate(shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: str) -> KVCache:
-        """Zeroed pages, so that nothing reads what nobody wrote. In RAM one takes no memory until it is written."""
+        """Zeroed pages, so that nothing reads what nobody wrote. In RAM one is backed once it is written."""
         size = (pages, shape.kv_heads, page_size, shape.head_dim)
 
         def zeros(size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers) -> tuple[torch.Tensor, ...]:

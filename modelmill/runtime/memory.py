@@ -24,7 +24,7 @@ def count_pages(
 ) -> int:
     """Pages of the KV cache of a loaded model: what was asked for, or what its device has free.
 
-    Raises CapacityError where not even one sequence, or one step, fits.
+    Raises CapacityError where not even one sequence, or one step, fits, or where more is asked for than there is.
     """
     held, device = weight_bytes(model), device_of(model)
     if config.kv_cache_bytes is not None:
@@ -39,7 +39,12 @@ def count_pages(
             ) from None
     else:
         free = free_on_cpu(mesh.size)
-    return page_count(model.kv, kv_dtype, config, max_model_len, free, held, mesh)  # type: ignore[arg-type]
+    shape = model.kv
+    assert isinstance(shape, KVShape)
+    pages = page_count(shape, kv_dtype, config, max_model_len, free, held, mesh)
+    if device == "cpu":
+        _refuse_more_than_there_is((pages + 1) * shape.page_bytes(config.page_size, kv_dtype) * mesh.size)
+    return pages
 
 
 def page_count(
@@ -71,6 +76,16 @@ def page_count(
             f"{source} {byte_text(max(given, 0))}{held}; {advice}"
         )
     return pages
+
+
+def _refuse_more_than_there_is(wanted: int) -> None:
+    """Pages in RAM are backed as they are written: too many would end the process in the middle of an answer."""
+    total = psutil.virtual_memory().total
+    if wanted > total:
+        raise CapacityError(
+            f"the KV cache would take {byte_text(wanted)}, and this machine has {byte_text(total)} of memory; "
+            "lower --kv-cache-bytes"
+        )
 
 
 def free_on_cpu(ranks: int = 1, aside: int = 0) -> int:

@@ -273,7 +273,7 @@ def _budgeted(config: RunConfig, mine: int, order: Open) -> RunConfig:
     device = pick_device(config.device)
     if device == "cpu":
         beside = order.earlier + len(order.others)
-        return budget.on_cpu(config, free_on_cpu(aside=order.aside), beside, order.aside)
+        return budget.on_cpu(config, free_on_cpu(config.tp, order.aside), beside, order.aside)
     import torch
 
     free, total = torch.cuda.mem_get_info(torch.device(device))

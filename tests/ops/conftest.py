@@ -69,18 +69,22 @@ def _mend_interpreter() -> None:
 def _patch_once(interpreter: Any) -> None:
     """Triton's language is patched once a launch, not again at every call of a function in it: twice as fast."""
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[tuple[str, ...]] = set()
+    languages = (interpreter.tl, interpreter.tl.core)
+    patched: set[frozenset[int]] = set()
 
     def patch_new(fn: Any) -> Any:
-        spoken = tuple(name for name in ("tl", "core") if name in fn.__globals__)
-        if not spoken or spoken not in patched:
+        spoken = frozenset(id(value) for value in fn.__globals__.values() if any(value is each for each in languages))
+        if spoken not in patched:
             patched.add(spoken)
             return patch(fn)
         return None  # what the patch of a call returns is not used
 
     def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()  # the launch before has taken its patches back
-        launch(self, *args, **kwargs)
+        patched.clear()
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            patched.clear()  # the launch takes its patches back
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
 

@@ -70,7 +70,7 @@ def test_the_cache_write_rounds_as_the_reference(device: str, kind: torch.dtype,
                 assert apart <= (0.0 if part == "v" else TURNED_APART[dtype]), f"{label}: {apart}"
                 steps = (mine[f"{part}_cache"].float() - truth[f"{part}_cache"].float())[written].abs()
                 assert float(steps.max()) <= (1.0 if kind is torch.int8 else 32.0), label
-        ran += 1
+            ran += 1
     if not ran:
         pytest.skip("no variant runs here")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -44,6 +46,14 @@ def test_too_little_says_what_would_fit() -> None:
         page_count(SHAPE, torch.float32, RunConfig(), 100, 6 * size)
     with pytest.raises(CapacityError, match="smaller model"):
         page_count(SHAPE, torch.float32, RunConfig(), 100, -5)
+
+
+def test_more_than_there_is_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelmill.runtime.memory.psutil.virtual_memory", lambda: SimpleNamespace(total=1 << 16))
+    with pytest.raises(CapacityError, match=r"would take 8\.00 MiB, .* has 64\.00 KiB"):
+        Loop(tiny.decoder(), RunConfig(kv_cache_bytes=1 << 30))
+    # what the limits can never use is not asked for
+    assert Loop(tiny.decoder(), RunConfig(kv_cache_bytes=1 << 30, max_num_seqs=1, max_model_len=16)).num_pages == 1
 
 
 def test_options_that_make_no_sense() -> None:
