@@ -11,14 +11,13 @@ but has neither the range for an outlier of 1e6 nor the digits for a row of 1e-4
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SCALE = torch.float32
-_LINE = 64  # bytes of a line of a CPU's cache, to which torch aligns its own memory
 
 
 def held_dtype(name: str, activations: torch.dtype) -> torch.dtype:
@@ -55,7 +54,7 @@ class KVCache:
 
     @staticmethod
     def allocate(shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: str) -> KVCache:
-        """Zeroed pages, so that nothing reads what nobody wrote. In RAM one is backed once it is written."""
+        """Zeroed pages, so that nothing reads what nobody wrote. In RAM they are backed once they are written."""
         size = (pages, shape.kv_heads, page_size, shape.head_dim)
 
         def zeros(size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers) -> tuple[torch.Tensor, ...]:
@@ -86,10 +85,10 @@ class KVCache:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """``torch.zeros``; on the CPU, where that writes every byte, NumPy's, whose memory the system has zeroed unread."""
+    """``torch.zeros``; on the CPU, where that writes every byte, pages of the system's, which are zero unwritten."""
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    nbytes = math.prod(size) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(nbytes + _LINE, np.uint8))
-    start = -raw.data_ptr() % _LINE
-    return raw[start : start + nbytes].view(dtype).view(size)
+    count = max(math.prod(size), 1)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    pages = mmap.mmap(-1, count * dtype.itemsize, **private)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype)[: math.prod(size)].view(size)
