@@ -4,10 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
-KERNELS := tests/ops tests/accept tests/build
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-kernels test-rest test-gpu test-triton test-ray test-browser verify conformance performance lint clean
+.PHONY: demo demo-sam quantization test test-half test-rest test-gpu test-triton test-ray test-browser verify conformance performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -22,17 +21,18 @@ demo-sam: $(VENV)/.core
 	test -e $(SAM_ENGINE) || $(BIN)/modelmill build $(WEIGHTS) -o $(SAM_ENGINE)
 	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
+HALF := tests/ops tests/accept tests/build
 # the tests in two halves, side by side, since most keep one core busy; grep passes whole lines on
 test: $(VENV)/.test lint
-	$(MAKE) --no-print-directory -j2 test-kernels test-rest
+	$(MAKE) --no-print-directory -j2 test-half test-rest
 
-test-kernels test-rest: SHELL := bash
-test-kernels test-rest: .SHELLFLAGS := -o pipefail -c
-test-kernels: $(VENV)/.test
-	$(BIN)/python -m pytest $(KERNELS) 2>&1 | grep --line-buffered ''
+test-half test-rest: SHELL := bash
+test-half test-rest: .SHELLFLAGS := -o pipefail -c
+test-half: $(VENV)/.test
+	$(BIN)/python -m pytest $(HALF) 2>&1 | grep --line-buffered ''
 
 test-rest: $(VENV)/.test
-	$(BIN)/python -m pytest tests $(KERNELS:%=--ignore=%) 2>&1 | grep --line-buffered ''
+	$(BIN)/python -m pytest tests $(HALF:%=--ignore=%) 2>&1 | grep --line-buffered ''
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check modelmill tests benchmarks tools examples

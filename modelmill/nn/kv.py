@@ -88,7 +88,7 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tens
     """``torch.zeros``; on the CPU, where that writes every byte, pages of the system's, which are zero unwritten."""
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    count = max(math.prod(size), 1)
+    count = math.prod(size)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    pages = mmap.mmap(-1, count * dtype.itemsize, **private)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype)[: math.prod(size)].view(size)
+    pages = mmap.mmap(-1, max(count, 1) * dtype.itemsize, **private)
+    return torch.frombuffer(pages, dtype=dtype)[:count].view(size)

@@ -18,7 +18,7 @@ computes. A faster variant is a file of the same name in ``ops/cpu``, ``ops/trit
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -146,9 +146,9 @@ def reference(op: str) -> Callable[..., Any]:
     return getattr(import_module(f"modelmill.ops.{op}"), op)
 
 
-def variants(op: str) -> dict[str, ModuleType]:
-    """Every faster variant of an op, by shelf name; those whose packages are absent are left out."""
-    found = {shelf: variant(op, shelf) for shelf in SHELVES}
+def variants(op: str, shelves: Iterable[str] = SHELVES) -> dict[str, ModuleType]:
+    """Faster variants of an op, by shelf name; those whose packages are absent are left out."""
+    found = {shelf: variant(op, shelf) for shelf in shelves}
     return {shelf: module for shelf, module in found.items() if module is not None}
 
 
@@ -168,8 +168,8 @@ def variant(op: str, shelf: str) -> ModuleType | None:
 def forms(op: str, chosen: str) -> list[Callable[..., Any]]:
     """``forms`` of the variant that was chosen and of those behind it, where they have any."""
     names = SHELVES[SHELVES.index(chosen) :] if chosen in SHELVES else ()
-    offered = {name: variant(op, name) for name in names}
-    return [module.forms for module in offered.values() if module is not None and hasattr(module, "forms")]
+    offered = variants(op, names)
+    return [module.forms for module in offered.values() if hasattr(module, "forms")]
 
 
 def resolve(device: str, overrides: Mapping[str, str] | None = None, tuning: Tuning | None = None) -> Ops:
@@ -211,14 +211,12 @@ def _pick_span(
     if wanted == "torch":
         return None
     shelf = _shelf_of(spanned)
-    offered = variant(op, shelf) if shelf is not None else None
+    offered = variant(op, shelf or "torch")
     reason = "no such variant" if offered is None else offered.available(kind)
     if reason is None and offered is not None and wanted in (None, shelf):
         plain = (lambda *_, **__: None) if op in _PARTIAL else reference(op)
         order = PREFERENCE[kind]
-        for name in reversed(_usable(op, order[order.index(shelf) + 1 :], kind, forced=False)):
-            behind = variant(op, name)
-            assert behind is not None
+        for behind in reversed(_usable(op, order[order.index(shelf) + 1 :], kind, forced=False).values()):
             plain = _guarded(behind, _tuned(op, behind, tuning), plain)
         return _guarded(offered, _tuned(op, offered, tuning), plain)
     if wanted is not None:
@@ -229,7 +227,7 @@ def _pick_span(
 def _shelf_of(spanned: Mapping[str, str]) -> str | None:
     """The shelf that the first of these ops comes from, where the others do, too, or that shelf has none of them."""
     shelf = next(iter(spanned.values()))
-    strays = [op for op, variant in spanned.items() if variant != shelf]
+    strays = [op for op, chosen in spanned.items() if chosen != shelf]
     same = all(spanned[op] != "torch" and variant(op, shelf) is None for op in strays)
     return shelf if same and shelf != "torch" else None
 
@@ -240,9 +238,7 @@ def _pick(
     """The first variant that can run, and its name; what it does not serve goes to those behind it."""
     serve, chosen = reference(op), "torch"
     behind: Callable[..., Any] | None = None
-    for name in reversed(_usable(op, wanted, kind, forced=forced)):
-        module = variant(op, name)
-        assert module is not None
+    for name, module in reversed(_usable(op, wanted, kind, forced=forced).items()):
         run = _tuned(op, module, tuning)
         if behind is not None and getattr(module, "SHARES", False):
             run = functools.partial(run, rest=behind)
@@ -250,23 +246,23 @@ def _pick(
     return serve, chosen
 
 
-def _usable(op: str, wanted: tuple[str, ...], kind: str, *, forced: bool) -> list[str]:
-    """Names of the variants that can run on ``kind``, best first; behind a forced one come those less preferred."""
-    found = []
+def _usable(op: str, wanted: tuple[str, ...], kind: str, *, forced: bool) -> dict[str, ModuleType]:
+    """The variants that can run on ``kind``, best first; behind a forced one come those less preferred."""
+    found: dict[str, ModuleType] = {}
     for name in wanted:
         if name == "torch":
             break
         module = variant(op, name)
         reason = "no such variant" if module is None else module.available(kind)
-        if reason is None:
-            found.append(name)
+        if module is not None and reason is None:
+            found[name] = module
         elif forced:
             raise UsageError(
                 f"--kernel {op}={name} cannot be used on {kind}: {reason}; there are torch, {', '.join(variants(op))}"
             )
-    if forced and found and found[0] in PREFERENCE[kind]:
-        order = PREFERENCE[kind]
-        found += _usable(op, order[order.index(found[0]) + 1 :], kind, forced=False)
+    order, best = PREFERENCE[kind], next(iter(found), None)
+    if forced and best in order:
+        found |= _usable(op, order[order.index(best) + 1 :], kind, forced=False)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from tests.runtime import tiny
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
 KINDS = ("int8", "fp8")
-PAGES, PAGE = Path("/proc/self/pagemap"), resource.getpagesize()
+PAGES, PAGE = Path("/proc/self/pagemap"), mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("name", ["auto", *KINDS])

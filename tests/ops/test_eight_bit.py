@@ -12,7 +12,7 @@ from modelmill.ops import shelf
 from modelmill.ops.case import Case
 from modelmill.ops.eight_bit import LARGEST, by_row
 from modelmill.ops.rope_cache import cases, rope_cache
-from tests.ops.test_variants import EDGES, INTERPRETED_AT_MOST, elements
+from tests.ops.test_variants import EDGES, quick
 
 # Share of the turned values that may round to a neighbour, and how far their scales may be apart.
 TURNED_APART = {torch.float32: 0.005, torch.float16: 0.02, torch.bfloat16: 0.05}
@@ -49,7 +49,7 @@ def test_the_cache_write_rounds_as_the_reference(device: str, kind: torch.dtype,
         if module.available(device) is not None:
             continue
         for number, case in enumerate(_cases(device, dtype)):
-            if name == "triton" and device == "cpu" and elements(case) > INTERPRETED_AT_MOST:
+            if not quick(case, name, device):
                 continue
             mine, truth = _poisoned(case, kind, number), _poisoned(case, kind, number)
             module.run(**mine)
