@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from modelmill.weights import clustered, held
+from modelmill.weights import clustered, held, int8_group
 from modelmill.weights.held import HeldWeight
 
 Layout = Mapping[str, Any]
@@ -21,6 +21,8 @@ Form = Callable[[torch.Tensor, torch.dtype], HeldWeight]
 FORMS: dict[str, tuple[str, Layout]] = {
     "dense": ("dense", {}),
     "int8": ("int8", {}),
+    "int8-g32": ("int8_group", {"group": 32}),
+    "int8-g128": ("int8_group", {"group": 128}),
     "int4": ("int4", {"group": 128}),
     "int4-g64": ("int4", {"group": 64}),
     "int4-g32": ("int4", {"group": 32}),
@@ -41,6 +43,8 @@ FORMS: dict[str, tuple[str, Layout]] = {
 def form(name: str) -> Form:
     """(weight [N, K], dtype of the activations) → the held weight. Raises KeyError for an unknown name."""
     kind, layout = FORMS[name]
+    if kind == "int8_group":
+        return lambda weight, _: in_groups(weight, **layout)
     static = kind == "clustered" and not name.endswith("dynamic")
 
     def hold(weight: torch.Tensor, dtype: torch.dtype) -> HeldWeight:
@@ -48,6 +52,14 @@ def form(name: str) -> Form:
         return calibrated(packed) if static and isinstance(packed, clustered.Held) else packed
 
     return hold
+
+
+def in_groups(weight: torch.Tensor, group: int) -> HeldWeight:
+    """8 bits with a scale for each group of columns, as a checkpoint brings them; ``-q`` knows no such form."""
+    parts = weight.float().unflatten(1, (-1, group))
+    scale = (parts.abs().amax(-1) / 127).half()
+    codes = torch.round(parts / scale.float()[..., None]).clamp(-127, 127).to(torch.int8)
+    return int8_group.Held.from_codes(codes.flatten(1), scale, None, group)
 
 
 def calibrated(weight: clustered.Held) -> clustered.Held:

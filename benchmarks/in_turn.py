@@ -1,12 +1,13 @@
 """Times a model's steps with different choices of kernels, in turn on one card: what an idea is worth.
 
     python benchmarks/in_turn.py qwen-7b --prefill 1x4096 --against gated_linear=torch --against linear=triton
-                                 [--decode 8x1024] [--pause 0.3] [--seconds 8] [--save FILE.jsonl]
+                                 [--decode 8x1024] [-q int8] [--pause 0.3] [--seconds 8] [--save FILE.jsonl]
 
 Each ``--against OP=VARIANT[,…]`` is one choice, beside the usual one ("all kernels"); the rows carry it as ``state``.
 A fused op is switched off when one of its parts comes from another shelf: what changes besides is told there, too.
-Decode steps are graphs. Prompts are launched as the engine does; with --pause each waits for that many seconds, so that
-the card is cool, and without it they follow one another for --seconds, and the power limit shows.
+``-q``: how the matrices are held (``forms.py``). Decode steps are graphs. Prompts are launched as the engine does; with
+--pause each waits for that many seconds, so that the card is cool, and without it they follow one another for
+--seconds, and the power limit shows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.forms import FORMS  # noqa: E402
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from benchmarks.step import greedy, make_step, random_model, spread  # noqa: E402
 from benchmarks.works import pairs  # noqa: E402
@@ -117,6 +119,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--decode", default="")
     parser.add_argument("--prefill", default="")
     parser.add_argument("--against", action="append", default=[], metavar="OP=VARIANT[,…]")
+    parser.add_argument("-q", "--weights", default="dense", choices=FORMS, metavar="KIND", help=", ".join(FORMS))
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--save", type=Path)
@@ -126,10 +129,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure, print and record."""
     options = parse()
-    states, model, now = told(states_of(options.against)), random_model(options.shape), datetime.now(UTC)
+    states, model, now = (
+        told(states_of(options.against)),
+        random_model(options.shape, options.weights),
+        datetime.now(UTC),
+    )
     stamp = {
         "run": now.strftime("turns-%Y%m%dT%H%M%S"), "command": "python benchmarks/in_turn.py " + " ".join(sys.argv[1:]),
-        "shape": options.shape, "unit": "ms", "copy_gbps": round(copy_rate() / 1e9), "device": device_name("cuda"),
+        "shape": options.shape, "weights": options.weights, "unit": "ms", "copy_gbps": round(copy_rate() / 1e9),
+        "device": device_name("cuda"),
         "versions": versions(), "date": now.isoformat(timespec="seconds"),
     }  # fmt: skip
     how = (states, options.pause, options.seconds)

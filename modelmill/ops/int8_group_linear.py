@@ -54,6 +54,11 @@ def filled(codes: torch.Tensor) -> torch.Tensor:
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill, K that is no multiple of the group, of 32, or odd."""
     shapes = [(1, 576, 1536, 32), (5, 100, 33, 32), (33, 576, 96, 64), (1, 1536, 576, 128), (2, 65, 7, 96)]
+    shapes += [(70, 544, 65, 64), (65, 99, 40, 32)]
+    if device != "cpu":
+        shapes += [(1, 4096, 12288, 128), (1, 4096, 4096, 64), (1, 11008, 4096, 32), (1, 1056, 608, 32)]
+        shapes += [(1, 1120, 608, 64), (8, 4096, 4096, 64), (20, 992, 64, 32)]
+        shapes += [(64, 4096, 4096, 128), (132, 4096, 4096, 32)]
     yield from cases_of(shapes, drawn, device, dtype)
 
 

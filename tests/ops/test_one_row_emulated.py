@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.forms import calibrated
+from modelmill.ops import int8_group_linear
 from modelmill.ops.clustered_linear import clustered_linear
 from modelmill.ops.cuda import one_row
 from modelmill.ops.int4_linear import drawn, unpacked
@@ -95,6 +96,29 @@ def test_eight_bits(emulator: Emulator, n: int, k: int) -> None:
     scale = torch.rand(n) + 0.5
     right = wild(k).double() @ (weight.double() * scale.double()[:, None]).T
     assert (run(emulator, wild(k), (weight, scale, None, k)).double() - right).norm() < 1e-6 * right.norm()
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group", "symmetric"),
+    [
+        (48, 672, 32, True),
+        (32, 608, 64, False),
+        (32, 2048, 128, False),
+        pytest.param(80, 4096, 32, False, marks=slow),
+        pytest.param(64, 4096, 64, True, marks=slow),
+        pytest.param(32, 11008, 32, True, marks=slow),
+        pytest.param(32, 1120, 256, False, marks=slow),
+    ],
+)
+def test_eight_bits_in_groups(emulator: Emulator, n: int, k: int, group: int, symmetric: bool) -> None:
+    held = int8_group_linear.drawn(n, k, group, device="cpu", symmetric=symmetric)
+    weight, scale, offset = held["weight"], held["scale"], held["offset"]
+    assert weight is not None
+    assert scale is not None
+    for dtype in (torch.float16, F32):
+        grids = (weight, scale.to(dtype), None if offset is None else offset.to(dtype), group)
+        right = wild(k).double() @ int8_group_linear.unpacked(*grids, k, torch.float64).T
+        assert (run(emulator, wild(k), grids).double() - right).norm() < 1e-6 * right.norm()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -323,7 +323,7 @@ def _int8_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for case, _ in shapes:
         weight, scale = quantize(case.args["weight"])
         yield replace(case, args=case.args | {"weight": weight, "scale": scale})
-    for rows, k, n in ((40, 96, 33), (130, 70, 20)):
+    for rows, k, n in ((40, 96, 33), (130, 70, 20), (257, 70, 9)):
         weight, scale = quantize(randn(n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5))
         x = randn(rows, k, device=device, dtype=dtype, seed=k)
         yield Case(f"edge-{rows}x{k}->{n}", {"x": x, "weight": weight, "scale": scale, "bias": None})

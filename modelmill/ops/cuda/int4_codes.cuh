@@ -1,4 +1,4 @@
-// 4- and 8-bit weights as 16-bit numbers, without a conversion.
+// 4-bit weights as 16-bit numbers, without a conversion.
 //
 // A pair of small numbers c is put into the lowest bits of a pair of RAISED: at that exponent the last bit is worth 1, so
 // that the result reads as RAISED + c. What that adds to a product is RAISED times the sum of x, which is taken out with
@@ -21,14 +21,5 @@ constexpr u32 LOWER_CODES = 0x0F0F0F0Fu; // of packed bytes; the upper ones four
 __device__ inline u32 raised_codes(u32 word, int by) {
     u32 both;
     asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> by), "r"(RAISED_PAIR));
-    return both;
-}
-
-// The bytes at bits 0 and 16 as signed numbers: the lower seven bits raised, less the sign's bit raised.
-__device__ inline u32 signed_bytes(u32 word) {
-    u32 low, sign, both;
-    asm("lop3.b32 %0, %1, 0x007F007F, %2, 0xEA;" : "=r"(low) : "r"(word), "r"(RAISED_PAIR));
-    asm("lop3.b32 %0, %1, 0x00800080, %2, 0xEA;" : "=r"(sign) : "r"(word), "r"(RAISED_PAIR));
-    asm("sub.rn." TYPE "x2 %0, %1, %2;" : "=r"(both) : "r"(low), "r"(sign));
     return both;
 }

@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from modelmill.ops.cuda import build, int4_ring, int4_rows, launch, one_row
+from modelmill.ops.cuda import build, int4_rows, launch, narrow_ring, one_row
 from modelmill.ops.cuda.narrow_weights import PIECE, RUN, THREADS, TYPES, Form, fits, piece_of, shift
 
 # rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
@@ -74,11 +74,12 @@ def product(
     if one_row.serves(x, weight, one_row.kind_of(x, weight, scale, offset, group), group, scale.shape[1]):
         return one_row.product(x, weight, (scale, offset, group), (None, None, bias), x.dtype, gated=gated)
     if tokens > FEW:
-        sizes = (rows, columns, group, int4_rows.box_of(tokens), launch.multiprocessors(x.get_device()))
-        ring = int4_ring.form_of(*sizes) if int4_ring.serves(rows, columns, group, gated=gated) else None
+        box, blocks = int4_rows.box_of(tokens), launch.multiprocessors(x.get_device())
+        kind = narrow_ring.kind_of(weight, scale, offset, group, columns)
+        ring = narrow_ring.form_of(rows, kind, box, blocks) if narrow_ring.serves(rows, kind, gated=gated) else None
         if ring is not None:
-            return int4_ring.product(x, weight, scale, offset, group, bias, ring, gated=gated)
-        many = int4_rows.form_of(*sizes)
+            return narrow_ring.product(x, weight, scale, offset, group, bias, ring, gated=gated)
+        many = int4_rows.form_of(rows, columns, group, box, blocks)
         if many is not None:
             return int4_rows.product(x, weight, scale, offset, group, bias, many, gated=gated)
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)

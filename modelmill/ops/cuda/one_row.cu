@@ -11,8 +11,9 @@
 // The left operand is four words of one row of the weight, as one load brings them to a thread: the hardware takes the
 // second and the fourth for another row, eight below. So of the right operand's columns four hold what the first and the
 // third word are multiplied with, and four what the second and the fourth: one half of the result for each is what counts.
-// Where a piece has several groups (GROUPS 2 or 4: 64 or 32 columns) the other four columns are another group's; two rows
-// of the weight go into one operand then, and words are moved for it.
+// Where a piece of 4-bit weights has several groups (GROUPS 2 or 4: 64 or 32 columns) the other four columns are another
+// group's; two rows of the weight go into one operand then, and words are moved for it. Of 8-bit weights each of a row's two
+// loads has groups of its own: they are products apart, and groups of 32 columns two more, with other threads' columns as 0.
 //
 // A block stays on its multiprocessor and takes 16 rows of the weight (a tile) after another. A warp has its own parts of
 // all rows, 128 bytes wide (lines), and its own ring in shared memory: it asks the copy engine for a line as soon as it is
@@ -23,22 +24,23 @@
 //
 // Macros: BITS (of a weight), GROUPS (of a piece: 1, 2, 4), INTEGER, GATED (eight rows of a tile are of the gate, the
 // others the same of the half below), OFFSET, WIDE (scales are float32), WARPS, STAGES (of a warp's ring), HELD (tiles whose
-// scales and sums are in shared memory), SINGLE (a warp has at most one line of a row: x stays in registers), PAIRS (a
-// line's two groups lie in one word), FLOAT or HALF (the output's type).
+// scales and sums are in shared memory), SINGLE (a warp has at most one line of a row: x stays in registers), TOGETHER
+// (a line's scales, two of 16 bits or four, are read at once), FLOAT or HALF (the output's type).
 #include "narrow_types.cuh"
 #include "planes.cuh"
 
 constexpr int ROWS = 16;
 constexpr int PIECES = 8 / BITS;                    // of a line
-constexpr int B_WORDS = GROUPS == 1 ? 4 : 8;        // of x that a thread multiplies a piece with
+constexpr bool MIXED = BITS == 4 && GROUPS > 1;     // two rows in one operand
+constexpr int B_WORDS = MIXED ? 8 : 4;              // of x that a thread multiplies a piece with
 constexpr u32 LINE = ROWS * 128;
 constexpr int PLANES = INTEGER ? PIECES : 4;
 constexpr int DEEP = BITS == 4 ? 26 : 30; // bits of the largest value of a piece
 constexpr int AT_ONCE = SINGLE ? 1 : 3;   // lines of x that a warp loads before it looks at one
-static_assert(GROUPS == 1 || (BITS == 4 && !INTEGER), "threads hold different groups' columns");
-static_assert(!PAIRS || (GROUPS == 1 && BITS == 4 && !WIDE), "two groups of 16 bits in a word");
-static_assert(BITS == 4 || !OFFSET, "bytes have signs");
-constexpr bool SUMS = BITS == 4;
+static_assert(GROUPS == 1 || !INTEGER, "threads hold different groups' columns");
+constexpr int SLOTS = PIECES * GROUPS;              // groups of a line
+static_assert(!TOGETHER || (!MIXED && !WIDE && SLOTS > 1), "a line's scales of 16 bits are a word or two");
+constexpr bool SUMS = BITS == 4 || OFFSET; // bytes have signs, codes of 4 bits have 8 to be taken away
 
 struct Work {
     const void *x;               // [K], 16 bits, or int8
@@ -150,7 +152,7 @@ __device__ inline void store_planes(const Shares &to, int number, int (&whole)[4
     transpose(digits, planes);
     // a thread of place p multiplies words 0 … 3 of its two loads, or of their lower and upper halves
     const int half = BITS == 4 ? lane / 4 % 2 : lane / 16, place = BITS == 4 ? lane / 8 : lane / 4 % 4, word = lane % 4;
-    const int cell = GROUPS == 1 ? word % 2 : half, at = GROUPS == 1 ? half * 2 + word / 2 : word;
+    const int cell = MIXED ? half : word % 2, at = MIXED ? word : half * 2 + word / 2;
     const u32 first = to.x + number * PLANES * 128 + (cell * PLANES * 4 + place) * 16 + at * 4;
 #pragma unroll
     for (int n = 0; n < PLANES; ++n) shared_at<u32>(first + n * 64) = planes[n];
@@ -232,7 +234,7 @@ __device__ inline void planes_of(u32 (&b)[B_WORDS], const Shares &to, int number
     const int quad = lane / 4, place = lane % 4, plane = quad % 4;
     const u32 piece = to.x + number * PLANES * 128;
     uint4 got = {0, 0, 0, 0};
-    if (GROUPS == 1) {
+    if (!MIXED) {
         if (plane < PLANES) got = shared_at<uint4>(piece + ((quad / 4 * PLANES + plane) * 4 + place) * 16);
         b[0] = got.x, b[1] = got.y, b[2] = got.z, b[3] = got.w;
         return;
@@ -310,7 +312,7 @@ __device__ inline void add_groups(Sums &sums, const Four &low, const Four &high,
 __device__ inline int row_of(int quad) { return quad / 2 + quad % 2 * 4; }
 
 // Where a thread reads, in bytes: of a line its two cells of a row; of a tile's scales its row's, and its row's offsets
-// (thread t has row t % 16 in piece t / 16 of the line); of a line's steps and sums its own.
+// (thread t has row t % 16, and half t / 16 of the line's groups); of a line's steps and sums its own.
 struct Places {
     u32 cells[2], grid, offsets, step, sum;
 };
@@ -321,24 +323,58 @@ __device__ inline Places places_of(const Work &w, const Shares &to, int lane) {
     places.cells[0] = row * 128 + cell * 16, places.cells[1] = row * 128 + (cell ^ 4) * 16;
     places.grid = row * w.groups * sizeof(Grid);
     places.offsets = ((OFFSET ? ROWS : 0) + lane % 16) * w.groups * sizeof(Grid);
-    places.step = to.steps + lane % 2 * 4, places.sum = to.sums + lane / 16 * 4 * GROUPS;
+    places.step = to.steps + lane % 2 * 4, places.sum = to.sums + lane / 16 * 4 * (SLOTS / 2);
     remembered(places.cells[0]), remembered(places.cells[1]), remembered(places.grid), remembered(places.offsets);
     remembered(places.step), remembered(places.sum);
     return places;
 }
 
-// What the offsets come to.
+// What the offsets come to: lanes from 16 on have the second half of a line's groups, where there is one.
 __device__ inline float offsets_of(const Work &w, const Places &places, u32 grids, int line, int lane) {
-    const int number = 2 * line + lane / 16;
+    if (SLOTS == 1 && lane >= 16) return 0.0f;
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) {
-        const int group = PAIRS ? number : GROUPS == 1 ? number >> w.shift : number * GROUPS + i;
-        const float offset = grid_value(
-            shared_at<Grid>(grids + places.offsets + (PAIRS ? group : min(group, w.groups - 1)) * sizeof(Grid)));
-        sum = fmaf(OFFSET ? offset : -8.0f * offset, shared_at<float>(places.sum + 4 * (2 * line * GROUPS + i)), sum);
+    for (int i = 0; i < (SLOTS + 1) / 2; ++i) {
+        const int slot = line * SLOTS + lane / 16 * (SLOTS / 2) + i;
+        const int group = TOGETHER ? slot : min(GROUPS == 1 ? slot >> w.shift : slot, w.groups - 1);
+        const float offset = grid_value(shared_at<Grid>(grids + places.offsets + group * sizeof(Grid)));
+        sum = fmaf(OFFSET ? offset : -8.0f * offset, shared_at<float>(places.sum + 4 * (line * SLOTS + i)), sum);
     }
     return sum;
+}
+
+// A line's scales of this thread's two rows.
+__device__ inline void read_together(Scales (&to)[SLOTS], u32 grid, u32 below) {
+    u32 low[2], high[2];
+    if (SLOTS == 4) {
+        const uint2 all = shared_at<uint2>(grid), other = shared_at<uint2>(grid + below);
+        low[0] = all.x, low[1] = all.y, high[0] = other.x, high[1] = other.y;
+    } else {
+        low[0] = shared_at<u32>(grid), high[0] = shared_at<u32>(grid + below);
+    }
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+        const int by = i % 2 * 16;
+        to[i] = {widened(static_cast<u16>(low[i / 2] >> by)), widened(static_cast<u16>(high[i / 2] >> by))};
+    }
+}
+
+// Two rows' part of a piece of 8-bit weights in two groups or four: a product for each of a row's loads and groups.
+__device__ inline void add_loads(Sums &sums, const Four (&low)[2], const Four (&high)[2], const u32 (&b)[B_WORDS],
+                                 const Scales (&by)[SLOTS], float step) {
+    const int place = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+        const int load = i / (SLOTS / 2 ? SLOTS / 2 : 1);
+        const u32 mine = SLOTS < 4 || place / 2 == i % 2 ? ~0u : 0;
+        const u32 b0 = b[2 * load] & mine, b1 = b[2 * load + 1] & mine;
+        int d[4] = {0, 0, 0, 0}, e[4] = {0, 0, 0, 0};
+        multiply(d, low[load], b0, b1);
+        multiply(e, high[load], b0, b1);
+        const bool upper = place >= 2;
+        add(sums, joined(upper ? d[2] : d[0], upper ? d[3] : d[1]), joined(upper ? e[2] : e[0], upper ? e[3] : e[1]), by[i],
+            step);
+    }
 }
 
 __device__ inline void multiply_line(Sums &sums, u32 slot, u32 (&b)[PIECES][B_WORDS], const Work &w, const Shares &to,
@@ -349,12 +385,16 @@ __device__ inline void multiply_line(Sums &sums, u32 slot, u32 (&b)[PIECES][B_WO
         low[i] = four(shared_at<uint4>(slot + places.cells[i]));
         high[i] = four(shared_at<uint4>(slot + places.cells[i] + 1024));
     }
-    const u32 grid = grids + places.grid, below = 8 * w.groups * sizeof(Grid);
-    Scales known[2] = {};
-    if (PAIRS) {
-        const u32 both[2] = {shared_at<u32>(grid + 4 * line), shared_at<u32>(grid + below + 4 * line)};
-        known[0] = {widened(static_cast<u16>(both[0])), widened(static_cast<u16>(both[1]))};
-        known[1] = {widened(static_cast<u16>(both[0] >> 16)), widened(static_cast<u16>(both[1] >> 16))};
+    const u32 grid = grids + places.grid;
+    Scales known[SLOTS] = {};
+    if (TOGETHER) {
+        read_together(known, grid + line * SLOTS * sizeof(Grid), 8 * w.groups * sizeof(Grid));
+    } else if (!MIXED) {
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) {
+            const int at = line * SLOTS + i;
+            known[i] = scales_of(w, grid, GROUPS == 1 ? at >> w.shift : at);
+        }
     }
     if (!SINGLE) {
 #pragma unroll
@@ -364,12 +404,14 @@ __device__ inline void multiply_line(Sums &sums, u32 slot, u32 (&b)[PIECES][B_WO
     for (int i = 0; i < PIECES; ++i) {
         const int number = line * PIECES + i;
         const float step = shared_at<float>(places.step + 8 * number);
-        if (GROUPS > 1) {
+        if (MIXED) {
             add_groups(sums, low[i], high[i], b[i], w, grid, number, step);
+        } else if (GROUPS > 1) {
+            add_loads(sums, low, high, b[i], known, step);
         } else {
             const bool upper = lane % 4 >= 2;
             const float part = row_part(low[i], low[1], b[i], upper), other = row_part(high[i], high[1], b[i], upper);
-            add(sums, part, other, PAIRS ? known[i] : scales_of(w, grid, number >> w.shift), step);
+            add(sums, part, other, known[i], step);
         }
     }
     if (SUMS) sums.offsets += offsets_of(w, places, grids, line, lane);

@@ -58,7 +58,7 @@ def shared(kind: Kind, shape: Shape) -> int:
     """Bytes of a block's shared memory."""
     pieces = shape.lines * 8 // kind.bits
     planes = (8 // kind.bits) if kind.integer else 4
-    sums = pieces * kind.groups if kind.bits == 4 else 0
+    sums = pieces * kind.groups if kind.bits == 4 or kind.offset else 0
     barriers = 8 * (shape.warps * shape.stages + shape.held) + 4 * shape.held
     used = shape.warps * shape.stages * LINE + _up(barriers) + 4 * shape.held * shape.warps * TILE
     used += pieces * planes * PIECE + 4 * (2 * pieces + sums)
@@ -75,7 +75,7 @@ def serves(x: torch.Tensor, weight: torch.Tensor, kind: Kind, group: int, groups
     columns = x.shape[1]
     if x.shape[0] != 1 or weight.shape[0] % TILE or weight.shape[1] % 16 or columns % 32 or not weight.is_contiguous():
         return False
-    if x.data_ptr() % 16 or weight.data_ptr() % 16 or x.stride(1) != 1 or (kind.bits == 8 and kind.offset):
+    if x.data_ptr() % 16 or weight.data_ptr() % 16 or x.stride(1) != 1:
         return False
     return shift(group, columns, PIECE // kind.groups) is not None and shape_of(kind, columns, groups) is not None
 
@@ -103,9 +103,11 @@ def planned(kind: Kind, size: tuple[int, int], group: int, groups: int, dtype: t
     rows, columns = size
     shape, by = shape_of(kind, columns, groups), shift(group, columns, PIECE // kind.groups)
     assert shape is not None and by is not None  # noqa: PT018  serves() has said so
-    pairs = kind.bits == 4 and kind.groups == 1 and not kind.wide and by == 0 and groups % 2 == 0
+    slots = 8 // kind.bits * kind.groups  # groups of a line, where pieces do not share one
+    mixed = kind.bits == 4 and kind.groups > 1
+    together = slots > 1 and not mixed and not kind.wide and by == 0 and groups % slots == 0
     sizes = {"BITS": kind.bits, "INTEGER": kind.integer, "OFFSET": kind.offset, "WIDE": kind.wide, "GATED": gated}
-    sizes |= {"GROUPS": kind.groups, "SINGLE": shape.lines <= shape.warps, "PAIRS": pairs, "WARPS": shape.warps}
+    sizes |= {"GROUPS": kind.groups, "SINGLE": shape.lines <= shape.warps, "TOGETHER": together, "WARPS": shape.warps}
     sizes |= {"STAGES": shape.stages, "HELD": shape.held}
     macros = (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
     numbers = (rows, columns, groups, by, rows // TILE, shape.lines)
@@ -146,5 +148,5 @@ def kind_of(
     """What the kernel is compiled for."""
     bits = 4 if weight.dtype is torch.uint8 else 8
     integer = x.dtype is torch.int8
-    groups = PIECE // group if group in (32, 64) and bits == 4 and not integer and group < x.shape[1] else 1
+    groups = PIECE // group if group in (32, 64) and not integer and group < x.shape[1] else 1
     return Kind(bits, integer, offset is not None, scale.dtype is torch.float32, groups)

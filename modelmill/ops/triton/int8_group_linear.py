@@ -1,20 +1,26 @@
-"""Products with 8-bit weights in groups: whole numbers of x's type meet the tensor cores, scaled group by group."""
+"""Products with 8-bit weights in groups: whole numbers of x's type meet the tensor cores, scaled group by group.
+
+With more rows than MOST the weight is written out in x's type, and cuBLAS multiplies (written.py).
+"""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.groups import supports as supports
+from modelmill.ops.triton.written import written
 
 CHUNK = 128  # columns of a product at most
 # (rows of x up to which, rows of x and of the weight a program, stages, warps)
-SIZES = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4), (1 << 31, 128, 128, 3, 8))
+SIZES = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
+MOST = SIZES[-1][0]
 
 
 def run(
@@ -28,6 +34,8 @@ def run(
     """As the reference; sums in float32."""
     tokens, k = x.shape
     n = weight.shape[0]
+    if tokens > MOST:
+        return F.linear(x, written(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = next(sizes[1:] for sizes in SIZES if tokens <= sizes[0])
     _int8_group[(-(-n // block_n), -(-tokens // block_t))](

@@ -1,8 +1,12 @@
-"""Products with int8 weights: converted in registers on the way to the multiply, scaled once at the end."""
+"""Products with int8 weights: converted in registers on the way to the multiply, scaled once at the end.
+
+From MANY rows on the weight is written out in x's type, and cuBLAS multiplies (written.py).
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from modelmill.ops.triton import sizes
 from modelmill.ops.triton.device import available as available
@@ -10,6 +14,9 @@ from modelmill.ops.triton.device import widens_for
 from modelmill.ops.triton.linear import tile, vector
 from modelmill.ops.triton.sizes import Chosen, Key, Sizes
 from modelmill.ops.triton.sizes import key_of as key_of
+from modelmill.ops.triton.written import written
+
+MANY = 257
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -32,7 +39,9 @@ def run(
     *,
     chosen: Chosen | None = None,
 ) -> torch.Tensor:
-    """As the reference: the integers in x's dtype, sums, scale and bias in float32."""
+    """As the reference, sums in float32: the integers in x's dtype, then scale and bias; of MANY rows scaled first."""
+    if x.shape[0] >= MANY:
+        return F.linear(x, written(weight, scale, None, x.shape[1], x.shape[1], x.dtype), bias)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
         vector(x, weight, scale, bias, out, chosen)

@@ -10,41 +10,52 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops import shelf
-from modelmill.ops.cuda import build, int4_ring, int4_rows
+from modelmill.ops import int8_group_linear, shelf
+from modelmill.ops.cuda import build, int4_rows, narrow_ring
+from modelmill.ops.cuda.int8_group_linear import supports
+from modelmill.ops.cuda.narrow_ring import Kind
 from modelmill.ops.int4_linear import int4_linear, pack_codes
 from tests.ops.nvcc import compiles_without_spills, needed
 
 LIMIT = {torch.bfloat16: 3e-3, torch.float16: 5e-4}  # of the whole, in the norm
 
 
-@given(st.integers(1, 4000), st.integers(1, 800), st.sampled_from([128, 256, 512, 1 << 20]), st.sampled_from([32, 64]))
-def test_a_form_fits_wherever_one_is_chosen(eights: int, runs: int, group: int, box: int) -> None:
-    rows, columns = 8 * eights, 32 * runs
-    assert int4_ring.serves(rows, columns, group, gated=False)
-    form = int4_ring.form_of(rows, columns, group, box, 132)
-    assert form is not None
-    pieces, by = -(-columns // 128), int4_ring.shift(group, columns)
-    assert by is not None
-    share = int4_rows.share_of(pieces, form.split, by)
-    assert int4_ring.shared(form, box, share) <= 227 << 10
-    assert 3 <= int4_ring.stages_of(form, box, share) <= 8
+KINDS = [(4, 128), (4, 256), (4, 512), (4, 1 << 20), (8, 32), (8, 64), (8, 128), (8, 512), (8, 1 << 20)]
+
+
+@given(st.integers(1, 4000), st.integers(1, 800), st.sampled_from(KINDS), st.booleans(), st.sampled_from([32, 64]))
+def test_a_form_fits_wherever_one_is_chosen(
+    eights: int, runs: int, kind: tuple[int, int], offset: bool, box: int
+) -> None:
+    (bits, group), rows = kind, 8 * eights
+    made = Kind(bits, 32 * runs, group, offset)
+    assert narrow_ring.serves(rows, made, gated=False)
+    form = narrow_ring.form_of(rows, made, box, 132)
+    if made.groups == 1 or made.share(4) <= 128:
+        assert form is not None
+    if form is not None:
+        assert narrow_ring.shared(form, made, box) <= 227 << 10
+        assert 3 <= narrow_ring.stages_of(form, made, box) <= 8
 
 
 def test_what_it_does_not_serve() -> None:
-    assert not int4_ring.serves(4096, 4096, 64, gated=False)
-    assert not int4_ring.serves(4096, 4096, 384, gated=False)
-    assert not int4_ring.serves(4100, 4096, 128, gated=False)
-    assert not int4_ring.serves(4104, 4096, 128, gated=True)
+    for rows, kind in ((4096, (4, 4096, 64)), (4096, (8, 4096, 96)), (4096, (4, 4096, 384)), (4100, (8, 4096, 128))):
+        assert not narrow_ring.serves(rows, Kind(*kind, offset=False), gated=False)
+    assert not narrow_ring.serves(4104, Kind(4, 4096, 128, offset=True), gated=True)
+    assert not narrow_ring.serves(4096, Kind(8, 4096, 128, offset=True, wide=True), gated=False)
 
 
 @needed
-@pytest.mark.parametrize("form", [int4_ring.Form(2, 4), int4_ring.Form(3, 1), int4_ring.Form(3, 4)], ids=str)
+@pytest.mark.parametrize("form", [narrow_ring.Form(2, 4), narrow_ring.Form(3, 1), narrow_ring.Form(3, 4)], ids=str)
 @pytest.mark.parametrize("box", [32, 64])
-def test_compiles_without_spills(form: int4_ring.Form, box: int, tmp_path: Path) -> None:
-    for dtype, gated in ((torch.bfloat16, True), (torch.float16, False)):
-        macros = int4_ring._macros(dtype, form, box, 22, offset=gated, gated=gated)
-        compiles_without_spills("int4_ring.cu", macros, tmp_path / "out")
+def test_compiles_without_spills(form: narrow_ring.Form, box: int, tmp_path: Path) -> None:
+    kinds = [Kind(4, 2816, 128, True), Kind(4, 2816, 128, False), Kind(8, 2816, 128, True)]
+    kinds += [Kind(8, 1408, 32, True), Kind(8, 1408, 64, False), Kind(8, 2816, 2816, False, True)]
+    for kind, dtype, gated in zip(kinds, 3 * (torch.bfloat16, torch.float16), 3 * (True, False)):
+        if not narrow_ring.fits(form, kind, box):
+            continue
+        macros = narrow_ring.macros_of(dtype, form, kind, box, gated=gated)
+        compiles_without_spills("narrow_ring.cu", macros, tmp_path / "out")
 
 
 def _drawn(rows: int, columns: int, group: int, *, offset: bool, seed: int) -> dict[str, torch.Tensor | int | None]:
@@ -56,10 +67,10 @@ def _drawn(rows: int, columns: int, group: int, *, offset: bool, seed: int) -> d
     return {"weight": pack_codes(codes).cuda(), "scale": scale, "offset": shift if offset else None, "group": group}
 
 
-def _check(x: torch.Tensor, args: dict, form: int4_ring.Form, bias: torch.Tensor | None, *, gated: bool) -> None:
+def _check(x: torch.Tensor, args: dict, form: narrow_ring.Form, bias: torch.Tensor | None, *, gated: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = int4_ring.product(x, *args.values(), bias, form, gated=gated)
+        got = narrow_ring.product(x, *args.values(), bias, form, gated=gated)
     finally:
         torch.use_deterministic_algorithms(False)
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
@@ -69,19 +80,20 @@ def _check(x: torch.Tensor, args: dict, form: int4_ring.Form, bias: torch.Tensor
         truth = gate / (1 + torch.exp(-gate)) * up
     assert not got.isnan().any()
     assert float((got.double() - truth).norm() / truth.norm()) < LIMIT[x.dtype]
-    again = int4_ring.product(x, *args.values(), bias, form, gated=gated)
+    again = narrow_ring.product(x, *args.values(), bias, form, gated=gated)
     assert torch.equal(again, got), "the bits change from call to call"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", int4_ring.FORMS, ids=str)
+@pytest.mark.parametrize("form", narrow_ring.FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_form(form: int4_ring.Form, dtype: torch.dtype) -> None:
+def test_every_form(form: narrow_ring.Form, dtype: torch.dtype) -> None:
     if build.available("cuda") is not None:
         pytest.skip(str(build.available("cuda")))
     shapes = [(9, 136, 2048, 128), (64, 400, 2080, 128), (33, 4096, 4096, 256), (64, 1024, 11008, 128)]
     for (tokens, rows, columns, group), gated in itertools.product([*shapes, (40, 16, 4128, 1 << 20)], (False, True)):
-        if not int4_ring.fits(form, columns, group, int4_rows.box_of(tokens)):
+        kind = Kind(4, columns, group, offset=not gated or tokens == 64)
+        if not narrow_ring.fits(form, kind, int4_rows.box_of(tokens)):
             continue
         args = _drawn(rows, columns, group, offset=not gated or tokens == 64, seed=tokens)
         bias = torch.randn(rows, device="cuda", dtype=dtype) if tokens == 33 else None
@@ -90,6 +102,15 @@ def test_every_form(form: int4_ring.Form, dtype: torch.dtype) -> None:
         x = x.abs() if not gated else x
         x[:, 7] *= 30
         _check(x, args, form, bias, gated=gated)
+
+
+@pytest.mark.gpu
+def test_wide_rows_of_many_groups_are_served() -> None:
+    """64 rows of x leave the kernel of a few no room for 344 groups of 64 rows of the weight: this one serves them."""
+    args = int8_group_linear.drawn(256, 11008, 32, device="cuda", symmetric=True)
+    for tokens in (8, 64):
+        x = torch.randn(tokens, 11008, device="cuda", dtype=torch.bfloat16)
+        assert supports(x, **args, group=32)
 
 
 @pytest.mark.gpu

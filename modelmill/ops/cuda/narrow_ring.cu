@@ -1,27 +1,30 @@
-// Products of 9 to 64 rows with 4-bit weights, groups of whole pieces of 128 columns: as int4_rows.cu, with everything on
-// its way in shared memory, so that a multiplying warp has no load from memory outstanding when its products begin.
+// Products of 9 to 64 rows with 4- and 8-bit weights, everything on its way in shared memory, so that a multiplying warp has
+// no load from memory outstanding when its products begin.
 //
-// One thread keeps STAGES pieces of K on their way, each 64 bytes of ROWS rows of the weight and 128 columns of x; the
-// weights of the first leave before the kernel in front has ended. WORKERS warpgroups take 64 rows of the weight each,
-// which are the left operand of wgmma, in registers. A thread reads a run of 32 columns of two rows, 16 bytes each, and
-// uses it as it is: slots along K may stand for any columns, as long as x comes in the same order. ``ready`` has brought
-// it into that order, a kernel in front that also adds up each group of x.
+// One thread keeps STAGES pieces of K on their way, each 128 columns of ROWS rows of the weight and of x; the weights of
+// the first leave before the kernel in front has ended. WORKERS warpgroups take 64 rows of the weight each, which are the
+// left operand of wgmma, in registers. A thread reads a part of two rows, 8 or 16 bytes at a time, and uses it as it is:
+// slots along K may stand for any columns, as long as x comes in the same order. ``narrow_ready`` has brought it into that
+// order, a kernel in front that also adds up each group of x.
 //
-// A code c is put under the exponent of 128 and reads as 128 + c; in float16 c alone is the subnormal c / 2^24, which
-// products take exactly. y = sum over groups of scale * part + base * (sum of x), base = offset - 128 * scale. The second
-// term is a product of its own, with groups for columns: base and the sums are three bfloat16 each, the rest of what came
-// before, and six of the nine pairs of them count.
+// A 4-bit code c is put under the exponent of 128 and reads as 128 + c; in float16 c alone is the subnormal c / 2^24, which
+// products take exactly. Bytes have signs (signed_bytes.cuh). y = sum over groups of scale * part + base * (sum of x), base =
+// offset - 128 * scale, or the offset. The second term is a product of its own, with groups for columns: base and the sums
+// are three bfloat16 each, the rest of what came before, and six of the nine pairs of them count.
 //
 // SPLIT blocks of a cluster share K, and add up in the first one's order at the end.
 //
-// Macros: BOX (rows of x, padded: 32, 64), WORKERS, SPLIT, STAGES, GATED (as narrow_weights.cuh), OFFSET (0: symmetric),
-// HALF.
+// Macros: BITS (of a weight), GROUPS (of a piece of 8-bit weights: 1, 2, 4), BOX (rows of x, padded: 32, 64), WORKERS, SPLIT,
+// STAGES, GATED (as narrow_weights.cuh), OFFSET (0: symmetric), WIDE (scales are float32), HALF.
 #include "cluster.cuh"
-#include "numbers.cuh"
+#include "narrow_types.cuh"
 #include "ring.cuh"
+#include "signed_bytes.cuh"
 #include "wgmma.cuh"
 
-#ifdef HALF
+#if BITS == 8
+constexpr float UNIT = 1.0f, RAISED = 0.0f;
+#elif defined(HALF)
 constexpr u32 UNDER = 0;
 constexpr float UNIT = 16777216.0f, RAISED = 0.0f;
 #else
@@ -29,17 +32,25 @@ constexpr u32 UNDER = 0x43004300u;
 constexpr float UNIT = 1.0f, RAISED = 128.0f;
 #endif
 constexpr int ROWS = 64 * WORKERS, MULTIPLIERS = 128 * WORKERS, PITCH = ROWS + 4, COLUMNS = 128, CHUNK = 16;
-constexpr u32 SLAB = BOX * 128, WEIGHTS = ROWS * 64, STAGE = WEIGHTS + 2 * SLAB; // a slab: 64 columns of x
+// A piece of the weight comes in parts of a few columns, so that a warp reads one from end to end.
+constexpr int BYTES = COLUMNS * BITS / 8, PARTS = BITS == 4 ? 1 : GROUPS == 4 ? 4 : 2, WIDTH = BYTES / PARTS;
+constexpr u32 PART = ROWS * WIDTH, WEIGHTS = PARTS * PART;
+constexpr u32 SLAB = BOX * 128, STAGE = WEIGHTS + 2 * SLAB; // a slab: 64 columns of x
+constexpr int WORDS = BYTES / 16, EACH = WORDS / PARTS; // that a thread has of a row's piece, of a part
+constexpr int PRODUCTS = 8 / GROUPS;                    // of a group
+constexpr bool SUMS = BITS == 4 || OFFSET;
+static_assert(GROUPS == 1 || BITS == 8, "a thread's runs of 4-bit weights are groups of their own");
+static_assert(!WIDE || !SUMS, "scale and offset share a word");
 static_assert(STAGES * STAGE >= BOX * PITCH * 4, "the sums find room where x was");
 static_assert(BOX % SPLIT == 0, "each block of a cluster writes some rows of the output");
 
 struct Work {
-    const u16 *scale, *offset; // float16 [N, groups]
+    const Grid *scale, *offset; // [N, groups]
     const u16 *bias;           // of x's type, or null
     u16 *out;
     int tokens, rows, pieces, groups, shift, pitch; // shift: pieces of a group, as a power of two; pitch: of the grids
 };
-static_assert(sizeof(Work) == 56, "int4_ring.py packs 56 bytes");
+static_assert(sizeof(Work) == 56, "narrow_ring.py packs 56 bytes");
 
 typedef RingBarriers<STAGES> Barriers;
 
@@ -67,12 +78,14 @@ __device__ inline void multiply_brief(float (&d)[16], const u32 (&a)[4], u64 b) 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+#if BITS == 4
 // (word >> by) & 0x000F000F | UNDER in one instruction behind the shift: the compiler would take two.
 __device__ inline u32 codes(u32 word, int by) {
     u32 both;
     asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> by), "r"(UNDER));
     return both;
 }
+#endif
 
 // Four floats of another block's shared memory.
 __device__ inline float4 of_rank(const float *mine, int rank) {
@@ -100,12 +113,13 @@ struct Range {
     int begin, end, own, owned, chunk, chunks;
 };
 
-__device__ inline Range range_of(int rank, int pieces, int shift) {
-    const int each = (pieces + SPLIT - 1) / SPLIT, up = (1 << shift) - 1;
+__device__ inline Range range_of(const Work &w, int rank) {
+    const int each = (w.pieces + SPLIT - 1) / SPLIT, up = (1 << w.shift) - 1;
     Range r;
-    r.begin = min(rank * each, pieces), r.end = min((rank + 1) * each, pieces);
-    r.own = (r.begin + up) >> shift, r.owned = (r.end + up) >> shift;
-    r.chunk = r.own / CHUNK, r.chunks = r.owned > r.own ? (r.owned - 1) / CHUNK - r.chunk + 1 : 0;
+    r.begin = min(rank * each, w.pieces), r.end = min((rank + 1) * each, w.pieces);
+    r.own = GROUPS > 1 ? min(r.begin * GROUPS, w.groups) : (r.begin + up) >> w.shift;
+    r.owned = GROUPS > 1 ? min(r.end * GROUPS, w.groups) : (r.end + up) >> w.shift;
+    r.chunk = r.own / CHUNK, r.chunks = SUMS && r.owned > r.own ? (r.owned - 1) / CHUNK - r.chunk + 1 : 0;
     return r;
 }
 
@@ -121,11 +135,15 @@ struct Loader {
     __device__ void weights(int stage, int number) const {
         const u32 target = base + stage * STAGE;
         arrive_expecting(full(stage), STAGE);
-        if (GATED) {
-            load_box(target, w_map, full(stage), number * 64, tile * (ROWS / 2));
-            load_box(target + WEIGHTS / 2, w_map, full(stage), number * 64, work.rows / 2 + tile * (ROWS / 2));
-        } else {
-            load_box(target, w_map, full(stage), number * 64, tile * ROWS);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            const u32 part = target + i * PART, byte = number * BYTES + i * WIDTH;
+            if (GATED) {
+                load_box(part, w_map, full(stage), byte, tile * (ROWS / 2));
+                load_box(part + PART / 2, w_map, full(stage), byte, work.rows / 2 + tile * (ROWS / 2));
+            } else {
+                load_box(part, w_map, full(stage), byte, tile * ROWS);
+            }
         }
     }
 
@@ -156,37 +174,69 @@ struct Loader {
     }
 };
 
-// {scale, offset} of the block's rows and groups, two float16 in a word. A warp asks for all its rows' before it stores
+// A scale of a row and group, and its offset: two float16 in a word, or one number where there are none.
+#if OFFSET
+typedef u32 Both;
+__device__ inline Both both_of(u16 scale, u16 offset) { return scale | static_cast<u32>(offset) << 16; }
+#else
+typedef Grid Both;
+__device__ inline Both both_of(Grid scale, Grid) { return scale; }
+#endif
+__device__ inline float scale_of(u32 both) { return widened(both & 0xFFFF); }
+__device__ inline float scale_of(u16 scale) { return widened(scale); }
+__device__ inline float scale_of(float scale) { return scale; }
+
+// Those of the block's rows and groups. A warp asks for all its rows' before it stores
 // any: one after the other they took a third of the kernel's time.
-__device__ inline void stage_grids(const Work &w, u32 *grids, int tile, int first, int count) {
-    constexpr int WARPS = MULTIPLIERS / 32, EACH = ROWS / WARPS;
+__device__ inline void stage_grids(const Work &w, Both *grids, int tile, int first, int count) {
+    constexpr int WARPS = MULTIPLIERS / 32, OWN = ROWS / WARPS;
     const int warp = threadIdx.x / 32;
     for (int g = threadIdx.x % 32; g < count; g += 32) {
-        u16 scale[EACH], offset[EACH];
+        Grid scale[OWN], offset[OWN];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
+        for (int i = 0; i < OWN; ++i) {
             const long long at = static_cast<long long>(row_of(tile, warp + i * WARPS, w.rows)) * w.groups + first + g;
             scale[i] = __ldg(w.scale + at);
-            offset[i] = OFFSET ? __ldg(w.offset + at) : 0;
+            offset[i] = OFFSET ? __ldg(w.offset + at) : Grid(0);
         }
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            grids[(warp + i * WARPS) * w.pitch + g] = scale[i] | static_cast<u32>(offset[i]) << 16;
+        for (int i = 0; i < OWN; ++i) grids[(warp + i * WARPS) * w.pitch + g] = both_of(scale[i], offset[i]);
     }
 }
 
-// The left operand of a piece's eight products, from one run of two rows.
+// A thread's words of a row's piece; at: its first one.
+__device__ inline void read(u32 (&words)[WORDS], const unsigned char *at) {
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+        u32 *to = words + i * EACH;
+        if (EACH == 4) {
+            const uint4 four = *reinterpret_cast<const uint4 *>(at + i * PART);
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        } else {
+            const uint2 two = *reinterpret_cast<const uint2 *>(at + i * PART);
+            to[0] = two.x, to[1] = two.y;
+        }
+    }
+}
+
+// The left operand of a piece's eight products, from two rows.
 struct Left {
     u32 a[8][4];
 
     __device__ void take(const unsigned char *low_at, const unsigned char *high_at) {
-        const uint4 low = *reinterpret_cast<const uint4 *>(low_at), high = *reinterpret_cast<const uint4 *>(high_at);
-        const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+        u32 low[WORDS], high[WORDS];
+        read(low, low_at);
+        read(high, high_at);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const u32 l = lows[i / 2], h = highs[i / 2];
+            const u32 l = low[i * WORDS / 8], h = high[i * WORDS / 8];
+#if BITS == 4
             const int by = i % 2 * 4;
             a[i][0] = codes(l, by), a[i][1] = codes(h, by), a[i][2] = codes(l, by + 8), a[i][3] = codes(h, by + 8);
+#else
+            a[i][0] = signed_bytes(l), a[i][1] = signed_bytes(h);
+            a[i][2] = signed_bytes(l >> 8), a[i][3] = signed_bytes(h >> 8);
+#endif
         }
     }
 
@@ -195,26 +245,36 @@ struct Left {
         for (int i = 0; i < 8; ++i) changed(a[i]);
     }
 
-    __device__ void issue(float (&part)[BOX / 2], u64 x) {
+    // Those of one group of the piece.
+    __device__ void issue(float (&part)[BOX / 2], u64 x, int group) {
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int j = 0; j < PRODUCTS; ++j) {
+            const int i = group * PRODUCTS + j;
             const u64 right = x + (i / 4 * SLAB + i % 4 * 32) / 16; // descriptors count 16 bytes
-            product(part, a[i][0], a[i][1], a[i][2], a[i][3], right, i > 0);
+            product(part, a[i][0], a[i][1], a[i][2], a[i][3], right, j > 0);
         }
         products_end();
     }
 };
 
-__device__ inline void flush(float (&total)[BOX / 2], const float (&part)[BOX / 2], u32 low_grid, u32 high_grid) {
-    const float low = widened(low_grid & 0xFFFF) * UNIT, high = widened(high_grid & 0xFFFF) * UNIT;
+struct Pair {
+    Both low, high; // of this thread's two rows
+};
+
+__device__ inline void flush(float (&total)[BOX / 2], const float (&part)[BOX / 2], Pair of) {
+    const float low = scale_of(of.low) * UNIT, high = scale_of(of.high) * UNIT;
 #pragma unroll
     for (int i = 0; i < BOX / 2; ++i) total[i] = fmaf(i % 4 < 2 ? low : high, part[i], total[i]);
 }
 
-__device__ inline float base_of(u32 grid) {
-    const float scale = widened(grid & 0xFFFF);
-    return (OFFSET ? widened(grid >> 16) : -8.0f * scale) - RAISED * scale;
+__device__ inline float base_of(Both both) {
+    const float scale = scale_of(both);
+#if OFFSET
+    return widened(both >> 16) - RAISED * scale;
+#else
+    return -8.0f * scale - RAISED * scale; // of 4 bits
+#endif
 }
 
 // Of two numbers three pairs of bfloat16 whose sum they are.
@@ -228,8 +288,8 @@ __device__ inline void parted(float low, float high, u32 &first, u32 &second, u3
 struct Worker {
     const Work &w;
     Barriers &barriers;
-    const u32 *low_grid, *high_grid; // of this thread's two rows
-    int first;                       // group that lies first in them
+    const Both *low_grid, *high_grid; // of this thread's two rows
+    int first, last;                 // groups that lie first and last in them
     float total[BOX / 2];
     RingPlace<STAGES> place;
 
@@ -241,26 +301,36 @@ struct Worker {
     }
 
     // Of a piece: read before its products, which then have nothing to wait for behind them.
-    __device__ uint2 grids(int number) const {
-        const int group = (number >> w.shift) - first;
-        return {low_grid[group], high_grid[group]};
+    __device__ void grids(Pair (&to)[GROUPS], int number) const {
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) {
+            const int group = GROUPS > 1 ? min(number * GROUPS + i, last) : number >> w.shift;
+            to[i] = {low_grid[group - first], high_grid[group - first]};
+        }
     }
 
     __device__ void pieces(Range range, const unsigned char *low_at, const unsigned char *high_at, u64 x) {
         float part[BOX / 2];
         for (int number = range.begin; number < range.end; ++number) {
-            const uint2 grid = grids(number);
+            Pair grid[GROUPS];
+            grids(grid, number);
             wait(full(), place.parity);
             Left left;
             left.take(low_at + place.stage * STAGE, high_at + place.stage * STAGE);
-            left.issue(part, x + place.stage * (STAGE / 16));
-            left.hold(); // they are read until the products have ended
-            products_wait<0>();
-            changed(part);
-            left.hold();
-            release(place.stage);
-            place.advance();
-            flush(total, part, grid.x, grid.y);
+            const u64 columns = x + place.stage * (STAGE / 16);
+#pragma unroll
+            for (int i = 0; i < GROUPS; ++i) {
+                left.issue(part, columns, i);
+                left.hold(); // they are read until the products have ended
+                products_wait<0>();
+                changed(part);
+                left.hold();
+                if (i == GROUPS - 1) {
+                    release(place.stage);
+                    place.advance();
+                }
+                flush(total, part, grid[i]);
+            }
         }
     }
 
@@ -271,7 +341,7 @@ struct Worker {
             u32 a[3][4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const u32 *grid = i % 2 ? high_grid : low_grid;
+                const Both *grid = i % 2 ? high_grid : low_grid;
                 float pair[2];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
@@ -300,21 +370,23 @@ struct Worker {
     }
 };
 
-__device__ inline void work_on(const Work &w, Barriers &barriers, u32 *grids, int tile, Range range) {
+__device__ inline void work_on(const Work &w, Barriers &barriers, Both *grids, int tile, Range range) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp * 16 + lane / 4;
     const int low = GATED ? warp * 8 + lane / 4 : mine, high = GATED ? low + ROWS / 2 : mine + 8; // in a stage
-    const int first = range.begin >> w.shift, count = ((range.end - 1) >> w.shift) - first + 1;
-    stage_grids(w, grids, tile, first, count);
+    const int first = GROUPS > 1 ? range.begin * GROUPS : range.begin >> w.shift;
+    const int last = (GROUPS > 1 ? min(range.end * GROUPS, w.groups) : ((range.end - 1) >> w.shift) + 1) - 1;
+    stage_grids(w, grids, tile, first, last - first + 1);
     after_those_in_front();
     let_next_in();
     meet(1, MULTIPLIERS);
-    Worker worker = {w, barriers, grids + low * w.pitch, grids + high * w.pitch, first};
+    Worker worker = {w, barriers, grids + low * w.pitch, grids + high * w.pitch, first, last};
 #pragma unroll
     for (int i = 0; i < BOX / 2; ++i) worker.total[i] = 0.0f;
     const u64 x = along_rows(shared_address(shared) + WEIGHTS, EIGHT_ROWS);
-    const unsigned char *low_at = shared + low * 64 + lane % 4 * 16, *high_at = shared + high * 64 + lane % 4 * 16;
+    const int mine_of_four = lane % 4 * (WIDTH / 4);
+    const unsigned char *low_at = shared + low * WIDTH + mine_of_four, *high_at = shared + high * WIDTH + mine_of_four;
     worker.pieces(range, low_at, high_at, x);
-    worker.bases(range, x);
+    if (SUMS) worker.bases(range, x);
     meet(1, MULTIPLIERS); // nobody reads x any more
     float *results = reinterpret_cast<float *>(shared); // [BOX][PITCH]
 #pragma unroll
@@ -340,11 +412,11 @@ __device__ inline void summed(float (&sum)[4], const float *at, const u16 *bias,
 
 // This block's rows of the output, all of the tile's columns, which are a multiple of 8.
 __device__ inline void finish(const Work &w, int tile, int rank) {
-    constexpr int WIDE = GATED ? ROWS / 2 : ROWS, FOURS = WIDE / 4, EACH = BOX / SPLIT;
+    constexpr int SPAN = GATED ? ROWS / 2 : ROWS, FOURS = SPAN / 4, OWN = BOX / SPLIT;
     const float *results = reinterpret_cast<const float *>(shared);
     const int columns = GATED ? w.rows / 2 : w.rows;
-    for (int i = threadIdx.x; i < EACH * FOURS; i += MULTIPLIERS) {
-        const int token = rank * EACH + i / FOURS, own = i % FOURS * 4, column = tile * WIDE + own;
+    for (int i = threadIdx.x; i < OWN * FOURS; i += MULTIPLIERS) {
+        const int token = rank * OWN + i / FOURS, own = i % FOURS * 4, column = tile * SPAN + own;
         if (token >= w.tokens || column >= columns) continue;
         const float *at = results + token * PITCH + (GATED ? own / 8 * 16 + own % 8 : own);
         float sum[4];
@@ -367,11 +439,11 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(MULTIPLIERS + 32, 1)
-    int4_ring(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+    narrow_ring(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
               const __grid_constant__ Work w) {
     const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
     Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE);
-    u32 *grids = reinterpret_cast<u32 *>(shared + STAGES * STAGE + sizeof(Barriers)); // [ROWS][pitch]
+    Both *grids = reinterpret_cast<Both *>(shared + STAGES * STAGE + sizeof(Barriers)); // [ROWS][pitch]
     if (threadIdx.x == 0) {
         barriers.init(WORKERS * 4);
         barriers_ready();
@@ -379,7 +451,7 @@ __launch_bounds__(MULTIPLIERS + 32, 1)
         prefetch_map(w_map);
     }
     __syncthreads();
-    const Range range = range_of(rank, w.pieces, w.shift);
+    const Range range = range_of(w, rank);
     const bool multiplier = __shfl_sync(~0u, threadIdx.x / 128, 0) < WORKERS;
     if (multiplier) {
         work_on(w, barriers, grids, tile, range);
@@ -395,29 +467,39 @@ __launch_bounds__(MULTIPLIERS + 32, 1)
     if (SPLIT > 1) cluster_meet(); // a block that ended could not be read
 }
 
+constexpr bool BY_PIECE = GROUPS > 1 || !SUMS;   // what a warp brings: a piece, or a group
+constexpr int SUMMED = BY_PIECE ? 32 / GROUPS : 32; // lanes of a group's sum
+
 struct Readying {
     const u16 *x;
     u16 *to; // [tokens, pitch]: pieces of 128 columns, then sums in chunks of 64: of 16 groups, in three parts
-    int tokens, columns, stride, pitch, pieces, groups, shift, chunks;
+    int tokens, columns, stride, pitch, pieces, groups, shift, units; // units: warps for a row
 };
-static_assert(sizeof(Readying) == 48, "int4_ring.py packs 48 bytes");
+static_assert(sizeof(Readying) == 48, "narrow_ring.py packs 48 bytes");
 
-// Brings x into the order of the products' slots, and adds up its groups; a warp for each of them in each row.
+// Where the first and third of four columns of x that lie side by side, a lane's, are in a piece; the others 8 further on.
 //
-// Slot 16 s + k of a piece is what the thread k % 8 / 2 of a quad has in its word s / 2 (s % 2: upper halves of the bytes),
-// in byte 2 (k % 2) + k / 8: four columns that lie side by side in x and in one lane here.
-extern "C" __global__ void __launch_bounds__(256) int4_ready(const __grid_constant__ Readying w) {
+// Slot 16 s + k is what the thread k % 8 / 2 of a quad has in byte 2 (k % 2) + k / 8 of its word s; of 4-bit weights word
+// s / 2, where s % 2 are the upper halves of the bytes.
+__device__ inline int slot_of(int lane) {
+    if (BITS == 4) return (2 * (lane % 4) + lane / 4 % 2) * 16 + 2 * (lane / 8);
+    if (GROUPS == 4) return (lane / 8 * 2 + lane % 2) * 16 + lane % 8 / 2 * 2;
+    return (lane / 16 * 4 + lane % 4) * 16 + lane / 4 % 4 * 2;
+}
+
+// Brings x into the order of the products' slots, and adds up its groups.
+extern "C" __global__ void __launch_bounds__(256) narrow_ready(const __grid_constant__ Readying w) {
     let_next_in(); // the products' blocks ask for weights and scales while this waits, too
     after_those_in_front();
-    const int lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32, all = w.chunks * CHUNK;
-    const int token = at / all, g = at - token * all;
+    const int lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32;
+    const int token = at / w.units, unit = at - token * w.units;
     if (token >= w.tokens) return;
     const u16 *row = w.x + static_cast<long long>(token) * w.stride;
     u16 *to = w.to + static_cast<long long>(token) * w.pitch;
-    const int quad = lane / 8, slot = (2 * (lane % 4) + lane / 4 % 2) * 16 + 2 * quad;
+    const int slot = slot_of(lane);
     float sum = 0.0f;
-    if (g < w.groups) {
-        const int begin = g << w.shift, end = min(begin + (1 << w.shift), w.pieces);
+    if (unit < (BY_PIECE ? w.pieces : w.groups)) {
+        const int begin = BY_PIECE ? unit : unit << w.shift, end = BY_PIECE ? unit + 1 : min(begin + (1 << w.shift), w.pieces);
         for (int piece = begin; piece < end; ++piece) {
             const int column = piece * COLUMNS + lane * 4;
             uint2 four = {0, 0};
@@ -428,12 +510,14 @@ extern "C" __global__ void __launch_bounds__(256) int4_ready(const __grid_consta
             piece_to[4] = __byte_perm(four.x, four.y, 0x7632);
         }
     }
+    if (!SUMS) return;
 #pragma unroll
-    for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
-    if (lane == 0) {
+    for (int by = SUMMED / 2; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
+    if (lane % SUMMED == 0) {
         u32 parts[3];
         parted(sum, 0.0f, parts[0], parts[1], parts[2]);
-        u16 *sums = to + w.pieces * COLUMNS + g / CHUNK * 64 + g % CHUNK;
+        const int group = unit * (32 / SUMMED) + lane / SUMMED;
+        u16 *sums = to + w.pieces * COLUMNS + group / CHUNK * 64 + group % CHUNK;
 #pragma unroll
         for (int i = 0; i < 3; ++i) sums[i * CHUNK] = parts[i] & 0xFFFF;
     }

@@ -1,52 +1,61 @@
-"""int4_ring.cu on a CPU, both kernels as their own Python launches them, against float64."""
+"""narrow_ring.cu on a CPU, both kernels as their own Python launches them, against float64."""
 
 from __future__ import annotations
 
 import struct
+from types import ModuleType
 
 import pytest
 import torch
 
-from modelmill.ops.cuda import int4_ring
-from modelmill.ops.cuda.int4_ring import Form
-from modelmill.ops.int4_linear import drawn, unpacked
+from modelmill.ops import int4_linear, int8_group_linear
+from modelmill.ops.cuda import narrow_ring
+from modelmill.ops.cuda.narrow_ring import Form
 from tests.ops.emulation.emulated import Emulator, needed
 
 slow = pytest.mark.slow
 pytestmark = needed
-BF, HF = torch.bfloat16, torch.float16
+BF, HF, F32 = torch.bfloat16, torch.float16, torch.float32
 LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own rounding
 ALL = 1 << 20  # one group
 
 
 def in_front(name: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
-    """x of the products, as its map says; int4_ready has nothing in front that is ours to spoil."""
-    if name == "int4_ready":
+    """x of the products, as its map says; narrow_ready has nothing in front that is ours to spoil."""
+    if name == "narrow_ready":
         return []
     address, _, _, _, rows, _, _, stride = struct.unpack_from("=8Q", arguments[0])
     return [(address, rows * stride)]
 
 
 def error(
-    emulator: Emulator, size: tuple[int, int, int], group: int, dtype: torch.dtype, form: Form, **switches: bool
+    emulator: Emulator,
+    size: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    form: Form,
+    of: ModuleType = int4_linear,
+    grids: torch.dtype = HF,
+    **switches: bool,
 ) -> float:
-    """size: tokens, rows and columns of the weight. switches: gated, symmetric, biased."""
+    """size: tokens, rows and columns of the weight. of: its op. grids: type of its scales. switches: gated, symmetric,
+    biased."""
     tokens, rows, columns = size
     gated, symmetric, biased = (switches.get(name, False) for name in ("gated", "symmetric", "biased"))
-    assert int4_ring.serves(rows, columns, group, gated=gated)
-    assert int4_ring.fits(form, columns, group, int4_ring.box_of(tokens))
     generator = torch.Generator().manual_seed(rows)
-    held = drawn(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
-    weight, scale, offset = held["weight"], held["scale"], held["offset"]
-    assert weight is not None
-    assert scale is not None
+    held = of.drawn(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
+    weight, scale, offset = held["weight"], held["scale"].to(grids), held["offset"]
+    offset = None if offset is None else offset.to(grids)
+    kind = narrow_ring.kind_of(weight, scale, offset, group, columns)
+    assert narrow_ring.serves(rows, kind, gated=gated)
+    assert narrow_ring.fits(form, kind, narrow_ring.box_of(tokens))
     x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
     x[:] = torch.randn(tokens, columns, generator=generator)
     x[:, ::37] *= 30
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.front = in_front
-    got = int4_ring.product(x, weight, scale, offset, group, bias, form, gated=gated)
-    right = x.double() @ unpacked(weight, scale, offset, min(group, columns), columns, torch.float64).T
+    got = narrow_ring.product(x, weight, scale, offset, group, bias, form, gated=gated)
+    right = x.double() @ of.unpacked(weight, scale, offset, min(group, columns), columns, torch.float64).T
     right = right if bias is None else right + bias.double()
     if gated:
         gate, up = right.to(dtype).double().chunk(2, 1)
@@ -77,12 +86,39 @@ def test_products(
     switches: dict[str, bool],
 ) -> None:
     assert error(emulator, size, group, dtype, form, **switches) < LIMIT[dtype]
-    assert [name for name, _ in emulator.launched] == ["int4_ready", "int4_ring"]
+    assert [name for name, _ in emulator.launched] == ["narrow_ready", "narrow_ring"]
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "dtype", "form", "grids", "switches"),
+    [
+        ((9, 72, 544), 32, BF, Form(2, 1), HF, {"biased": True}),
+        ((33, 144, 672), ALL, HF, Form(2, 1), F32, {"gated": True, "symmetric": True}),
+        ((10, 72, 1056), 64, BF, Form(2, 2), HF, {"symmetric": True}),
+        pytest.param((17, 136, 1056), 128, BF, Form(2, 1), HF, {"biased": True}, marks=slow),
+        pytest.param((64, 400, 2080), 32, BF, Form(3, 1), HF, {"gated": True, "symmetric": True}, marks=slow),
+        pytest.param((40, 264, 2144), 64, HF, Form(3, 2), HF, {}, marks=slow),
+        pytest.param((64, 8, 3104), ALL, BF, Form(2, 4), F32, {"symmetric": True, "biased": True}, marks=slow),
+        pytest.param((31, 192, 2048), 256, BF, Form(3, 4), HF, {"gated": True}, marks=slow),
+        pytest.param((12, 64, 2080), 32, HF, Form(2, 4), HF, {}, marks=slow),
+    ],
+)
+def test_products_of_eight_bits(
+    emulator: Emulator,
+    size: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    form: Form,
+    grids: torch.dtype,
+    switches: dict[str, bool],
+) -> None:
+    assert error(emulator, size, group, dtype, form, int8_group_linear, grids, **switches) < LIMIT[dtype]
+    assert [name for name, _ in emulator.launched] == ["narrow_ready", "narrow_ring"]
 
 
 FILLED = ("            wait(full(), place.parity);\n            Left left;", "            Left left;")
 READ = ("wait(shared_address(&barriers.empty[place.stage]), place.parity ^ 1);\n            weights(", "weights(")
-DONE = ("            products_wait<0>();\n            changed(part);", "            changed(part);")
+DONE = ("                products_wait<0>();\n                changed(part);", "                changed(part);")
 MET = ("    if (SPLIT > 1)\n        cluster_share();\n    else if", "    if")
 FRONT = ("        after_those_in_front();\n        for (int i = 0; i < ahead", "        for (int i = 0; i < ahead")
 LEFT = ("if (SPLIT > 1) cluster_meet(); // a block that ended could not be read", "")
