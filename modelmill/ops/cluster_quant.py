@@ -45,7 +45,8 @@ def cluster_quant(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Static and dynamic, 8 and 4 bit, after a gate and without, clusters of 1 channel and of every size."""
-    sizes = [(1, 96, 32), (7, 100, 32), (3, 300, 128)] + ([] if device == "cpu" else [(1, 11008, 128), (64, 4096, 128)])
+    sizes = [(1, 96, 32), (7, 100, 32), (3, 300, 128), (18, 612, 256), (21, 260, 64)]
+    sizes += [] if device == "cpu" else [(1, 11008, 128), (64, 4096, 128), (130, 612, 256), (135, 260, 64)]
     yield from cases_of(sizes, device, dtype)
 
 

@@ -1,0 +1,69 @@
+"""Rows to clustered integers, their columns exchanged in shared memory (cluster_quant.cu)."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from modelmill.ops.cuda import build, launch
+from modelmill.ops.cuda.narrow_weights import TYPES
+
+FEWEST = 128  # rows; fewer leave most multiprocessors without a block
+_TOKENS, _THREADS, _MOST_SHARED = 4, 512, 224 << 10
+
+
+def available(kind: str) -> str | None:
+    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    return build.serves(kind, "cluster_quant", macros_of(torch.bfloat16, 128, gated=False, own=True, shifted=False))
+
+
+def supports(
+    x: torch.Tensor,
+    order: torch.Tensor,
+    factor: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> bool:
+    """128 rows of 16 bits or more, widths in fours, packed; where steps are found, groups of 32, 64, 128, 256 …"""
+    if x.dim() != 2 or x.shape[0] < FEWEST or x.dtype.itemsize != 2 or not x.is_cuda or x.stride(1) != 1:
+        return False
+    width, columns = x.shape[1] // (2 if gated else 1), order.numel()
+    packed = all(t is None or (t.is_contiguous() and t.numel() == columns) for t in (order, factor, zero))
+    tables = [t for t in (order, factor, zero) if t is not None]
+    aligned = x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in tables)
+    grouped = columns % group == 0 and (group in (32, 64) or group % 128 == 0)
+    fours = width % 4 == 0 and columns % 4 == 0 and width * 2 * _TOKENS <= _MOST_SHARED
+    return packed and aligned and fours and (factor is not None or grouped)
+
+
+def run(
+    x: torch.Tensor,
+    order: torch.Tensor,
+    factor: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As the reference."""
+    rows, columns, own = x.shape[0], order.numel(), factor is None
+    width = x.shape[1] // (2 if gated else 1)
+    q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
+    step = torch.empty((rows, columns // group), dtype=torch.float32, device=x.device) if own else None
+    with torch.cuda.device(x.device):
+        macros = macros_of(x.dtype, group, gated=gated, own=own, shifted=zero is not None)
+        shared = width * 2 * _TOKENS
+        kernel = launch.kernel("cluster_quant", "cluster_quant", macros, _THREADS, shared, x.get_device())
+        pointers = launch.addresses(x, order, factor, zero, q, step)
+        counts = (x.stride(0), rows, width, columns, group, float(2 ** (bits - 1) - 1))
+        kernel.launch(-(-rows // _TOKENS), struct.pack("=6Qq4if4x", *pointers, *counts), early=True)
+    return q, step
+
+
+def macros_of(dtype: torch.dtype, group: int, *, gated: bool, own: bool, shifted: bool) -> tuple[str, ...]:
+    """How the source is compiled."""
+    sizes = {"GATED": gated, "OWN": own, "SHIFT": shifted, "LANES": min(group, 128) // 4 if own else 32}
+    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
