@@ -65,7 +65,7 @@ def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
         table("modelmill", 2.0, "r", "2026-01-04", work="first-4096", **more)
         for more in ({"weights": "uniform"}, {"tried": "x"})
     ]
-    rows += [row("modelmill", 9.0, 3) | {"date": "2026-01-01"}]
+    rows += [row("modelmill", 9.0, 1) | {"date": "2026-01-01", "run": "an older one"}]
     heads, _, uniform, normal = cards(rows)
     assert heads.count("card") == 2
     assert "| uniform" in uniform

@@ -19,12 +19,11 @@ PEER = "vLLM"
 def cards(rows: Sequence[Row]) -> list[str]:
     """A line for each first token and draw: ours, vLLM's time and the share that ours takes of it, card by card.
 
-    Rows of ``table.py marks`` that say which ``card`` they are of, of the newest day; a cell has both sides of one run.
-    Code that was tried and dropped is left out.
+    Rows of ``table.py marks`` that say which ``card`` they are of; a cell has both sides of a card's newest run. Code
+    that was tried and dropped is left out.
     """
     marked = [row for row in rows if row.get("bench") == "table" and "card" in row and "tried" not in row]
-    newest = max((row["date"][:10] for row in marked), default="")
-    measured = [row for row in marked if row["date"][:10] == newest and row["work"] in WORKS]
+    measured = [row for row in marked if row["work"] in WORKS]
     places = sorted({row["card"] for row in measured})
     heads = ["first token", "weights", "must", "asked of vLLM's time", *(f"card {card}" for card in places), "median"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
