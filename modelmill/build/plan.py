@@ -10,7 +10,6 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-import psutil
 import torch
 
 import modelmill
@@ -23,6 +22,7 @@ from modelmill.build.resolve import check_generation, find_family, resolved
 from modelmill.build.shown import has_eyes, with_pictures
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Resolved
+from modelmill.core import ram
 from modelmill.core.config import BuildConfig, to_dict
 from modelmill.core.errors import UsageError
 from modelmill.core.size import byte_text
@@ -278,5 +278,4 @@ def device_memory(target: str) -> tuple[int, int]:
     if target == "cuda" and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total, free
-    memory = psutil.virtual_memory()
-    return memory.total, memory.available
+    return ram.memory()

@@ -50,10 +50,10 @@ def examine() -> dict[str, Any]:
     import torch
 
     from modelmill import __version__
+    from modelmill.core import ram
     from modelmill.eval.report import cpu_name
 
-    memory = psutil.virtual_memory()
-    cache = env.cache_dir()
+    cache, memory = env.cache_dir(), ram.memory()
     return {
         "modelmill": __version__,
         "python": platform.python_version(),
@@ -65,7 +65,7 @@ def examine() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "memory": memory.total,
-            "memory_free": memory.available,
+            "memory_free": memory.free,
         },
         "gpus": _gpus(torch),
         "cuda": torch.version.cuda,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 from torch import nn
 
+from modelmill.core import ram
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError
 from modelmill.core.size import byte_text
@@ -80,10 +80,10 @@ def page_count(
 
 def _refuse_more_than_there_is(wanted: int) -> None:
     """Pages in RAM are backed as they are written: too many would end the process in the middle of an answer."""
-    total = psutil.virtual_memory().total
+    total = ram.memory().total
     if wanted > total:
         raise CapacityError(
-            f"the KV cache would take {byte_text(wanted)}, and this machine has {byte_text(total)} of memory; "
+            f"the KV cache would take {byte_text(wanted)}, and this process may have {byte_text(total)}; "
             "lower --kv-cache-bytes"
         )
 
@@ -93,7 +93,7 @@ def free_on_cpu(ranks: int = 1, aside: int = 0) -> int:
 
     aside: bytes that are for others.
     """
-    return int(max(psutil.virtual_memory().available - aside, 0) * CPU_SHARE) // ranks
+    return int(max(ram.memory().free - aside, 0) * CPU_SHARE) // ranks
 
 
 def free_on_cuda(model: nn.Module, ops: Ops, config: RunConfig, device: str, rows: int, mesh: Mesh = ALONE) -> int:

@@ -1,0 +1,88 @@
+"""Memory that this process may use: the machine's, or what a container or a service's limit leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import psutil
+
+GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+class Memory(NamedTuple):
+    """Bytes in all, and those that may still be taken."""
+
+    total: int
+    free: int
+
+
+class _Files(NamedTuple):
+    """What a control group calls its limit, its use, and the part of its use that is caches nobody reads."""
+
+    limit: str
+    used: str
+    idle: str
+
+
+_ONE = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_TWO = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def memory(groups: Path = GROUPS, mount: Path = MOUNT) -> Memory:
+    """Of the machine, or of the tightest control group that this process is in (Linux, both versions).
+
+    The system ends a process whose group takes more than its limit, without a word and however much the machine has.
+    """
+    machine = psutil.virtual_memory()
+    total, free = machine.total, machine.available
+    for limit, used in limits(groups, mount):
+        total, free = min(total, limit), min(free, max(limit - used, 0))
+    return Memory(total, free)
+
+
+def limits(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[tuple[int, int]]:
+    """(limit, used) in bytes of each control group with a limit; a group is bound by those above it, too.
+
+    groups: as /proc/self/cgroup. mount: where control groups are seen.
+    """
+    for line in _text(groups).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            bases, files = [mount, mount / "unified"], _TWO
+        elif "memory" in controllers.split(","):
+            bases, files = [mount / "memory"], _ONE
+        else:
+            continue
+        for base in bases:
+            for folder in _above(base, path):
+                limit, used = _number(folder / files.limit), _number(folder / files.used)
+                if limit is not None and used is not None:
+                    yield limit, max(used - _idle(folder, files), 0)
+
+
+def _above(base: Path, path: str) -> Iterator[Path]:
+    """Folders of a group and of those above it. From within a container the way there may not be seen, its end is."""
+    parts = PurePosixPath(path).parts[1:]
+    parts = () if ".." in parts else parts
+    for count in range(len(parts), -1, -1):
+        yield base.joinpath(*parts[:count])
+
+
+def _idle(folder: Path, files: _Files) -> int:
+    told = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
+    return int(told.get(files.idle, 0))
+
+
+def _number(path: Path) -> int | None:
+    """None where there is no such file or no limit ("max")."""
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
