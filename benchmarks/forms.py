@@ -55,7 +55,7 @@ def form(name: str) -> Form:
 
 
 def in_groups(weight: torch.Tensor, group: int) -> HeldWeight:
-    """8 bits with a scale for each group of columns, as a checkpoint brings them; ``-q`` knows no such form."""
+    """8 bits with a scale for each group of columns, as checkpoints bring them (``modelmill build -q`` has no such)."""
     parts = weight.float().unflatten(1, (-1, group))
     scale = (parts.abs().amax(-1) / 127).half()
     codes = torch.round(parts / scale.float()[..., None]).clamp(-127, 127).to(torch.int8)

@@ -1,4 +1,4 @@
-"""Products with 4-bit weights whose pieces come through shared memory: sizes that fit, every form, hard inputs."""
+"""Products with 4- and 8-bit weights whose pieces come through shared memory: sizes, every form, hard inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import int8_group_linear, shelf
-from modelmill.ops.cuda import build, int4_rows, narrow_ring
+from modelmill.ops.cuda import build, int4_rows, int8_groups, narrow_ring
 from modelmill.ops.cuda.int8_group_linear import supports
 from modelmill.ops.cuda.narrow_ring import Kind
 from modelmill.ops.int4_linear import int4_linear, pack_codes
@@ -50,21 +50,22 @@ def test_what_it_does_not_serve() -> None:
 @pytest.mark.parametrize("box", [32, 64])
 def test_compiles_without_spills(form: narrow_ring.Form, box: int, tmp_path: Path) -> None:
     kinds = [Kind(4, 2816, 128, True), Kind(4, 2816, 128, False), Kind(8, 2816, 128, True)]
-    kinds += [Kind(8, 1408, 32, True), Kind(8, 1408, 64, False), Kind(8, 2816, 2816, False, True)]
+    kinds += [Kind(8, 2048, 32, True), Kind(8, 2816, 64, False), Kind(8, 2816, 2816, False, True)]
     for kind, dtype, gated in zip(kinds, 3 * (torch.bfloat16, torch.float16), 3 * (True, False)):
-        if not narrow_ring.fits(form, kind, box):
-            continue
+        assert narrow_ring.fits(form, kind, box)
         macros = narrow_ring.macros_of(dtype, form, kind, box, gated=gated)
         compiles_without_spills("narrow_ring.cu", macros, tmp_path / "out")
 
 
-def _drawn(rows: int, columns: int, group: int, *, offset: bool, seed: int) -> dict[str, torch.Tensor | int | None]:
+def _drawn(kind: Kind, rows: int, seed: int) -> dict[str, torch.Tensor | int | None]:
     generator = torch.Generator().manual_seed(seed)
-    groups = -(-columns // group)
-    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-    scale = (torch.rand(rows, groups, generator=generator) * 0.03 + 0.002).half().cuda()
-    shift = (-scale.float() * (torch.rand(rows, groups, generator=generator) * 15).cuda()).half()
-    return {"weight": pack_codes(codes).cuda(), "scale": scale, "offset": shift if offset else None, "group": group}
+    size = (rows, -(-kind.columns // kind.group))
+    low, most = (0, 15) if kind.bits == 4 else (-128, 127)
+    codes = torch.randint(low, most + 1, (rows, kind.columns), generator=generator, dtype=torch.int16)
+    weight = pack_codes(codes.to(torch.uint8)) if kind.bits == 4 else codes.to(torch.int8)
+    scale = (torch.rand(size, generator=generator) * 0.45 / most + 0.03 / most).half().cuda()
+    shift = (-scale.float() * (torch.rand(size, generator=generator) * most).cuda()).half()
+    return {"weight": weight.cuda(), "scale": scale, "offset": shift if kind.offset else None, "group": kind.group}
 
 
 def _check(x: torch.Tensor, args: dict, form: narrow_ring.Form, bias: torch.Tensor | None, *, gated: bool) -> None:
@@ -74,7 +75,8 @@ def _check(x: torch.Tensor, args: dict, form: narrow_ring.Form, bias: torch.Tens
     finally:
         torch.use_deterministic_algorithms(False)
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
-    truth = int4_linear(x.double(), **wide, bias=None if bias is None else bias.double())
+    op = int4_linear if args["weight"].dtype is torch.uint8 else int8_group_linear.int8_group_linear
+    truth = op(x.double(), **wide, bias=None if bias is None else bias.double())
     if gated:
         gate, up = truth.to(x.dtype).double().chunk(2, 1)
         truth = gate / (1 + torch.exp(-gate)) * up
@@ -87,15 +89,17 @@ def _check(x: torch.Tensor, args: dict, form: narrow_ring.Form, bias: torch.Tens
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", narrow_ring.FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_form(form: narrow_ring.Form, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_form(form: narrow_ring.Form, dtype: torch.dtype, bits: int) -> None:
     if build.available("cuda") is not None:
         pytest.skip(str(build.available("cuda")))
     shapes = [(9, 136, 2048, 128), (64, 400, 2080, 128), (33, 4096, 4096, 256), (64, 1024, 11008, 128)]
-    for (tokens, rows, columns, group), gated in itertools.product([*shapes, (40, 16, 4128, 1 << 20)], (False, True)):
-        kind = Kind(4, columns, group, offset=not gated or tokens == 64)
+    shapes += [(40, 16, 4128, 1 << 20)] if bits == 4 else [(2, 144, 4128, 32), (64, 400, 2080, 32), (17, 208, 4160, 64)]
+    for (tokens, rows, columns, group), gated in itertools.product(shapes, (False, True)):
+        kind = Kind(bits, columns, group, offset=not gated or tokens == 64)
         if not narrow_ring.fits(form, kind, int4_rows.box_of(tokens)):
             continue
-        args = _drawn(rows, columns, group, offset=not gated or tokens == 64, seed=tokens)
+        args = _drawn(kind, rows, seed=tokens)
         bias = torch.randn(rows, device="cuda", dtype=dtype) if tokens == 33 else None
         x = torch.randn(tokens, columns + 64, device="cuda", dtype=dtype)[:, :columns]
         _check(x, args, form, bias, gated=gated)
@@ -107,17 +111,21 @@ def test_every_form(form: narrow_ring.Form, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_wide_rows_of_many_groups_are_served() -> None:
     """64 rows of x leave the kernel of a few no room for 344 groups of 64 rows of the weight: this one serves them."""
-    args = int8_group_linear.drawn(256, 11008, 32, device="cuda", symmetric=True)
+    args = _drawn(Kind(8, 11008, 32, offset=False), 256, seed=1)
     for tokens in (8, 64):
         x = torch.randn(tokens, 11008, device="cuda", dtype=torch.bfloat16)
-        assert supports(x, **args, group=32)
+        assert supports(x, **args)
+        ring = int8_groups._ring(x, args["weight"], (args["scale"], None, 32))
+        assert (ring is not None) == (tokens == 64), "a small matrix of few rows is not worth it"
+        if ring is not None:
+            _check(x, args, ring, None, gated=False)
 
 
 @pytest.mark.gpu
 def test_the_shelf_leaves_small_groups_and_odd_rows_to_others() -> None:
     run = shelf.resolve("cuda").int4_linear
     for rows, columns, group in ((100, 2048, 128), (4096, 2048, 64), (4096, 1024, 32), (4096, 4096, 128)):
-        args = _drawn(rows, columns, group, offset=True, seed=rows)
+        args = _drawn(Kind(4, columns, group, offset=True), rows, seed=rows)
         x = torch.randn(40, columns, device="cuda", dtype=torch.bfloat16)
         wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
         truth = int4_linear(x.double(), **wide)

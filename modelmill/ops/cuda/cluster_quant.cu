@@ -6,7 +6,7 @@
 // in one load.
 //
 // Macros: GATED (x is twice as wide), OWN (each token and group finds its step; else `factor` is given for each column),
-// SHIFT (zero-points), LANES (threads that find a group's largest value: an eighth to a whole warp, 4 columns each), HALF.
+// SHIFT (zero-points), LANES (threads that find a group's largest value: a quarter of a warp to all of it, 4 columns each), HALF.
 #include "numbers.cuh"
 
 constexpr int TOKENS = 4, THREADS = 512, WARPS = THREADS / 32;

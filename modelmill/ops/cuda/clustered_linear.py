@@ -64,7 +64,7 @@ def run(
     """As the reference."""
     tokens, columns = q.shape
     rows, groups = weight.shape[0], scale.shape[1]
-    if one_row.serves(q, weight, one_row.kind_of(q, weight, scale, offset, group), group, groups):
+    if one_row.serves(q, weight, scale, offset, group):
         return one_row.product(q, weight, (scale, offset, group), (step, constant, bias), dtype)
     out = torch.empty((tokens, rows), dtype=dtype, device=q.device)
     form = form_of(tokens, weight.dtype)

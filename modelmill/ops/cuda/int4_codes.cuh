@@ -4,13 +4,11 @@
 // that the result reads as RAISED + c. What that adds to a product is RAISED times the sum of x, which is taken out with
 // the offsets.
 #pragma once
-#include "numbers.cuh"
+#include "signed_bytes.cuh"
 
 #ifdef HALF
-constexpr u32 RAISED_PAIR = 0x64006400u; // 1024, ten bits behind its point
 constexpr float RAISED = 1024.0f;
 #else
-constexpr u32 RAISED_PAIR = 0x43004300u; // 128, seven bits
 constexpr float RAISED = 128.0f;
 #endif
 constexpr float MIDDLE = 8.0f; // a symmetric weight is scale · (code − MIDDLE)

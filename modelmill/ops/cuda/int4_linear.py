@@ -12,7 +12,7 @@ from modelmill.ops.cuda.narrow_weights import PIECE, RUN, THREADS, TYPES, Form, 
 # rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
 FORMS = ((8, Form(1, 1, 2, 3)), (16, Form(2, 1, 2, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 1, 1)))
 MOST = FORMS[-1][0]
-FEW = 8  # rows; more of them go through shared memory (int4_rows)
+FEW = 8  # rows; more of them go through shared memory (narrow_ring, int4_rows)
 
 
 def available(kind: str) -> str | None:
@@ -71,7 +71,7 @@ def product(
     """The output [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
     rows = weight.shape[0]
-    if one_row.serves(x, weight, one_row.kind_of(x, weight, scale, offset, group), group, scale.shape[1]):
+    if one_row.serves(x, weight, scale, offset, group):
         return one_row.product(x, weight, (scale, offset, group), (None, None, bias), x.dtype, gated=gated)
     if tokens > FEW:
         box, blocks = int4_rows.box_of(tokens), launch.multiprocessors(x.get_device())

@@ -1,4 +1,7 @@
-"""Products of a few rows with 8-bit weights, a scale for each group or row, by tensor cores (int8_groups.cu)."""
+"""Products of up to 64 rows with 8-bit weights, a scale for each group or row, on tensor cores.
+
+Of one row they are one_row.cu's, of more or with large weights narrow_ring.cu's; the rest int8_groups.cu serves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from modelmill.ops.cuda.narrow_weights import PIECE, RUN, THREADS, TYPES, Form, 
 FORMS = ((8, Form(1, 1, 2, 3)), (16, Form(2, 1, 2, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 1, 1)))
 MOST = FORMS[-1][0]
 # rows, or weights: more of either go through shared memory (narrow_ring), where the weight's sizes let them
-FEW, WIDE = 8, 1 << 25
+FEW, LARGE = 8, 1 << 25
 _MOST_COLUMNS = {8: 64}  # of a piece, by tiles of x: for more there are too few registers
 
 
@@ -42,7 +45,8 @@ def serves(
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     alike = scale.dtype in (torch.float16, torch.float32) and (offset is None or offset.dtype == scale.dtype)
     columns = x.shape[1]
-    whole = columns % RUN == 0 and shift(group, columns, piece_of(group, columns)) is not None
+    runs = columns % RUN == 0 and (group % RUN == 0 or group >= columns)
+    whole = runs and shift(group, columns, piece_of(group, columns)) is not None
     if not (packed and aligned and alike and whole) or (bias is not None and bias.dtype != x.dtype):
         return False
     return fits(form_of(x.shape[0]), scale.numel() // weight.shape[0]) or _ring(x, weight, grids) is not None
@@ -54,7 +58,7 @@ def _ring(
     """How narrow_ring is compiled for these, where it is what serves them."""
     tokens, columns = x.shape
     kind = narrow_ring.kind_of(weight, *grids, columns)
-    if (tokens <= FEW and weight.numel() < WIDE) or not narrow_ring.serves(weight.shape[0], kind, gated=gated):
+    if (tokens <= FEW and weight.numel() < LARGE) or not narrow_ring.serves(weight.shape[0], kind, gated=gated):
         return None
     return narrow_ring.form_of(weight.shape[0], kind, box_of(tokens), launch.multiprocessors(x.get_device()))
 
@@ -75,7 +79,7 @@ def product(
     tokens, columns = x.shape
     rows = weight.shape[0]
     groups = scale.numel() // rows
-    if one_row.serves(x, weight, one_row.kind_of(x, weight, scale, offset, group), group, groups):
+    if one_row.serves(x, weight, scale, offset, group):
         return one_row.product(x, weight, grids, (None, None, bias), x.dtype, gated=gated)
     ring = _ring(x, weight, grids, gated=gated)
     if ring is not None:

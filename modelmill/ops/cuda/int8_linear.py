@@ -1,4 +1,4 @@
-"""Products of a few rows with int8 weights through the tensor cores (one_row.cu, int8_groups.cu)."""
+"""Products of a few rows with int8 weights through the tensor cores (int8_groups.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Products of 9 to 64 rows with 4- and 8-bit weights, everything on its way in shared memory, so that a multiplying warp has
-// no load from memory outstanding when its products begin.
+// Products of 9 to 64 rows with 4- and 8-bit weights, and of fewer with large 8-bit ones: everything on its way in shared
+// memory, so that a multiplying warp has no load from memory outstanding when its products begin.
 //
 // One thread keeps STAGES pieces of K on their way, each 128 columns of ROWS rows of the weight and of x; the weights of
 // the first leave before the kernel in front has ended. WORKERS warpgroups take 64 rows of the weight each, which are the
@@ -46,7 +46,7 @@ static_assert(BOX % SPLIT == 0, "each block of a cluster writes some rows of the
 
 struct Work {
     const Grid *scale, *offset; // [N, groups]
-    const u16 *bias;           // of x's type, or null
+    const u16 *bias;            // of x's type, or null
     u16 *out;
     int tokens, rows, pieces, groups, shift, pitch; // shift: pieces of a group, as a power of two; pitch: of the grids
 };
@@ -186,8 +186,8 @@ __device__ inline float scale_of(u32 both) { return widened(both & 0xFFFF); }
 __device__ inline float scale_of(u16 scale) { return widened(scale); }
 __device__ inline float scale_of(float scale) { return scale; }
 
-// Those of the block's rows and groups. A warp asks for all its rows' before it stores
-// any: one after the other they took a third of the kernel's time.
+// Those of the block's rows and groups. A warp asks for all its rows' before it stores any: one after the other they took a
+// third of the kernel's time.
 __device__ inline void stage_grids(const Work &w, Both *grids, int tile, int first, int count) {
     constexpr int WARPS = MULTIPLIERS / 32, OWN = ROWS / WARPS;
     const int warp = threadIdx.x / 32;
@@ -289,7 +289,7 @@ struct Worker {
     const Work &w;
     Barriers &barriers;
     const Both *low_grid, *high_grid; // of this thread's two rows
-    int first, last;                 // groups that lie first and last in them
+    int first, last;                  // groups that lie first and last in them
     float total[BOX / 2];
     RingPlace<STAGES> place;
 
@@ -440,7 +440,7 @@ __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(MULTIPLIERS + 32, 1)
     narrow_ring(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-              const __grid_constant__ Work w) {
+                const __grid_constant__ Work w) {
     const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
     Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE);
     Both *grids = reinterpret_cast<Both *>(shared + STAGES * STAGE + sizeof(Barriers)); // [ROWS][pitch]

@@ -1,7 +1,9 @@
-"""Products of 9 to 64 rows with 4- and 8-bit weights through shared memory (narrow_ring.cu)."""
+"""Products of 9 to 64 rows with 4- and 8-bit weights, of fewer with large ones, through shared memory
+(narrow_ring.cu)."""
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import NamedTuple
 
@@ -17,8 +19,8 @@ _CHUNK = 16  # groups whose sums are multiplied at once
 
 
 class Kind(NamedTuple):
-    """What a weight is: bits, columns of it that share a scale (or at least as many as it has), offsets, float32
-    scales."""
+    """What a weight is: its bits and columns, those that share a scale (or as many as there are), whether there are
+    offsets and float32 scales."""
 
     bits: int
     columns: int
@@ -71,7 +73,8 @@ def kind_of(weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | No
 
 
 def serves(rows: int, kind: Kind, *, gated: bool) -> bool:
-    """Whether such a weight of so many rows is read: no group smaller than can be told apart, outputs in eights."""
+    """Whether such a weight of so many rows is read: no group smaller than can be told apart, outputs in eights, no
+    float32 scales where sums of x are asked for."""
     return kind.by is not None and rows % (16 if gated else 8) == 0 and not (kind.wide and kind.sums)
 
 
@@ -103,6 +106,7 @@ def fits(form: Form, kind: Kind, box: int) -> bool:
     return stages >= 3 and stages * stage(form, kind, box) >= box * (64 * form.workers + 4) * 4
 
 
+@functools.lru_cache(1024)  # asked at each launch
 def form_of(rows: int, kind: Kind, box: int, blocks: int) -> Form | None:
     """The form that keeps ``blocks`` multiprocessors busiest with a weight of so many rows; None where none fits."""
     return busiest([form for form in FORMS if fits(form, kind, box)], rows, blocks)
@@ -148,6 +152,7 @@ def product(
     return out
 
 
+@functools.lru_cache(1024)
 def macros_of(dtype: torch.dtype, form: Form, kind: Kind, box: int, *, gated: bool) -> tuple[str, ...]:
     """How the source is compiled."""
     sizes = {"BITS": kind.bits, "GROUPS": kind.groups, "BOX": box, "WORKERS": form.workers, "SPLIT": form.split}

@@ -70,12 +70,12 @@ def _up(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def serves(x: torch.Tensor, weight: torch.Tensor, kind: Kind, group: int, groups: int) -> bool:
-    """One row, packed, at addresses of 16 bytes; rows of the weight in sixteens, of multiples of 16 bytes."""
-    columns = x.shape[1]
+def serves(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int) -> bool:
+    """One row, packed, all at addresses of 16 bytes; rows of the weight in sixteens, of multiples of 16 bytes."""
+    kind, columns, groups = kind_of(x, weight, scale, offset, group), x.shape[1], scale.numel() // weight.shape[0]
     if x.shape[0] != 1 or weight.shape[0] % TILE or weight.shape[1] % 16 or columns % 32 or not weight.is_contiguous():
         return False
-    if x.data_ptr() % 16 or weight.data_ptr() % 16 or x.stride(1) != 1:
+    if x.stride(1) != 1 or any(t is not None and t.data_ptr() % 16 for t in (x, weight, scale, offset)):
         return False
     return shift(group, columns, PIECE // kind.groups) is not None and shape_of(kind, columns, groups) is not None
 

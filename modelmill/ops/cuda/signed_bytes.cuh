@@ -3,16 +3,16 @@
 #include "numbers.cuh"
 
 #ifdef HALF
-constexpr u32 BYTES_UNDER = 0x64006400u; // a pair of 1024, ten bits behind its point
+constexpr u32 RAISED_PAIR = 0x64006400u; // 1024 twice, ten bits behind its point
 #else
-constexpr u32 BYTES_UNDER = 0x43004300u; // 128, seven bits
+constexpr u32 RAISED_PAIR = 0x43004300u; // 128, seven bits
 #endif
 
 // The bytes at bits 0 and 16 as signed numbers: the lower seven bits raised, less the sign's bit raised.
 __device__ inline u32 signed_bytes(u32 word) {
     u32 low, sign, both;
-    asm("lop3.b32 %0, %1, 0x007F007F, %2, 0xEA;" : "=r"(low) : "r"(word), "r"(BYTES_UNDER));
-    asm("lop3.b32 %0, %1, 0x00800080, %2, 0xEA;" : "=r"(sign) : "r"(word), "r"(BYTES_UNDER));
+    asm("lop3.b32 %0, %1, 0x007F007F, %2, 0xEA;" : "=r"(low) : "r"(word), "r"(RAISED_PAIR));
+    asm("lop3.b32 %0, %1, 0x00800080, %2, 0xEA;" : "=r"(sign) : "r"(word), "r"(RAISED_PAIR));
     asm("sub.rn." TYPE "x2 %0, %1, %2;" : "=r"(both) : "r"(low), "r"(sign));
     return both;
 }

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -22,6 +21,7 @@ from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.groups import supports as supports
 from modelmill.ops.triton.quick import Quick
+from modelmill.ops.triton.written import product
 
 ZERO = 8  # the code of 0 where there are no offsets
 # columns of a chunk at most: two products with 64 columns each
@@ -42,7 +42,7 @@ def run(
     tokens, k = x.shape
     n = weight.shape[0]
     if tokens > MOST:
-        return F.linear(x, unpacked(weight, scale, offset, group, k, x.dtype), bias)
+        return product(x, unpacked(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = _sizes(tokens, n)
     _int4[(-(-n // block_n), -(-tokens // block_t))](

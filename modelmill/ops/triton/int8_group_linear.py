@@ -8,17 +8,16 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.early import enter, launch
 from modelmill.ops.triton.groups import supports as supports
-from modelmill.ops.triton.written import written
+from modelmill.ops.triton.written import product, written
 
 CHUNK = 128  # columns of a product at most
-# (rows of x up to which, rows of x and of the weight a program, stages, warps)
+# rows of x up to … → those and rows of the weight of a program, stages, warps
 SIZES = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
 MOST = SIZES[-1][0]
 
@@ -35,10 +34,10 @@ def run(
     tokens, k = x.shape
     n = weight.shape[0]
     if tokens > MOST:
-        return F.linear(x, written(weight, scale, offset, group, k, x.dtype), bias)
+        return product(x, written(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = next(sizes[1:] for sizes in SIZES if tokens <= sizes[0])
-    _int8_group[(-(-n // block_n), -(-tokens // block_t))](
+    _int8_group[(-(-n // block_n),)](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), scale.stride(0),
         OFFSET=offset is not None, BIAS=bias is not None, GROUP=group, CHUNK=math.gcd(group, CHUNK),
@@ -56,7 +55,7 @@ def _int8_group(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end repeat the last one: their results are not stored
     held = tl.minimum(row, n - 1).to(tl.int64)
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = tl.arange(0, BLOCK_T)
     column = tl.arange(0, CHUNK)
     weight_at = weight_ptr + held[:, None] * stride + column[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]

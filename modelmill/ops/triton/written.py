@@ -6,6 +6,7 @@ That is cuBLAS's work then. Each weight is rounded once.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -40,6 +41,13 @@ def written(
         {"num_warps": 4},
     )
     return out
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] · weight [N, K]ᵀ + bias [N], which may be of another type: [T, N] of x's dtype, by cuBLAS."""
+    if bias is None or bias.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    return (F.linear(x, weight) + bias).to(x.dtype)
 
 
 @triton.jit
