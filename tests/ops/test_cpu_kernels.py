@@ -199,6 +199,12 @@ def test_who_multiplies_bfloat16_as_floats(vendor: str, floats: bool, monkeypatc
     assert ("-DMILL_FLOATS" in build.machine_flags()) is floats
 
 
+@pytest.mark.parametrize(("family", "far"), [("25", True), ("26", False), ("125", False)])
+def test_who_asks_for_weights_far_ahead(family: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_cpu", lambda: f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17")
+    assert ("-DMILL_FAR" in build.machine_flags()) is far
+
+
 def _attention(
     lengths: list[tuple[int, int]],
     dtype: torch.dtype,

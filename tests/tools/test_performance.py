@@ -234,8 +234,10 @@ def test_a_cpu_line_pairs_the_newest_before_and_now() -> None:
     assert "| 126 | 0.80 | 215 | **1.60** | 1 | reached |" in tables.cpu(rows)[2]
     assert "| – |  | 90 | **0.90** | 1 | missed |" in tables.cpu([cpu(90, 0.9)])[2]
     other = cpu(78, 1.2) | {"device": "Intel(R) Xeon(R) Processor (family 6 model 167), 2 cores"}
-    assert list(cpu_groups([*rows, other])) == [
+    elder = cpu(70, 1.1) | {"device": "AMD EPYC (family 25 model 17), 2 cores"}
+    assert list(cpu_groups([*rows, other, elder])) == [
         "`-q int8 --dtype bfloat16`", "`-q int8 --dtype bfloat16`, Intel Xeon Processor",
+        "`-q int8 --dtype bfloat16`, AMD EPYC (family 25 model 17)",
     ]  # fmt: skip
     assert cpu_groups([cpu(1, 1, "before all")]) == {"`-q int8 --dtype bfloat16`": {}}
 

@@ -176,7 +176,7 @@ CPU_WORKS = {
 }
 
 
-USUAL_CPU = "AMD EPYC"
+USUAL_CPU = "AMD EPYC (family 26 model 2)"
 
 
 def cpu_engine(row: Row) -> str:
@@ -185,7 +185,8 @@ def cpu_engine(row: Row) -> str:
     flags = [f"-q {engine['quantization']}"] if engine["quantization"] != "none" else []
     flags += ["--quantize-head"] if engine["quantize_head"] else []
     flags += [f"--dtype {engine['dtype']}"]
-    maker = row["device"].replace("(R)", "").partition(" (")[0]
-    machine = "" if maker == USUAL_CPU else f", {maker}"
+    processor = row["device"].replace("(R)", "").partition(", ")[0]
+    maker = processor.partition(" (")[0]
+    machine = "" if processor == USUAL_CPU else f", {processor if USUAL_CPU.startswith(maker) else maker}"
     busy = {0: "", 1: ", one other process busy"}.get(row["busy"], f", {row['busy']} other processes busy")
     return f"`{' '.join(flags)}`{machine}{busy}"

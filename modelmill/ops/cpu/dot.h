@@ -1,10 +1,10 @@
 // A few rows of activations times the rows of a weight: the heart of every linear op at decode.
 //
 // Each output is one chain of multiply-adds along k and one final reduction, whatever the blocking, so that a row of
-// activations gives the same bits alone and in a batch. The weights stream from memory: each 64-byte line is asked for
-// well ahead, since the hardware prefetchers stop at the end of a page and rows are short.
+// activations gives the same bits alone and in a batch. The weights stream from memory (stream.h).
 #pragma once
 #include "simd.h"
+#include "stream.h"
 #include "threads.h"
 
 namespace mill {
@@ -104,10 +104,6 @@ inline const typename H::Input* prepare(Scratch& scratch, const X* x, int64_t ro
     return out;
 }
 
-// How many bytes ahead to ask for a line when `block` bytes of weights are taken side by side: the same place in the
-// next block where that is not too far, since all eight rows of a block are read at once.
-inline int64_t ahead(int64_t block) { return block > 8192 && block <= (32 << 10) ? block : 8192; }
-
 // MB activation rows x NB weight rows. sums: [MB][NB].
 template <class H, int MB, int NB>
 __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x, int64_t stride, const typename H::Weight* w, int64_t k) {
@@ -115,7 +111,7 @@ __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x
     vf acc[MB][NB];
     for (int m = 0; m < MB; m++)
         for (int n = 0; n < NB; n++) acc[m][n] = zero();
-    const int64_t distance = ahead(NB * k * static_cast<int64_t>(sizeof(typename H::Weight)));
+    const int64_t distance = ahead<MB>(NB * k * static_cast<int64_t>(sizeof(typename H::Weight)));
     int64_t i = 0;
     const auto step = [&](int count) {
         for (int part = 0; part < H::kParts; part++) {
@@ -129,7 +125,7 @@ __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x
         i += H::kStep;
     };
     while (i + kLine <= k) {
-        for (int n = 0; n < NB; n++) prefetch(reinterpret_cast<const char*>(w + n * k + i) + distance);
+        for (int n = 0; n < NB; n++) ask<MB>(reinterpret_cast<const char*>(w + n * k + i) + distance);
         for (int j = 0; j < kLine / H::kStep; j++) step(H::kStep);
     }
     while (i + H::kStep <= k) step(H::kStep);

@@ -78,7 +78,7 @@ __attribute__((noinline)) void group_block(float* sums, const float* x, int64_t 
     for (int m = 0; m < MB; m++)
         for (int n = 0; n < NB; n++) all[m][n] = zero();
     const uint8_t* rows = w.codes + n0 * w.bytes;
-    const int64_t distance = ahead(NB * w.bytes), last = w.bytes / Code::kBytes;
+    const int64_t distance = ahead<MB>(NB * w.bytes), last = w.bytes / Code::kBytes;
     for (int64_t g = 0, run = 0; g < w.groups; g++) {
         const int64_t end = run + w.runs < last ? run + w.runs : last;
         vf acc[MB][NB];
@@ -86,7 +86,7 @@ __attribute__((noinline)) void group_block(float* sums, const float* x, int64_t 
             for (int n = 0; n < NB; n++) acc[m][n] = zero();
         for (; run < end; run++) {
             if (run * Code::kBytes % 64 == 0)
-                for (int n = 0; n < NB; n++) prefetch(rows + n * w.bytes + run * Code::kBytes + distance);
+                for (int n = 0; n < NB; n++) ask<MB>(rows + n * w.bytes + run * Code::kBytes + distance);
             for (int b = 0; b < 16; b += W) {
                 const float* at = x + run * kRun + b;
                 for (int n = 0; n < NB; n++) {
