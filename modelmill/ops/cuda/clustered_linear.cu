@@ -116,41 +116,21 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Plac
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) clustered_linear(const __grid_constant__ Work w) {
     extern __shared__ float2 grids[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, place = lane % 4;
-    const int along_n = warp % RW, along_k = warp / RW, mine = along_n * 16 + quad;
-    const long long low = row_of(mine, w.rows), high = row_of(mine + 8, w.rows);
+    const Stand me = stand(w.rows);
     const int width = w.columns / (PACKED ? 32 : 16), pieces = w.columns / COLUMNS;
-    Place at = {w.weight + low * width + place, w.weight + high * width + place, grids + mine * (w.groups + 1),
-                grids + (mine + 8) * (w.groups + 1)};
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        const int token = quad + 8 * n;
-        const uint4 *row = w.q + static_cast<long long>(token) * (w.columns / 16) + place * (PACKED ? 2 : 1);
-        at.q[n] = token < w.tokens ? row : nullptr;
-    }
-    Piece ahead[DEPTH];
-#pragma unroll
-    for (int s = 0; s < DEPTH; ++s) {
-        if (along_k + s * KW < pieces) {
-            fetch(ahead[s], at, along_k + s * KW);
-        }
-    }
-    // static steps are the weight's own; those of the tokens are not known yet
-    stage_grids(grids, w.scale, OFFSET ? w.offset : nullptr, DYNAMIC ? nullptr : w.step, w.rows, w.groups);
-    enter(w.tokens);
+    Place at = {w.weight + me.low * width + me.place, w.weight + me.high * width + me.place,
+                grids + me.mine * (w.groups + 1), grids + (me.mine + 8) * (w.groups + 1)};
+    rows_of_x(at.q, w.q + me.place * (PACKED ? 2 : 1), w.columns / 16, me.quad, w.tokens);
     float total[NT][4] = {};
-    for (int start = along_k; start < pieces; start += DEPTH * KW) {
-#pragma unroll
-        for (int s = 0; s < DEPTH; ++s) {
-            const int number = start + s * KW, next = number + DEPTH * KW;
-            if (number < pieces) {
-                const Piece piece = ahead[s];
-                if (next < pieces) {
-                    fetch(ahead[s], at, next);
-                }
-                add(total, piece, at, number, number >> w.shift, w.step, w.groups, w.tokens);
-            }
-        }
-    }
+    pieces_in_turn<Piece>(
+        me.along_k, pieces, [&](Piece &piece, int number) { fetch(piece, at, number); },
+        [&] {
+            // static steps are the weight's own; those of the tokens are not known yet
+            stage_grids(grids, w.scale, OFFSET ? w.offset : nullptr, DYNAMIC ? nullptr : w.step, w.rows, w.groups);
+            enter(w.tokens);
+        },
+        [&](const Piece &piece, int number) {
+            add(total, piece, at, number, number >> w.shift, w.step, w.groups, w.tokens);
+        });
     finish(total, w.constant, w.bias, w.out, w.rows, w.tokens);
 }

@@ -11,16 +11,11 @@
 //
 // Every warp has DEPTH pieces on their way before x may be read.
 //
-// Macros: those of narrow_weights.cuh, OFFSET (0: symmetric), PIECE (columns: 128, 64 or 32), DEPTH, BLOCKS.
+// Macros: those of narrow_weights.cuh, OFFSET (0: symmetric), PIECE (columns: 128, 64 or 32), BLOCKS.
 #include "int4_codes.cuh"
 #include "narrow_weights.cuh"
 
 constexpr int WORDS = PIECE / 32; // of a thread's quarter of a piece
-#ifdef HALF
-constexpr u32 ONES = 0x3C003C00u; // a pair of 1.0
-#else
-constexpr u32 ONES = 0x3F803F80u;
-#endif
 
 // Strides in elements of what they step through.
 struct Work {
@@ -46,21 +41,10 @@ struct Piece {
     u32 low[WORDS], high[WORDS];
 };
 
-__device__ inline void fetch_words(u32 (&to)[WORDS], const u32 *from) {
-    if constexpr (WORDS == 4) {
-        const uint4 got = load_once(reinterpret_cast<const uint4 *>(from));
-        to[0] = got.x, to[1] = got.y, to[2] = got.z, to[3] = got.w;
-    } else if constexpr (WORDS == 2) {
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-    } else {
-        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
-    }
-}
-
 __device__ inline void fetch(Piece &piece, const Place &at, int number, bool there) {
     if (there) {
-        fetch_words(piece.low, at.low + 4 * WORDS * number);
-        fetch_words(piece.high, at.high + 4 * WORDS * number);
+        fetch_words<WORDS>(piece.low, at.low + 4 * WORDS * number);
+        fetch_words<WORDS>(piece.high, at.high + 4 * WORDS * number);
     } else {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
@@ -111,7 +95,7 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Plac
                     const u32 b1 = __byte_perm(x[i].far[0], x[i].far[1], pick);
                     multiply(part[n], raised_codes(a, 8 * odd), raised_codes(b, 8 * odd), raised_codes(a, 8 * odd + 4),
                              raised_codes(b, 8 * odd + 4), b0, b1);
-                    multiply(sums[n], ONES, ONES, ONES, ONES, b0, b1);
+                    multiply(sums[n], ONE_PAIR, ONE_PAIR, ONE_PAIR, ONE_PAIR, b0, b1);
                 }
             }
         }
@@ -131,44 +115,21 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Plac
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_linear(const __grid_constant__ Work w) {
     extern __shared__ float2 grids[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, place = lane % 4;
-    const int along_n = warp % RW, along_k = warp / RW;
-    const int mine = along_n * 16 + quad;
-    const long long low = row_of(mine, w.rows), high = row_of(mine + 8, w.rows);
-    Place at = {w.weight + low * w.runs * 4 + place * WORDS, w.weight + high * w.runs * 4 + place * WORDS,
-                grids + mine * (w.groups + 1), grids + (mine + 8) * (w.groups + 1)};
+    const Stand me = stand(w.rows);
+    Place at = {w.weight + me.low * w.runs * 4 + me.place * WORDS, w.weight + me.high * w.runs * 4 + me.place * WORDS,
+                grids + me.mine * (w.groups + 1), grids + (me.mine + 8) * (w.groups + 1)};
     // the first column of this thread's quarter
-    const int column = PIECE == 128 ? 32 * place : PIECE == 64 ? place / 2 * 32 + place % 2 * 8 : 4 * place;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        const int token = quad + 8 * n;
-        at.x[n] = token < w.tokens ? w.x + static_cast<long long>(token) * w.x_stride + column : nullptr;
-    }
+    const int column = PIECE == 128 ? 32 * me.place : PIECE == 64 ? me.place / 2 * 32 + me.place % 2 * 8 : 4 * me.place;
+    rows_of_x(at.x, w.x + column, w.x_stride, me.quad, w.tokens);
     const int whole = (w.runs - column / 32 + WORDS - 1) / WORDS;
     const int pieces = (w.runs + WORDS - 1) / WORDS;
-    Piece ahead[DEPTH];
-#pragma unroll
-    for (int s = 0; s < DEPTH; ++s) {
-        const int number = along_k + s * KW;
-        if (number < pieces) {
-            fetch(ahead[s], at, number, number < whole);
-        }
-    }
-    stage_grids(grids, w.scale, OFFSET ? w.offset : nullptr, nullptr, w.rows, w.groups);
-    enter(w.tokens);
     float total[NT][4] = {};
-    for (int start = along_k; start < pieces; start += DEPTH * KW) {
-#pragma unroll
-        for (int s = 0; s < DEPTH; ++s) {
-            const int number = start + s * KW, next = number + DEPTH * KW;
-            if (number < pieces) {
-                const Piece piece = ahead[s];
-                if (next < pieces) {
-                    fetch(ahead[s], at, next, next < whole);
-                }
-                add(total, piece, at, number, number < whole, number >> w.shift);
-            }
-        }
-    }
+    pieces_in_turn<Piece>(
+        me.along_k, pieces, [&](Piece &piece, int number) { fetch(piece, at, number, number < whole); },
+        [&] {
+            stage_grids(grids, w.scale, OFFSET ? w.offset : nullptr, nullptr, w.rows, w.groups);
+            enter(w.tokens);
+        },
+        [&](const Piece &piece, int number) { add(total, piece, at, number, number < whole, number >> w.shift); });
     finish(total, nullptr, w.bias, w.out, w.rows, w.tokens);
 }

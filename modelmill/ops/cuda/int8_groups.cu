@@ -8,18 +8,13 @@
 //
 // Every warp has DEPTH pieces on their way before x may be read.
 //
-// Macros: those of narrow_weights.cuh, OFFSET (0: symmetric), PIECE (columns: 128, 64 or 32), DEPTH, BLOCKS.
+// Macros: those of narrow_weights.cuh, OFFSET (0: symmetric), PIECE (columns: 128, 64 or 32), BLOCKS.
 #include "narrow_weights.cuh"
 #include "signed_bytes.cuh"
 
 constexpr int WORDS = PIECE / 16;                    // of a thread's quarter of a piece
 constexpr int LOADS = WORDS == 2 ? 1 : WORDS / 4;    // that bring it, 64 columns apart
 constexpr int EACH = WORDS / LOADS;                  // words of a load
-#ifdef HALF
-constexpr u32 ONES = 0x3C003C00u; // a pair of 1.0
-#else
-constexpr u32 ONES = 0x3F803F80u;
-#endif
 
 struct Work {
     const u16 *x;
@@ -45,15 +40,6 @@ struct Piece {
     u32 low[WORDS], high[WORDS];
 };
 
-__device__ inline void fetch_words(u32 *to, const u32 *from) {
-    if (EACH == 4) {
-        const uint4 got = load_once(reinterpret_cast<const uint4 *>(from));
-        to[0] = got.x, to[1] = got.y, to[2] = got.z, to[3] = got.w;
-    } else {
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-    }
-}
-
 // Whether this thread's load of a piece lies in the matrix.
 __device__ inline bool inside(const Work &w, const Place &at, int number, int load) {
     return PIECE == 32 || at.column + PIECE * number + 64 * load < w.columns;
@@ -64,8 +50,8 @@ __device__ inline void fetch(Piece &piece, const Work &w, const Place &at, int n
     for (int i = 0; i < LOADS; ++i) {
         u32 *low = piece.low + EACH * i, *high = piece.high + EACH * i;
         if (inside(w, at, number, i)) {
-            fetch_words(low, at.low + PIECE / 4 * number + 16 * i);
-            fetch_words(high, at.high + PIECE / 4 * number + 16 * i);
+            fetch_words<EACH>(low, at.low + PIECE / 4 * number + 16 * i);
+            fetch_words<EACH>(high, at.high + PIECE / 4 * number + 16 * i);
         } else {
 #pragma unroll
             for (int j = 0; j < EACH; ++j) low[j] = high[j] = 0;
@@ -95,8 +81,8 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Work
             multiply(part[n], low[0], high[0], low[1], high[1], even, odd);
             multiply(part[n], low[2], high[2], low[3], high[3], next_even, next_odd);
             if (OFFSET) {
-                multiply(sums[n], ONES, ONES, ONES, ONES, even, odd);
-                multiply(sums[n], ONES, ONES, ONES, ONES, next_even, next_odd);
+                multiply(sums[n], ONE_PAIR, ONE_PAIR, ONE_PAIR, ONE_PAIR, even, odd);
+                multiply(sums[n], ONE_PAIR, ONE_PAIR, ONE_PAIR, ONE_PAIR, next_even, next_odd);
             }
         }
     }
@@ -116,38 +102,18 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Work
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int8_groups(const __grid_constant__ Work w) {
     extern __shared__ __align__(16) unsigned char shared[];
     float2 *grids = reinterpret_cast<float2 *>(shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, place = lane % 4;
-    const int along_n = warp % RW, along_k = warp / RW;
-    const int mine = along_n * 16 + quad;
-    const long long low = row_of(mine, w.rows), high = row_of(mine + 8, w.rows);
-    Place at = {w.weight + low * (w.columns / 4) + place * EACH, w.weight + high * (w.columns / 4) + place * EACH,
-                grids + mine * (w.groups + 1), grids + (mine + 8) * (w.groups + 1)};
-    at.column = 4 * EACH * place;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        const int token = quad + 8 * n;
-        at.x[n] = token < w.tokens ? w.x + static_cast<long long>(token) * w.x_stride + at.column : nullptr;
-    }
-    const int pieces = (w.columns + PIECE - 1) / PIECE;
-    Piece ahead[DEPTH];
-#pragma unroll
-    for (int s = 0; s < DEPTH; ++s) {
-        const int number = along_k + s * KW;
-        if (number < pieces) fetch(ahead[s], w, at, number);
-    }
-    stage_grids(grids, w.scale, OFFSET ? w.offset : nullptr, nullptr, w.rows, w.groups);
-    enter(w.tokens);
+    const Stand me = stand(w.rows);
+    Place at = {w.weight + me.low * (w.columns / 4) + me.place * EACH, w.weight + me.high * (w.columns / 4) + me.place * EACH,
+                grids + me.mine * (w.groups + 1), grids + (me.mine + 8) * (w.groups + 1)};
+    at.column = 4 * EACH * me.place;
+    rows_of_x(at.x, w.x + at.column, w.x_stride, me.quad, w.tokens);
     float total[NT][4] = {};
-    for (int start = along_k; start < pieces; start += DEPTH * KW) {
-#pragma unroll
-        for (int s = 0; s < DEPTH; ++s) {
-            const int number = start + s * KW, next = number + DEPTH * KW;
-            if (number < pieces) {
-                const Piece piece = ahead[s];
-                if (next < pieces) fetch(ahead[s], w, at, next);
-                add(total, piece, w, at, number);
-            }
-        }
-    }
+    pieces_in_turn<Piece>(
+        me.along_k, (w.columns + PIECE - 1) / PIECE, [&](Piece &piece, int number) { fetch(piece, w, at, number); },
+        [&] {
+            stage_grids(grids, w.scale, OFFSET ? w.offset : nullptr, nullptr, w.rows, w.groups);
+            enter(w.tokens);
+        },
+        [&](const Piece &piece, int number) { add(total, piece, w, at, number); });
     finish(total, nullptr, w.bias, w.out, w.rows, w.tokens);
 }

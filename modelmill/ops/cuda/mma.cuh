@@ -6,6 +6,12 @@
 #include "hopper.cuh"
 #include "numbers.cuh"
 
+#ifdef HALF
+constexpr u32 ONE_PAIR = 0x3C003C00u; // a pair of 1.0
+#else
+constexpr u32 ONE_PAIR = 0x3F803F80u;
+#endif
+
 __device__ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

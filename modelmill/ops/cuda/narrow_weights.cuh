@@ -1,10 +1,11 @@
 // What products of a few rows of x with 4- or 8-bit weights share: which rows of the weight a block has, its scales in
-// shared memory, and how the warps' sums become the output.
+// shared memory, how pieces of the weight are on their way before x may be read, and how the warps' sums become the output.
 //
 // A block has 8 warps: RW of them take 16 weight rows each (weight_rows.cuh), the other factor splits K. The columns of a
 // tile of 8 rows of x are those of mma.cuh.
 //
-// Macros: NT (tiles of 8 rows of x), RW (warps along N), and those of weight_rows.cuh, narrow_types.cuh and numbers.cuh.
+// Macros: NT (tiles of 8 rows of x), RW (warps along N), DEPTH (pieces that a warp has on their way), and those of
+// weight_rows.cuh, narrow_types.cuh and numbers.cuh.
 #pragma once
 #include "mma.cuh"
 #include "narrow_types.cuh"
@@ -14,6 +15,64 @@ constexpr int WARPS = 8, KW = WARPS / RW, THREADS = 32 * WARPS;
 
 // Of the block's weight rows, 0 … 16 RW − 1, the one in memory.
 __device__ inline int row_of(int mine, int rows) { return weight_row<16 * RW>(blockIdx.x, mine, rows); }
+
+// Where a thread stands: its warp along K, its quad and its place in it (mma.cuh), the quad's two rows of the weight, and
+// the first of these among the block's; the second is 8 further on.
+struct Stand {
+    int along_k, quad, place, mine;
+    long long low, high;
+};
+
+__device__ __forceinline__ Stand stand(int rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, mine = warp % RW * 16 + quad;
+    return {warp / RW, quad, lane % 4, mine, row_of(mine, rows), row_of(mine + 8, rows)};
+}
+
+// This thread's rows of x, ``stride`` apart, null where there is no such row.
+template <typename T>
+__device__ __forceinline__ void rows_of_x(const T *(&to)[NT], const T *x, long long stride, int quad, int tokens) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int token = quad + 8 * n;
+        to[n] = token < tokens ? x + token * stride : nullptr;
+    }
+}
+
+// COUNT words (1, 2, 4) of the weight, each of which is read once.
+template <int COUNT> __device__ __forceinline__ void fetch_words(u32 *to, const u32 *from) {
+    if constexpr (COUNT == 4) {
+        const uint4 got = load_once(reinterpret_cast<const uint4 *>(from));
+        to[0] = got.x, to[1] = got.y, to[2] = got.z, to[3] = got.w;
+    } else if constexpr (COUNT == 2) {
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+    } else {
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+    }
+}
+
+// This warp's pieces, number ``first`` and every KW-th behind it: DEPTH of them are on their way before ``ready()``, and
+// always from then on. ``fetch(piece, number)``, ``add(piece, number)``.
+template <typename Piece, typename Fetch, typename Ready, typename Add>
+__device__ __forceinline__ void pieces_in_turn(int first, int pieces, Fetch fetch, Ready ready, Add add) {
+    Piece ahead[DEPTH];
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) {
+        const int number = first + s * KW;
+        if (number < pieces) fetch(ahead[s], number);
+    }
+    ready();
+    for (int start = first; start < pieces; start += DEPTH * KW) {
+#pragma unroll
+        for (int s = 0; s < DEPTH; ++s) {
+            const int number = start + s * KW, next = number + DEPTH * KW;
+            if (number < pieces) {
+                const Piece piece = ahead[s];
+                if (next < pieces) fetch(ahead[s], next);
+                add(piece, number);
+            }
+        }
+    }
+}
 
 // {scale, offset} of the block's rows, as float32, a row `groups + 1` pairs apart (then no two rows of a quad's column
 // share a bank). step: what both are multiplied with in each group, or null.
