@@ -120,7 +120,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) clustered_linear(c
     const int width = w.columns / (PACKED ? 32 : 16), pieces = w.columns / COLUMNS;
     Place at = {w.weight + me.low * width + me.place, w.weight + me.high * width + me.place,
                 grids + me.mine * (w.groups + 1), grids + (me.mine + 8) * (w.groups + 1)};
-    rows_of_x(at.q, w.q + me.place * (PACKED ? 2 : 1), w.columns / 16, me.quad, w.tokens);
+    const int part = me.place * (PACKED ? 2 : 1), row = w.columns / 16;
+    if constexpr (NT == 1 && DEPTH == 1) {
+        // the form without a register to spare: added last, the thread's part takes three fewer
+        const uint4 *mine = w.q + static_cast<long long>(me.quad) * row + part;
+        at.q[0] = me.quad < w.tokens ? mine : nullptr;
+    } else {
+        rows_of_x(at.q, w.q + part, row, me.quad, w.tokens);
+    }
     float total[NT][4] = {};
     pieces_in_turn<Piece>(
         me.along_k, pieces, [&](Piece &piece, int number) { fetch(piece, at, number); },
