@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -55,7 +56,8 @@ class Alone:
     def close(self) -> None:
         """End it."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):  # it has ended, and left a question unread
+            self._process.stdin.close()
         self._process.wait(30)
 
     def _read(self) -> dict[str, Any]:

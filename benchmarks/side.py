@@ -71,7 +71,8 @@ class Side:
         """End the process and wait for it."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
-            self._process.stdin.close()
+            with contextlib.suppress(OSError):  # it is about to end by itself, and left a question unread
+                self._process.stdin.close()
             try:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:

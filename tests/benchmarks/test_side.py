@@ -57,6 +57,18 @@ def test_a_process_that_ended_is_named_with_its_last_words(side: Side) -> None:
         side.generate([(3, 5)], seed=1)
 
 
+def test_a_process_that_is_about_to_end_can_be_closed(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    side.ready()
+    with pytest.raises(SideError):
+        side.generate([(3, 5), (3, 5)], seed=1)
+    side._process.wait()
+    with pytest.raises(SideError):
+        side.generate([(3, 5)], seed=1)  # stays in the pipe's buffer
+    monkeypatch.setattr(side._process, "poll", lambda: None)  # as a moment before
+    side.close()
+    assert side._process.returncode == 1
+
+
 def test_prompts_are_the_same_on_every_side_and_others_for_another_seed() -> None:
     lengths = [(4, 1), (9, 2)]
     assert prompts_of(lengths, 3) == prompts_of([(4, 7), (9, 7)], 3)
