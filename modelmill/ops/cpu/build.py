@@ -93,8 +93,8 @@ def load() -> Library | str:
 def machine_flags() -> tuple[str, ...]:
     """What the compiler is told on this machine.
 
-    MILL_FAR: weights are asked for far ahead, and only as far as the second-level cache. Measured on Zen 4 (AMD's
-    family 25), where memory gives twice as much so.
+    MILL_FAR: weights are asked for far ahead, and only as far as the second-level cache, on Zen 4 (AMD's family 25):
+    one row of activations is decoded half as fast again. Other processors have not been measured with it.
     MILL_FLOATS: bfloat16 is multiplied as floats. Intel's processors take two cycles for AVX512_BF16's product of 32
     numbers, in which they multiply 64 floats, and two more to round 32 weights of 8 bits to bfloat16; AMD's do not.
     """

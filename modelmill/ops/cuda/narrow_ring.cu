@@ -28,7 +28,7 @@ constexpr float UNIT = 1.0f, RAISED = 0.0f;
 constexpr u32 UNDER = 0;
 constexpr float UNIT = 16777216.0f, RAISED = 0.0f;
 #else
-constexpr u32 UNDER = 0x43004300u;
+constexpr u32 UNDER = RAISED_PAIR;
 constexpr float UNIT = 1.0f, RAISED = 128.0f;
 #endif
 constexpr int ROWS = 64 * WORKERS, MULTIPLIERS = 128 * WORKERS, PITCH = ROWS + 4, COLUMNS = 128, CHUNK = 16;

@@ -72,11 +72,12 @@ def _up(size: int) -> int:
 
 def serves(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int) -> bool:
     """One row, packed, all at addresses of 16 bytes; rows of the weight in sixteens, of multiples of 16 bytes."""
-    kind, columns, groups = kind_of(x, weight, scale, offset, group), x.shape[1], scale.numel() // weight.shape[0]
+    columns = x.shape[1]
     if x.shape[0] != 1 or weight.shape[0] % TILE or weight.shape[1] % 16 or columns % 32 or not weight.is_contiguous():
         return False
     if x.stride(1) != 1 or any(t is not None and t.data_ptr() % 16 for t in (x, weight, scale, offset)):
         return False
+    kind, groups = kind_of(x, weight, scale, offset, group), scale.numel() // weight.shape[0]
     return shift(group, columns, PIECE // kind.groups) is not None and shape_of(kind, columns, groups) is not None
 
 
