@@ -85,9 +85,7 @@ class Stage:
         told = {"config": str(self.proxy(shape)), "dtype": dtype}
         if name == "transformers":
             return Side(name, [sys.executable, "-m", "benchmarks.transformers_peer", json.dumps(told)], log)
-        limits |= {"dtype": dtype}
-        if share < ALONE:
-            limits |= {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}
+        limits |= {"dtype": dtype}  # the CUDA graphs that vLLM captures are its own choice
         told = {"config": told["config"], "run": limits}
         python, env = self._vllm()
         return Side(name, [python, "-m", "benchmarks.vllm_peer", json.dumps(told)], log, env)

@@ -7,8 +7,8 @@ per token is a difference of two such calls, so that the first token, whatever a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SHORT, LONG = 16, 144
@@ -17,16 +17,17 @@ SHORT, LONG = 16, 144
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure: what counts, and the least and most of its rounds."""
+    """One measured figure: what counts, the least and most of its rounds, and the seconds of each call."""
 
     value: float
     min: float
     max: float
     runs: int
+    calls: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
+        """JSON-able, without the calls."""
+        return {name: value for name, value in asdict(self).items() if name != "calls"}
 
 
 def per_token(short: Sequence[float], long: Sequence[float]) -> Figure:
@@ -40,14 +41,16 @@ def per_token(short: Sequence[float], long: Sequence[float]) -> Figure:
     scale = 1e3 / (LONG - SHORT)
     rounds = [(b - a) * scale for a, b in zip(short, long, strict=True)]
     value = (statistics.median(long) - statistics.median(short)) * scale
-    return Figure(value, min(value, *rounds), max(value, *rounds), len(rounds))
+    calls = {str(SHORT): list(short), str(LONG): list(long)}
+    return Figure(value, min(value, *rounds), max(value, *rounds), len(rounds), calls)
 
 
 def whole(seconds: Sequence[float], scale: float = 1.0) -> Figure:
     """Median, least and most of whole calls, times ``scale``. Raises ValueError for none."""
     if not seconds:
         raise ValueError("no call was measured")
-    return Figure(statistics.median(seconds) * scale, min(seconds) * scale, max(seconds) * scale, len(seconds))
+    ends = min(seconds) * scale, max(seconds) * scale
+    return Figure(statistics.median(seconds) * scale, *ends, len(seconds), {"all": list(seconds)})
 
 
 def ratio(peer: Figure, ours: Figure) -> float:

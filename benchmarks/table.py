@@ -8,7 +8,7 @@
 | first | first token of 1,024 and 4,096 tokens, batch 1 | vLLM |
 | warm | the same once more; for after `decode`, whose last line heats the card | vLLM |
 | marks | decode and first tokens in blocks, each side by itself, as the marks of the targets were taken | vLLM |
-| trace | 500 requests of a conversation trace, all at once (--trace FILE.csv) | vLLM |
+| trace | 500 requests of a conversation trace, all at once (--trace FILE.csv), by --order | vLLM |
 | startup | process start to first token | vLLM |
 | eager | decode at batch 1 | transformers |
 | gpt2 | decode of GPT-2 medium's shape, float16, batch 1 | transformers |
@@ -20,7 +20,8 @@
 ids; only the trace and the start-up, which need the whole card, give it to one side after the other. The parts that
 share the card run in the order in which they are named: "first decode warm" begins on a cool card. Both sides' seconds
 become a figure by the same function (``benchmarks/statistic.py``). A row a side is appended to --out as soon as it is
-known. ``--weights uniform``: all of them within 0.001, as vLLM makes weights up; the targets' marks were taken on such.
+known, with the commit (``--commit`` where this is no checkout), the card, its host and the seconds of every call.
+``--weights uniform``: all of them within 0.001, as vLLM makes weights up; the targets' marks were taken on such.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import NORMAL, UNIFORM  # noqa: E402
+from benchmarks.provenance import commit_of, host_facts  # noqa: E402
 from benchmarks.side import Lengths, Side  # noqa: E402
 from benchmarks.stage import ALONE, OURS, SHARED, Stage  # noqa: E402
 from benchmarks.statistic import Figure, ratio  # noqa: E402
@@ -48,6 +50,7 @@ from benchmarks.targets import CPU_MUST, TARGETS  # noqa: E402
 from benchmarks.works import BLOCKS, FIRSTS, MARKS, PARTS, PEER_OF, Work, in_blocks, in_turn, pairs, warm_up, works_of  # noqa: E402
 
 CPU_SIDES = ("ours", "llamacpp")
+ARRIVAL, LONGEST_FIRST = "arrival", "longest-first"
 
 
 class Bench:
@@ -59,6 +62,7 @@ class Bench:
         self.variants = dict(map(variant, options.also))
         more = {"layers": options.layers, "check": not options.no_check, "weights": options.weights}
         self.stage = Stage(options.work.resolve(), *peers, variants=self.variants, **more)
+        self.made_by = {"commit": options.commit or commit_of(), **host_facts()}
         self.run = datetime.now(UTC).strftime("table-%Y%m%dT%H%M%S")
         self.lines: list[tuple[str, dict[str, Figure]]] = []
         self.cpu_rows: list[dict[str, Any]] = []
@@ -73,7 +77,7 @@ class Bench:
 
     def together(self, parts: Sequence[str], shape: str) -> None:
         """Parts whose sides share the card."""
-        with self.stage.opened(self.names(parts[0]), shape, SHARED, 64) as sides:
+        with self.stage.opened(self.names(parts[0]), shape, SHARED, self.options.max_num_seqs) as sides:
             for part in parts:
                 facts = {side.name: side.facts for side in sides}
                 for batch, prompt in self.options.mark or MARKS if part == "marks" else ():
@@ -89,8 +93,9 @@ class Bench:
 
         if self.options.trace is None:
             raise SystemExit("part trace needs --trace FILE.csv with ContextTokens and GeneratedTokens")
-        lengths = read_trace(self.options.trace, self.options.requests)
-        work = Work(f"trace-{len(lengths)}", (), (0,), scale=1.0)
+        lengths = in_order(read_trace(self.options.trace, self.options.requests), self.options.order)
+        ending = "" if self.options.order == ARRIVAL else f"-{self.options.order}"
+        work = Work(f"trace-{len(lengths)}{ending}", (), (0,), scale=1.0)
         seconds: dict[str, list[float]] = {}
         facts: dict[str, Any] = {}
         names = self.names("trace")
@@ -104,7 +109,12 @@ class Bench:
                     facts[name] = side.facts
                     seconds.setdefault(name, []).extend(self._served(side, lengths, runs))
         figures = {name: work.figure({0: found}) for name, found in seconds.items()}
-        more = {"requests": len(lengths), "input": sum(p for p, _ in lengths), "output": sum(o for _, o in lengths)}
+        more = {
+            "order": self.options.order,
+            "requests": len(lengths),
+            "input": sum(p for p, _ in lengths),
+            "output": sum(o for _, o in lengths),
+        }
         self.tell("trace", work, figures, facts, **more)
 
     def _served(self, side: Side, lengths: Lengths, runs: int) -> list[float]:
@@ -170,8 +180,9 @@ class Bench:
         return {
             "bench": "table", "part": part, "work": work.name, "subject": name, "value": figure.value,
             "unit": target.unit if target else "s" if work.scale == 1 else "ms", "spread": figure.to_dict(),
+            "calls_s": {name: [round(each, 5) for each in calls] for name, calls in figure.calls.items()},
             "statistic": work.statistic, "run": self.run, "command": command_of(sys.argv[1:]), **facts,
-            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **more,
+            **self.made_by, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **more,
         }  # fmt: skip
 
     def show(self) -> None:
@@ -230,6 +241,11 @@ def command_of(arguments: Sequence[str]) -> str:
     return shlex.join(["python", "benchmarks/table.py", *names])
 
 
+def in_order(lengths: Lengths, order: str) -> Lengths:
+    """The requests as both sides are handed them: as they arrived, or those with the longest answers first."""
+    return lengths if order == ARRIVAL else sorted(lengths, key=lambda pair: -pair[1])
+
+
 def mark(told: str) -> tuple[int, int]:
     """1x4096 → (1, 4096)."""
     (pair,) = pairs(told)
@@ -252,6 +268,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "table", help="where models are made and logs lie")
     parser.add_argument("--trace", type=Path, help="csv with ContextTokens and GeneratedTokens")
     parser.add_argument("--requests", type=int, default=500, help="of the trace")
+    parser.add_argument("--order", choices=(ARRIVAL, LONGEST_FIRST), default=ARRIVAL, help="trace: of both sides")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="of both sides, where they share the card")
+    parser.add_argument("--commit", help="of this code, where it is no checkout")
     parser.add_argument(
         "--rounds", type=int, default=3, help="measured rounds of a line (first, warm: three times as many)"
     )

@@ -12,7 +12,7 @@ PARTS = ("decode", "first", "warm", "marks", "trace", "startup", "eager", "gpt2"
 PEER_OF = {"eager": "transformers", "gpt2": "transformers"}
 DECODES = {"decode": ((1, 128), (1, 4096), (8, 1024), (64, 128), (64, 1024)), "eager": ((1, 128),), "gpt2": ((1, 128),)}
 FIRSTS = ("first", "warm")
-MARKS = ((1, 128), (1, 1024), (1, 4096), (8, 1024), (64, 1024), (64, 128))
+MARKS = ((1, 128), (1, 512), (1, 1024), (1, 4096), (8, 1024), (64, 1024), (64, 128))
 RUNNING = 3
 """Calls of one length that follow each other in part ``marks``."""
 BLOCKS = f"blocks of each side: {RUNNING} calls of {SHORT} tokens, {RUNNING} of {LONG}, {RUNNING} of 1"

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import stage as stages
 from benchmarks import table
+from benchmarks.provenance import commit_of
 from benchmarks.side import Lengths, SideError
 from benchmarks.stage import Stage
 from benchmarks.statistic import Figure
@@ -62,6 +63,7 @@ def test_a_line_gives_a_row_a_side_of_one_run(bench: table.Bench) -> None:
     ]  # fmt: skip
     assert {row["run"] for row in found} == {bench.run}
     for row in found:
+        assert {"commit", "host_cpu", "load_1m", "calls_s"} <= set(row), "where it comes from, and every call"
         assert {"command", "device", "versions", "date", "unit", "spread", "statistic", "value"} <= set(row)
     assert found[0]["unit"] == "ms"
     assert found[1]["value"] == 2 * float(str(found[0]["value"]))
@@ -70,7 +72,7 @@ def test_a_line_gives_a_row_a_side_of_one_run(bench: table.Bench) -> None:
 def test_marks_give_rows_that_say_in_which_order_they_were_taken(bench: table.Bench) -> None:
     bench.together(["marks"], "qwen-7b")
     found = rows(bench)
-    assert len(found) == 2 * (6 + 3), "a line a block, and the first token of one sequence"
+    assert len(found) == 2 * (7 + 4), "a line a block, and the first token of one sequence"
     assert all("3 of 144" in str(row["order"]) for row in found)
     assert {row["part"] for row in found} == {"marks"}
 
@@ -93,6 +95,34 @@ def test_the_trace_is_served_by_ours_again_after_the_peer(bench: table.Bench) ->
     assert (ours["requests"], ours["input"], ours["output"]) == (3, 350, 35)
     assert (ours["spread"]["runs"], peer["spread"]["runs"]) == (3, 2)  # type: ignore[index]
     assert (ours["unit"], ours["subject"], peer["subject"]) == ("s", "modelmill", "vLLM")
+
+
+def test_both_sides_are_handed_the_trace_in_one_order(bench: table.Bench) -> None:
+    lengths = [(5, 1), (9, 7), (2, 3)]
+    assert table.in_order(lengths, "arrival") == lengths
+    assert table.in_order(lengths, "longest-first") == [(9, 7), (2, 3), (5, 1)]
+    bench.trace()
+    assert {(row["work"], row["order"]) for row in rows(bench)} == {("trace-3", "arrival")}
+    bench.options.out.unlink()
+    bench.options.order = "longest-first"
+    bench.trace()
+    assert {(row["work"], row["order"]) for row in rows(bench)} == {("trace-3-longest-first", "longest-first")}
+
+
+def test_the_commit_is_told_where_there_is_no_checkout(bench: table.Bench, tmp_path: Path) -> None:
+    assert commit_of(tmp_path) is None
+    options = ["first", "--work", str(tmp_path), "--out", str(bench.options.out), "--commit", "0123abc"]
+    table.Bench(table.parse(options)).together(["first"], "qwen-7b")
+    assert {row["commit"] for row in rows(bench)} == {"0123abc"}
+
+
+def test_the_peer_captures_the_graphs_of_its_own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(stages, "Side", lambda name, command, log, env=None: commands.append(list(command)))
+    monkeypatch.setattr(Stage, "proxy", lambda self, shape: tmp_path)
+    Stage(tmp_path, peer=tmp_path).start("vLLM", "qwen-7b", 0.45, 256)
+    limits = json.loads(commands[0][-1])["run"]
+    assert limits.keys() == {"gpu_memory_utilization", "max_num_seqs", "max_model_len", "dtype"}
 
 
 def test_no_second_turn_where_the_time_is_over(bench: table.Bench) -> None:
