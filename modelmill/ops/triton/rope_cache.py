@@ -125,7 +125,9 @@ def _kernel(
     target = q_ptr + (token * HEADS + head) * DIM + d
     tl.store(target, first.to(dtype), mask=inside & is_q)
     tl.store(target + DIM // 2, second.to(dtype), mask=inside & is_q)
-    kept = inside & (slot >= 0)
+    # a block: to Triton 3.9's interpreter a mask with a scalar's comparison in it is no boolean
+    stays = slot + tl.zeros([1, 1], tl.int64) >= 0
+    kept = inside & stays
     place = (slot // PAGE) * page_stride + (slot % PAGE) * token_stride + d
     k_at = k_ptr + place + (head - HEADS) * head_stride
     v_at = v_ptr + place + (head - HEADS - KV_HEADS) * head_stride
@@ -137,7 +139,7 @@ def _kernel(
         first = rounded(tl.div_rn(first, scale), held, LARGEST)
         second = rounded(tl.div_rn(second, scale), held, LARGEST)
         beside = (slot // PAGE) * KV_HEADS * PAGE + slot % PAGE
-        one = (head < HEADS + 2 * KV_HEADS) & (slot >= 0)
+        one = (head < HEADS + 2 * KV_HEADS) & stays
         tl.store(k_scale_ptr + beside + (head - HEADS) * PAGE, scale, mask=one & is_k)
         tl.store(v_scale_ptr + beside + (head - HEADS - KV_HEADS) * PAGE, scale, mask=one & is_v)
     else:

@@ -157,7 +157,8 @@ def _gather(
             weight = weigh(x, most)
             tl.atomic_add(levels + 2 * PIVOTS + TOTAL, tl.sum(weight), sem="relaxed")
             tl.atomic_add(levels + 2 * PIVOTS + ABOVE, tl.sum(tl.where(x >= hi, weight, 0)), sem="relaxed")
-        take = (x >= lo) & ((x < hi) | (counting & (at_lo <= GATHERED)))
+        # not "|": to Triton 3.9's interpreter a mask with a scalar's comparison in it is no boolean
+        take = (x >= lo) & tl.where(counting & (at_lo <= GATHERED), True, x < hi)
         counter = levels + 2 * PIVOTS + GOT + tl.zeros([CHUNK], tl.int32)
         place = tl.atomic_add(counter, take.to(tl.int64), mask=take, sem="relaxed")
         take = take & (place < GATHERED)
