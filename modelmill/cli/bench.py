@@ -17,6 +17,7 @@ from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, note, progress
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
+from modelmill.core.packages import need
 
 if TYPE_CHECKING:
     from modelmill.eval.subjects import Subject
@@ -161,6 +162,12 @@ def _check(args: Args) -> None:
         raise UsageError("--dataset and --trace belong to bench throughput, --trace to bench serve as well")
     if args.reference is not None and args.what in ("startup", "serve", "ops"):
         raise UsageError("--reference belongs to bench latency and throughput")
+    if args.reference is not None:
+        need("--reference", "transformers", "eval")
+    if args.plot is not None:
+        from modelmill.eval.report import check_plot
+
+        check_plot(args.plot)
     if args.what == "serve":
         check_serve(args)
         return

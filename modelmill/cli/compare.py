@@ -54,8 +54,11 @@ def run(args: Args) -> int:
     from modelmill.artifact.store import open_artifact
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.eval.align import align, draw
+    from modelmill.eval.report import check_plot, plot
     from modelmill.llm import LLM
 
+    if args.plot is not None:
+        check_plot(args.plot)
     artifact = open_artifact(args.engine)
     source, vision = args.eyes.with_checkpoint(args.checkpoint)
     checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
@@ -70,8 +73,6 @@ def run(args: Args) -> int:
         result = align(llm, checkpoint, lambda: compare_engine(llm.loop, checkpoint, ids, progress=told))
     emit_json(result) if args.json else _show(result, args.all)
     if args.plot is not None:
-        from modelmill.eval.report import plot
-
         plot(args.plot, lambda axes: draw(axes, result["layers"]), f"{args.engine.name}: {result['verdict']}")
     return 0 if result["passed"] else 1
 

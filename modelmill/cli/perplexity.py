@@ -11,6 +11,7 @@ from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, progress, table
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
+from modelmill.core.packages import need
 
 if TYPE_CHECKING:
     from modelmill.eval.perplexity import Perplexity
@@ -51,6 +52,8 @@ def run(args: Args) -> int:
     for name, value, least in (("--max-length", args.max_length, 2), ("--limit-tokens", args.limit_tokens, 1)):
         if value is not None and value < least:
             raise UsageError(f"{name} must be at least {least}, not {value}")
+    if args.reference is not None:
+        need("--reference", "transformers", "eval")
     text = read_text(args.data)
     settings = args.run if args.reference is None else beside_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)

@@ -14,6 +14,7 @@ from modelmill.cli.options import Common, config
 from modelmill.cli.output import note
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.core.packages import need
 
 if TYPE_CHECKING:
     from modelmill.serve.engine import Engine
@@ -133,6 +134,8 @@ def _place(args: Args) -> Place:
     )
     if args.otlp_endpoint is not None:
         collector(args.otlp_endpoint)
+        if args.ray and args.ray_address is None:  # another cluster's machines have packages of their own
+            need("--otlp-endpoint", "opentelemetry", "otel")
     # with replicas, they tell the traces
     traces = None if args.otlp_endpoint is None or args.ray else Traces.to(args.otlp_endpoint)
     return Place(args.host, args.port, args.shutdown_timeout, limits, traces)

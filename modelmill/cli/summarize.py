@@ -11,6 +11,7 @@ from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, progress, table
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.errors import UsageError
+from modelmill.core.packages import need
 
 if TYPE_CHECKING:
     from modelmill.eval.summarize import Facts, Summarizer, Summary, Task
@@ -67,6 +68,8 @@ def run(args: Args) -> int:
 
     if args.check_accuracy is not None and args.reference is None:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
+    if args.reference is not None:
+        need("--reference", "transformers", "eval")
     if (args.num is not None and args.num < 1) or (args.batch_size is not None and args.batch_size < 1):
         raise UsageError("--num and --batch-size must be at least 1")
     for name in ("max_new_tokens", "max_input_tokens"):
@@ -74,7 +77,7 @@ def run(args: Args) -> int:
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     assert args.data is not None
-    items, rouge = read_articles(args.data, args.num), Rouge()
+    rouge, items = Rouge(), read_articles(args.data, args.num)
     Store(args.save).check()
     settings = args.run if args.reference is None else beside_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)

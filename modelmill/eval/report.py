@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.core.errors import UsageError
+from modelmill.core.packages import need
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
@@ -124,16 +125,30 @@ def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def check_plot(path: Path) -> None:
+    """To be called before anything is measured: whether ``plot`` could write to ``path``.
+
+    Raises MissingDependency without matplotlib, UsageError for a kind of file that it does not write, or a folder.
+    """
+    need("--plot", "matplotlib", "report")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise UsageError(f"--plot {path}: no plot can be written as {path.suffix}; end it in .png, .svg or .pdf")
+    if path.is_dir():
+        raise UsageError(f"--plot {path}: this is a folder; name a file, as {path / 'plot.png'}")
+
+
 def plot(path: Path, draw: Any, title: str, shape: tuple[int, int] = (1, 1)) -> None:
     """Draw into a new figure with ``draw(axes)`` and write it to ``path`` (png, svg or pdf).
 
     shape: rows and columns of diagrams; where there are several, ``draw`` gets the list of their axes. Raises
     MissingDependency without matplotlib, UsageError where the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingDependency("--plot needs matplotlib; pip install 'modelmill[report]'") from None
+    check_plot(path)
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -43,7 +43,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def test_a_plot_that_cannot_be_drawn_loses_nothing(cli: Any, served: None, tmp_path: Path) -> None:
     kept = tmp_path / "serve.jsonl"
-    code, out, err = cli("bench", "serve", "--url", "http://h:1", "--plot", tmp_path / "x.nope", "--save", kept)
+    code, out, err = cli("bench", "serve", "--url", "http://h:1", "--plot", kept / "x.png", "--save", kept)
     assert code == 2
     assert "cannot write the plot" in err
     assert "first token" in out

@@ -499,7 +499,8 @@ def test_a_broken_chat_template_is_told_at_build(cli: Cli, checkpoint: Path, tmp
 
 
 def test_figures_come_before_a_plot_that_fails(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
-    code, out, err = cli("compare", engine, checkpoint, "--plot", tmp_path / "errors.xyz")
+    (tmp_path / "file").touch()
+    code, out, err = cli("compare", engine, checkpoint, "--plot", tmp_path / "file" / "errors.png")
     assert code == 2
     assert "numerical noise" in out
     assert "cannot write the plot" in err

@@ -49,8 +49,12 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "p.png"
     report.plot(path, lambda axes: axes.plot([1, 2], [3, 4]), "title")
     assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UsageError, match="cannot write the plot"):
+    with pytest.raises(UsageError, match=r"\.nonsense; end it in \.png"):
         report.plot(tmp_path / "p.nonsense", lambda axes: None, "title")
+    with pytest.raises(UsageError, match="this is a folder"):
+        report.plot(tmp_path, lambda axes: None, "title")
+    with pytest.raises(UsageError, match="cannot write the plot"):
+        report.plot(path / "p.png", lambda axes: None, "title")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependency, match="pip install"):
         report.plot(path, lambda axes: None, "title")

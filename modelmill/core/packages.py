@@ -1,0 +1,84 @@
+"""Packages beside ours: whether one that is needed is there, and whether its version is one that was tested.
+
+The tested ranges stand once, in pyproject.toml; an installed modelmill carries them in its metadata.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+from modelmill.core.errors import MissingDependency
+
+NAME = "modelmill"
+PYTHON = "Python"
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An installed version that lies outside what was tested. tested: the range, as ``>=2.11,<2.16``."""
+
+    name: str
+    version: str
+    tested: str
+
+
+def need(what: str, module: str, extra: str) -> None:
+    """To be called before anything is computed. Raises MissingDependency where ``module`` cannot be found.
+
+    Args:
+        what: what needs it, as the user named it (``--plot``).
+        module: the top-level module.
+        extra: which of our extras brings it.
+    """
+    if find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise MissingDependency(f"{what} needs {package}; install it with: pip install 'modelmill[{extra}]'")
+
+
+def outside() -> list[Outside]:
+    """What is installed in a version that no test ran with, Python included; empty where our metadata is absent."""
+    found: dict[str, Outside] = {}
+    for name, version, tested in _installed():
+        if not _inside(version, tested):
+            found[name] = Outside(name, version, in_order(tested))
+    return list(found.values())
+
+
+def in_order(tested: str) -> str:
+    """``>=1,<2``: build tools write the parts of a range in any order."""
+    return ",".join(sorted(tested.replace(" ", "").split(","), key=lambda part: (not part.startswith(">"), part)))
+
+
+def _installed() -> Iterator[tuple[str, str, str]]:
+    """(name, version, tested range) of Python and of every package of ours that is installed."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        ours = metadata.metadata(NAME)
+    except metadata.PackageNotFoundError:
+        return
+    python = ours["Requires-Python"] if "Requires-Python" in ours else ""  # noqa: SIM401  its type has no get
+    yield PYTHON, platform.python_version(), python
+    for line in metadata.requires(NAME) or []:
+        try:
+            requirement = Requirement(line)
+            version = metadata.version(requirement.name)
+        except (InvalidRequirement, metadata.PackageNotFoundError):
+            continue
+        yield requirement.name, version, str(requirement.specifier)
+
+
+def _inside(version: str, tested: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(tested).contains(version, prereleases=True)
+    except InvalidSpecifier:
+        return True
+    except InvalidVersion:  # a build from source may call itself anything
+        return False
