@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from tests import extras
 
 try:
     from hypothesis import HealthCheck, settings
@@ -19,6 +22,29 @@ if settings is not None:
     settings.register_profile("same", _PATIENT, derandomize=True)
     settings.register_profile("search", _PATIENT)
     settings.load_profile("same")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    """Modules whose imports want an extra that is absent are skipped."""
+    return extras.Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    """The same for what a fixture imports."""
+    try:
+        return (yield)
+    except Exception as error:
+        extras.skipped(error)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    """The same for what a test imports when it runs."""
+    try:
+        return (yield)
+    except Exception as error:
+        extras.skipped(error)
 
 
 def shared_dir() -> Path | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from modelmill.cli.main import execute
+
 ABSENT = Path("no-such.engine")
 PLOT = ("--plot", "x.png")
 
@@ -28,11 +30,15 @@ PLOT = ("--plot", "x.png")
     ],
 )
 def test_an_absent_extra_is_said_first(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, module: str, flag: str, words: tuple[object, ...]
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    flag: str,
+    words: tuple[object, ...],
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
-    code, out, err = cli(*words)
-    assert code == 1
+    assert execute([str(word) for word in words]) == 1
+    out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
     assert f"{flag} needs {module.replace('_', '-')}" in err

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.llm import LLM, build_engine
+from tests.extras import excuse
 from tests.models.sam_seeded import small_file
-from tests.serve.running import Running
+
+if TYPE_CHECKING:  # it wants the extra serve, and without it tests are skipped, not this file
+    from tests.serve.running import Running
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +37,8 @@ def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def running(stories: Path) -> Iterator[Running]:
     """Its service, with a worker process; called without a socket."""
+    from tests.serve.running import Running
+
     service = Running(stories)
     yield service
     service.close()
@@ -53,6 +59,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         capsys.readouterr()
         code = execute([str(word) for word in words])
         out = capsys.readouterr()
+        excuse(out.err)
         return code, out.out, out.err
 
     return call

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from tests.extras import excuse
 from tests.patience import PATIENCE
 
 FLAGS = ("--device", "cpu", "--threads", "1", "--kv-cache-bytes", "8000000", "--port", "0")
@@ -31,6 +32,7 @@ class Serving:
         self.process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         said = self.process.stderr.readline()
+        excuse(said)
         found = re.search(r"listening on http://([^:]+):(\d+);", said)
         assert found, said + self.process.stderr.read()
         self.address = found[1], int(found[2])

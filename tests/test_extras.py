@@ -1,0 +1,69 @@
+"""An absent extra skips a test with the reason; every other failure stays one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from modelmill.core.errors import MissingDependency
+from tests import extras
+
+ASKED = "--x needs it; install it with: pip install 'modelmill[some]'"
+IMPORT = "from modelmill.core.errors import MissingDependency"
+
+
+@pytest.fixture(autouse=True)
+def _an_extra_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(extras.EXTRAS, "some", ("no_such_extra",))
+    monkeypatch.setitem(extras.EXTRA_OF, "no_such_extra", "some")
+
+
+def test_what_is_an_absent_extra() -> None:
+    absent = ModuleNotFoundError("No module named 'no_such_extra.part'", name="no_such_extra.part")
+    assert extras.reason(absent) == "needs no_such_extra: pip install 'modelmill[some]'"
+    assert extras.reason(MissingDependency(ASKED)) == ASKED
+    extras.excuse("modelmill: all is well\n")
+    with pytest.raises(pytest.skip.Exception, match="--x needs it"):
+        extras.excuse(f"a line\nmodelmill: {ASKED}\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'modelmill.nothing'", name="modelmill.nothing"),
+        ModuleNotFoundError("No module named 'pytest.nothing'", name="pytest.nothing"),
+        ImportError("cannot import name 'x' from 'no_such_extra'", name="no_such_extra"),
+        MissingDependency("--device cuda: this torch sees no such GPU"),
+        AssertionError("pip install 'modelmill[some]'"),
+    ],
+)
+def test_what_is_a_failure(error: Exception) -> None:
+    assert extras.reason(error) is None
+    with pytest.raises(type(error)):
+        extras.skipped(error)
+
+
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [
+        ("import no_such_extra", pytest.skip.Exception),
+        ("import no_such_module", pytest.Collector.CollectError),
+        (
+            f"from modelmill.core.errors import MissingDependency\nraise MissingDependency({ASKED!r})",
+            pytest.skip.Exception,
+        ),
+    ],
+)
+def test_a_module_is_skipped_or_fails(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    outcome: type[Exception],
+) -> None:
+    path = tmp_path / "test_made.py"
+    path.write_text(source)
+    monkeypatch.setattr(extras, "ROOT", tmp_path)
+    with pytest.raises(outcome):
+        _ = extras.Module.from_parent(request.session, path=path).obj
