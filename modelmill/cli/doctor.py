@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from modelmill.cli.options import Common
 from modelmill.cli.output import emit_json, facts, table
-from modelmill.core import env
+from modelmill.core import env, packages
 from modelmill.core.config import option
 from modelmill.core.size import byte_text
 
@@ -73,6 +73,7 @@ def examine() -> dict[str, Any]:
         "kernels": _kernels(torch),
         "cache": {"path": str(cache), "disk_free": _disk_free(cache)},
         "missing": _missing(torch),
+        "outside": [asdict(each) for each in packages.outside()],
     }
 
 
@@ -194,3 +195,12 @@ def _show(found: dict[str, Any]) -> None:
         table(("missing", "needed for", "how to get it"), missing)
     else:
         print("nothing is missing")
+    if found["outside"]:
+        rows = [[each["name"], each["version"], each["tested"], _way_back(each)] for each in found["outside"]]
+        table(("outside what was tested", "installed", "tested", "how to get a tested one"), rows)
+
+
+def _way_back(outside: dict[str, Any]) -> str:
+    if outside["name"] == packages.PYTHON:
+        return f"another Python ({outside['tested']})"
+    return f"pip install '{outside['name']}{outside['tested']}'"

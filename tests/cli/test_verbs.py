@@ -107,6 +107,22 @@ def test_inspect_says_ids_only(cli: Cli, checkpoint: Path, tmp_path: Path) -> No
     assert cli("bench", "latency", engine, "--input-len", 4, "--output-len", 2, "--runs", 1, "--json")[0] == 0
 
 
+def test_doctor_names_versions_that_were_not_tested(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from modelmill.core import packages
+
+    found = [packages.Outside("torch", "9.1", ">=2.11,<2.16"), packages.Outside("Python", "4.0", ">=3.11,<3.15")]
+    monkeypatch.setattr(packages, "outside", lambda: found)
+    code, told, _ = cli("doctor", "--json")
+    assert code == 0
+    assert told["outside"][0] == {"name": "torch", "version": "9.1", "tested": ">=2.11,<2.16"}
+    text = " ".join(cli("doctor")[1].split())
+    assert "outside what was tested" in text
+    assert "9.1" in text
+    monkeypatch.setattr(packages, "outside", list)
+    assert cli("doctor", "--json")[1]["outside"] == []
+    assert "outside what was tested" not in cli("doctor")[1]
+
+
 def test_doctor(cli: Cli) -> None:
     code, told, _ = cli("doctor", "--json")
     assert code == 0
