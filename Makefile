@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-half test-rest test-gpu test-triton test-ray test-browser verify conformance performance lint clean
+.PHONY: demo demo-sam quantization test test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -38,6 +38,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check modelmill tests benchmarks tools examples
 	$(BIN)/ruff format --check modelmill tests benchmarks tools examples
 	$(BIN)/mypy
+
+# the oldest and the newest version of every range in pyproject.toml, on every Python that is here; resumable
+test-versions: $(VENV)/.test
+	$(BIN)/python tools/version_matrix.py $(if $(PYTHONS),--python $(PYTHONS)) $(if $(PINS),--pin $(PINS))
 
 # every test that needs a CUDA device; on the device's own Python and torch
 test-gpu:

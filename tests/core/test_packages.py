@@ -1,0 +1,96 @@
+"""Installed versions against the ranges that the package's own metadata gives."""
+
+from __future__ import annotations
+
+import tomllib
+from email.message import Message
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from modelmill.core import packages
+from modelmill.core.errors import MissingDependency
+from modelmill.core.packages import Outside, need, outside
+from tests.conftest import ROOT
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, requires: list[str], versions: dict[str, str], python: str = "") -> None:
+    ours = Message()
+    ours["Requires-Python"] = python
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "metadata", lambda _: ours)
+    monkeypatch.setattr(metadata, "requires", lambda _: requires)
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("2.11.0", True),
+        ("2.15.3+cpu", True),
+        ("2.15.0.dev20260101", True),
+        ("2.10.9", False),
+        ("2.16.0", False),
+        ("2.16.0+cu130", False),
+        ("unknown", False),
+    ],
+)
+def test_a_version_is_inside_or_outside(monkeypatch: pytest.MonkeyPatch, version: str, tested: bool) -> None:
+    _pretend(monkeypatch, ["torch<2.16,>=2.11"], {"torch": version})
+    assert outside() == ([] if tested else [Outside("torch", version, ">=2.11,<2.16")])
+
+
+def test_extras_and_python_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = ['gguf<1,>=0.17; extra == "test"', 'gguf<1,>=0.17; extra == "conformance"', 'ray<3; extra == "ray"', "?"]
+    _pretend(monkeypatch, requires, {"gguf": "1.0"}, python="<3,>=2")
+    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.11.7")
+    assert outside() == [Outside("Python", "3.11.7", ">=2,<3"), Outside("gguf", "1.0", ">=0.17,<1")]
+
+
+def test_a_source_tree_alone_has_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "metadata", absent)
+    assert outside() == []
+
+
+def test_what_is_needed_is_said_with_the_way_out() -> None:
+    need("--plot", "json", "report")
+    with pytest.raises(MissingDependency, match=r"--plot needs no-such-package; .* 'modelmill\[report\]'"):
+        need("--plot", "no_such_package", "report")
+
+
+def _requirements() -> list[str]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    return [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+
+
+def test_every_range_has_two_ends_and_is_the_same_wherever_it_stands() -> None:
+    """A range without an upper end lets versions in that nobody tested."""
+    ranges: dict[str, str] = {}
+    for line in _requirements():
+        name = line.partition(">")[0].partition("[")[0]
+        if not name.startswith("types-"):
+            assert ">=" in line, line
+            assert "<" in line, line
+        assert ranges.setdefault(name, line) == line, f"{line} is {ranges[name]} elsewhere"
+
+
+def test_pinned_versions_lie_inside_the_ranges() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    for line in _requirements():
+        requirement = Requirement(line)
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is None or requirement.specifier.contains(version), f"{line}, constraints.txt has {version}"
