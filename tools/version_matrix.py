@@ -97,7 +97,7 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 where every cell that binds and could run passed, 1 where one failed."""
+    """Exit code: 0 where every cell that binds and could run passed, 1 where one failed or none could run."""
     options = _parse(argv)
     OUT.mkdir(parents=True, exist_ok=True)
     sources, found = digest(), {}
@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             (OUT / f"{cell.name}.json").write_text(json.dumps(asdict(found[cell]), indent=1))
         print(f"    {summary(found[cell])}{' (kept)' if kept else ''}", flush=True)
     print("\n" + table(found))
-    return 1 if any(result.outcome == "failed" and cell.binds for cell, result in found.items()) else 0
+    bad = any(result.outcome == "failed" and cell.binds for cell, result in found.items())
+    return 1 if bad or not any(result.outcome in ("passed", "failed") for result in found.values()) else 0
 
 
 def cells_of(pythons: Iterable[str]) -> list[Cell]:

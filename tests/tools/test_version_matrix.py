@@ -101,6 +101,8 @@ def test_changed_sources_make_a_result_stale(runs: list[str], monkeypatch: pytes
     assert json.loads((matrix.OUT / "3.11-newest.json").read_text())["sources"] == "def"
 
 
-def test_a_python_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(matrix, "OUT", tmp_path / "versions")
     monkeypatch.setattr(matrix, "find_python", lambda _: None)
     assert matrix.run(Cell("3.14", "newest"), "abc", ()).outcome == "no Python 3.14 here"
+    assert matrix.main(["--python", "3.14", "--set", "newest"]) == 1  # nothing ran: nothing is green
