@@ -71,7 +71,7 @@ class Dialogue:
         text, stopped = "", False
         for id in ids:
             output.token_ids.append(id)
-            piece, stopped = voice.push(id, watched=len(output.token_ids) > self.request.params.min_tokens)
+            piece, stopped = voice.push(id, watched=len(output.token_ids) > (self.request.params.min_tokens or 0))
             text += piece
             if stopped:
                 break

@@ -15,7 +15,8 @@ from typing import Any
 
 from modelmill.artifact.manifest import NAME, Manifest
 from modelmill.core.errors import CorruptArtifact, RequestError, TokenizerError, UsageError
-from modelmill.core.types import DEFAULTED, Grammar, Insert, Request, SamplingParams
+from modelmill.core.generation import Generation, read_generation
+from modelmill.core.types import Grammar, Insert, Request, SamplingParams
 from modelmill.dialogue import Dialogue
 from modelmill.text import grammar as grammars
 from modelmill.text.chat import ChatFormat, load_chat
@@ -44,10 +45,12 @@ class Language:
         chat_template: str | Path | None = None,
         *,
         local: bool = False,
+        openai: bool = False,
     ) -> None:
         """files: the tokenizer's, by name; none: an ids-only engine. chat_template: in place of the engine's own.
 
         local: whoever asks may name files of this machine as pictures; a server's clients may not.
+        openai: where the checkpoint says nothing of sampling, OpenAI's defaults count instead of ours.
 
         Raises TokenizerError, TemplateError; UsageError for a chat template that cannot be read.
         """
@@ -58,7 +61,8 @@ class Language:
         self.most_pixels: int | None = None  # of a picture in a conversation, if not vision's own limit
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
         self.chat_format: ChatFormat | None = load_chat(files, self.tokenizer) if self.tokenizer else None
-        self.defaults = sampling_defaults(manifest.generation)
+        self.generation = _generation(path, manifest, openai=openai)
+        self.defaults = self.generation.values
         self.eos_ids = eos_ids(manifest, self.tokenizer)
         self._base_stops = _base_stops(manifest)
         self._count = itertools.count()
@@ -66,14 +70,14 @@ class Language:
 
     @staticmethod
     def read(path: Path, chat_template: str | Path | None = None) -> Language:
-        """The text side of an engine folder. Raises ArtifactError as well."""
+        """The text side of an engine folder, for a server's clients. Raises ArtifactError as well."""
         try:
             manifest = Manifest.from_json((path / NAME).read_text("utf-8"), str(path))
             names = [name for name in manifest.files if name.startswith(_FOLDER + "/")]
             files = {name.removeprefix(_FOLDER + "/"): (path / name).read_bytes() for name in names}
         except (OSError, UnicodeDecodeError):
             raise CorruptArtifact(f"{path} cannot be read as an engine; rebuild it") from None
-        return Language(path, manifest, files, chat_template)
+        return Language(path, manifest, files, chat_template, openai=True)
 
     def request(
         self,
@@ -125,11 +129,18 @@ class Language:
             ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
-        request = replace(request, grammar=grammar, inserts=inserts)
+        # MiniGPT-4's original gives its language model embeddings alone, BLIP-2's the ids with them
+        counts = not isinstance(self.chat_format, ImageChat) or self.chat_format.prompt_counts
+        request = replace(request, grammar=grammar, inserts=inserts, prompt_counts=counts)
         special = {} if self.tokenizer is None or not calls else self.tokenizer.special
         marks = frozenset(special[m] for m in MARKS if m in special)
         # a grammar counts every byte of the first token, the space too that an answer of its own has not
         return Dialogue(request, None, self.tokenizer, marks, follows=grammar is not None)
+
+    @functools.cached_property
+    def suggested(self) -> Generation:
+        """The defaults of people, whatever those of an API's clients are."""
+        return _generation(self.path, self.manifest, openai=False)
 
     @property
     def sees(self) -> bool:
@@ -201,7 +212,9 @@ class Language:
         stops: tuple[str, ...],
         salt: str = "",
     ) -> Request:
-        resolved = (params or SamplingParams()).resolved(self.defaults)
+        resolved = self.generation.resolve(params or SamplingParams(), len(ids))
+        if self.tokenizer is None and not (params and params.stop):
+            resolved = replace(resolved, stop=())  # the checkpoint's: without text there is none to stop at
         if stops:
             resolved = replace(resolved, stop=tuple(dict.fromkeys((*resolved.stop, *stops))))
         if resolved.stop and self.tokenizer is None:
@@ -211,15 +224,12 @@ class Language:
         return Request(id=f"r{next(self._count)}", prompt=tuple(ids), params=resolved, eos_ids=eos, cache_salt=salt)
 
 
-def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """SamplingParams fields from a generation_config; do_sample false means greedy, as in transformers."""
-    out = {name: generation[name] for name in DEFAULTED if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        out["temperature"] = 0.0
-    limit = generation.get("max_new_tokens")
-    if type(limit) is int and 0 < limit < 2**31:
-        out["max_tokens"] = limit
-    return out
+def _generation(path: Path, manifest: Any, *, openai: bool) -> Generation:
+    """The defaults of an engine's requests. Raises CorruptArtifact where the manifest's make no sense."""
+    try:
+        return read_generation(manifest.generation, str(manifest.source.get("container", "")), openai=openai)
+    except RequestError as error:
+        raise CorruptArtifact(f"{path}: its generation_config: {error}; rebuild the engine") from None
 
 
 def eos_ids(manifest: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:

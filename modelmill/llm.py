@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from modelmill.answer import Answer, Delta
 from modelmill.artifact.manifest import check_kind
 from modelmill.artifact.store import is_engine
+from modelmill.core import log
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import RequestError, UsageError
@@ -24,13 +25,16 @@ from modelmill.runtime.loop import Loop
 if TYPE_CHECKING:
     from modelmill.build.plan import Plan
 
+_log = log.get(__name__)
+
 
 class LLM:
     """An engine, opened: ``generate``, ``chat`` and ``stream``.
 
     model: an engine folder, or a checkpoint, which is built into the cache first (and said on stderr). dtype,
     quantization and the other fields of BuildConfig apply to that build; the fields of RunConfig to this start.
-    tensor_parallel_size: RunConfig's tp.
+    tensor_parallel_size: RunConfig's tp. openai_defaults: where the checkpoint says nothing of sampling, a request that
+    says nothing either is drawn as OpenAI's API would; by default as ``core.generation`` says.
 
     Raises the errors of the artifact, checkpoint and runtime rooms; UsageError for an unknown option.
     """
@@ -42,6 +46,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         chat_template: str | Path | None = None,
         progress: Callable[[str, int, int], None] | None = None,
+        openai_defaults: bool = False,
         **options: Any,
     ) -> None:
         build, run = _split({"tp": tensor_parallel_size, **options})
@@ -58,10 +63,12 @@ class LLM:
         artifact = self.loop.artifact
         assert artifact is not None, "a loop that was opened from a folder keeps its artifact"
         self.language = language = Language(
-            engine, artifact.manifest, artifact.tokenizer_files(), chat_template, local=True
+            engine, artifact.manifest, artifact.tokenizer_files(), chat_template, local=True, openai=openai_defaults
         )
         self.tokenizer, self.chat_format = language.tokenizer, language.chat_format
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
+        if (unused := language.generation.warning()) is not None:
+            _log.warning("%s", unused)
         self.loop.entry.guides = lambda request: language.guide(request, self.loop.vocab)
         self._running: dict[str, Dialogue] = {}
         self._news: dict[str, deque[Delta]] = {}

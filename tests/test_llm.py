@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modelmill import LLM, AsyncLLM, SamplingParams
+from modelmill.artifact.manifest import NAME, Manifest
+from modelmill.artifact.store import open_artifact
 from modelmill.core.config import BuildConfig
-from modelmill.core.errors import ModelmillError, RequestError, TokenizerError, UsageError
+from modelmill.core.errors import CorruptArtifact, ModelmillError, RequestError, TokenizerError, UsageError
+from modelmill.core.generation import OPENAI, OWN
+from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import Finish, Request
-from modelmill.language import sampling_defaults
+from modelmill.language import Language
 from modelmill.llm import build_engine
 from tests.patience import PATIENCE
 
@@ -193,11 +199,51 @@ def test_an_ids_only_engine_says_so(shared: Path, tmp_path: Path) -> None:
         llm.generate([[1]], SamplingParams(stop=("a",)))
 
 
-def test_generation_config_gives_the_defaults() -> None:
-    assert sampling_defaults({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
-    told = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "odd": 3}
-    assert sampling_defaults(told) == {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
-    assert sampling_defaults({"max_new_tokens": 512}) == {"max_tokens": 512}
+def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, llm: LLM) -> None:
+    """The table of docs/serving.md; what a checkpoint says is in tests/core/test_generation.py."""
+    assert llm.language.manifest.generation == {}
+    client = Language.read(engine)
+    assert llm.defaults == dict(OWN)
+    assert client.defaults == dict(OPENAI)
+    for ask in ("Once upon", [1, 2, 3]):
+        how, theirs = llm.request(ask).request.params, client.request(ask).request.params
+        assert (how.temperature, how.top_p, how.top_k, how.min_p) == (0.8, 0.95, 40, 0.05)
+        assert (theirs.temperature, theirs.top_p, theirs.top_k, theirs.min_p) == (1.0, 1.0, 0, 0.0)
+    assert client.suggested.values == llm.defaults
+
+
+def test_a_generation_config_reaches_every_request(engine: Path) -> None:
+    manifest = llm_manifest(engine, {"do_sample": True, "top_k": 7, "suppress_tokens": [3], "stop_strings": ["###"]})
+    for openai in (False, True):
+        language = Language(engine, manifest, open_artifact(engine).tokenizer_files(), TEMPLATE, openai=openai)
+        talk = [{"role": "user", "content": "Hi"}]
+        for dialogue in (language.request("Once"), language.chat_request(talk, None)):
+            how = dialogue.request.params
+            assert (how.temperature, how.top_k, how.stop) == (1.0, 7, ("###",))
+            assert how.logits_processors == LogitsProcessors(suppress_tokens=(3,))
+
+
+def test_what_has_no_effect_is_said_in_one_line_at_start(
+    engine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = tmp_path / "warned.engine"
+    shutil.copytree(engine, copy)
+    manifest = llm_manifest(engine, {"do_sample": True, "typical_p": 0.5})
+    (copy / NAME).write_text(manifest.to_json())
+    assert LLM(copy, device="cpu").defaults == {}
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "without effect in generation_config: typical_p is not offered"
+    ]
+
+
+def test_a_manifest_whose_generation_config_makes_no_sense_is_refused(engine: Path) -> None:
+    manifest = llm_manifest(engine, {"suppress_tokens": "x"})
+    with pytest.raises(CorruptArtifact, match="suppress_tokens"):
+        Language(engine, manifest, {})
+
+
+def llm_manifest(engine: Path, generation: dict[str, Any]) -> Manifest:
+    return replace(open_artifact(engine).manifest, generation=generation)
 
 
 def test_streams_read_in_turns_do_not_starve_each_other(llm: LLM) -> None:

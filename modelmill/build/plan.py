@@ -25,6 +25,7 @@ from modelmill.checkpoint.rename import Resolved
 from modelmill.core import ram
 from modelmill.core.config import BuildConfig, to_dict
 from modelmill.core.errors import UsageError
+from modelmill.core.generation import Generation, read_generation
 from modelmill.core.size import byte_text
 from modelmill.nn.kv import DTYPES as KV_DTYPES
 from modelmill.nn.kv import KVShape, held_dtype
@@ -74,6 +75,13 @@ class Plan:
     def kind(self) -> str:
         """What the engine will do: "language" or "segmentation"."""
         return kind_of(self.family)
+
+    @property
+    def generation(self) -> Generation | None:
+        """The defaults of the engine's requests; None for a model of images."""
+        if self.kind != LANGUAGE:
+            return None
+        return read_generation(self.checkpoint.generation_config, self.checkpoint.container)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,6 +213,7 @@ class Plan:
             "bytes_by_kind": kinds,
             "auto": None if self.found is None else self.found.describe(),
             "memory": self.memory,
+            "sampling": None if self.generation is None else self.generation.told(),
         }
 
 
@@ -224,7 +233,7 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
     sizes = family.configure(checkpoint.config)
     if kind_of(family) != LANGUAGE:
         return _still_plan(checkpoint, config, family, sizes)
-    check_generation(checkpoint)
+    check_generation(checkpoint, int(sizes.vocab))
     config, kept = resolve_keep(checkpoint, config)
     renames = renames_of(checkpoint, family, sizes)
     config, found = resolve_auto(checkpoint, config, family, sizes, renames, progress)

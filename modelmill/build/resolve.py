@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture, UsageError
 from modelmill.core.find import find, names, nearest
-from modelmill.core.types import DEFAULTED, SamplingParams
+from modelmill.core.generation import read_generation
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.rptq import copies_of
 
@@ -36,14 +35,18 @@ def find_family(checkpoint: Checkpoint) -> ModuleType:
     )
 
 
-def check_generation(checkpoint: Checkpoint) -> None:
-    """Defaults that no request could be answered with are the checkpoint's fault: raises CheckpointError."""
-    for name in DEFAULTED:
-        given: dict[str, Any] = {name: checkpoint.generation_config.get(name)}
-        try:
-            SamplingParams(**given)
-        except RequestError as error:
-            raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
+def check_generation(checkpoint: Checkpoint, vocab: int) -> None:
+    """Defaults that no request could be answered with are the checkpoint's fault: raises CheckpointError.
+
+    vocab: tokens that the model knows.
+    """
+    try:
+        found = read_generation(checkpoint.generation_config, checkpoint.container)
+        outside = next((id for id in found.processors.token_ids() if id >= vocab), None)
+        if outside is not None:
+            raise RequestError(f"it names the token id {outside}, outside 0…{vocab - 1}")
+    except RequestError as error:
+        raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
 
 
 def resolved(

@@ -14,6 +14,15 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArc
 MAX_COUNT = 1 << 24
 """Above every real vocabulary, width, depth and context; keeps nonsense out of later arithmetic."""
 
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""general.sampling.… of a GGUF, as llama.cpp reads them; the rest (xtc, mirostat, a window of penalties) is its own."""
+
 
 def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config, generation_config) in Hugging Face's keys for llama, qwen, qwen2, qwen3 or gpt2.
@@ -38,7 +47,17 @@ def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], d
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
     if isinstance(ids.get("eos_token_id"), list):
         config["eos_token_id"] = ids["eos_token_id"][0]
-    return config, ids
+    return config, {**ids, **_sampling(raw)}
+
+
+def _sampling(raw: GgufFile) -> dict[str, Any]:
+    """What the file's publisher recommends, in generation_config's keys; {} where nothing is."""
+    found: dict[str, Any] = {}
+    for key, name in SAMPLING.items():
+        value = raw.metadata.get(f"general.sampling.{key}")
+        if value is not None:
+            found[name] = _shortest(value) if isinstance(value, float) and math.isfinite(value) else value
+    return {"do_sample": True, **found} if found else {}
 
 
 class _Keys:

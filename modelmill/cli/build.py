@@ -98,6 +98,8 @@ def run(args: Args) -> int:
         raise
     seconds = time.perf_counter() - began
     _warn_of_template(checkpoint)
+    if made.generation is not None and (unused := made.generation.warning()) is not None:
+        note(unused)
     tuned = _tuned(made, args)
     if args.json:
         tuning = None if tuned is None else {"device": tuned.device, "choices": tuned.choices, "facts": tuned.facts}
@@ -177,6 +179,7 @@ def show_plan(plan: dict[str, Any]) -> None:
             ("tokenizer", ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None),
             ("weights", f"{byte_text(memory['weights'])} ({kinds})"),
             ("longest sequence", plan["max_model_len"] if language else None),
+            ("sampling", (plan["sampling"] or {}).get("text")),
             ("layers", _counted(build.get("layer_recipes") or {})),
             *options,
         ],

@@ -13,7 +13,7 @@ from modelmill.core.types import SamplingParams
 from modelmill.eval.remote import Remote
 
 RENAMED = {"include_stop": "include_stop_str_in_output"}
-LEFT_OUT = ("n", "num_beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")
+LEFT_OUT = ("n", "num_beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "logits_processors")
 
 
 class Far:

@@ -77,6 +77,7 @@ def _engine(args: Args) -> dict[str, Any]:
         **_content(tensors, args.tensors),
         **text_facts(artifact.tokenizer_files()),
         "generation": manifest.generation,
+        "sampling": sampling_facts(manifest.generation, manifest.source.get("container"), manifest.kind == "language"),
         "source": manifest.source,
         "versions": manifest.versions,
         "digest": manifest.digest(),
@@ -102,8 +103,21 @@ def _checkpoint(args: Args) -> dict[str, Any]:
         **_content([_tensor(each.name, each.shape, each.dtype, each.nbytes) for each in infos], args.tensors),
         **text_facts(checkpoint.tokenizer_files()),
         "generation": checkpoint.generation_config,
+        "sampling": sampling_facts(checkpoint.generation_config, checkpoint.container, checkpoint.model_type != "sam"),
         "config": checkpoint.config,
     }
+
+
+def sampling_facts(generation: Mapping[str, Any], container: Any, language: bool) -> dict[str, Any] | None:
+    """How answers are drawn where nobody says; what makes no sense is told, not raised."""
+    from modelmill.core.generation import read_generation
+
+    if not language:
+        return None
+    try:
+        return read_generation(generation, str(container)).told()
+    except ModelmillError as error:
+        return {"values": {}, "text": f"broken: {error}", "source": "checkpoint", "unused": {}}
 
 
 def tuning_facts(engine: Path) -> dict[str, Any]:
@@ -190,6 +204,7 @@ def _show(found: dict[str, Any]) -> None:
     engine = found["kind"] == "engine"
     still = found["model_type"] == "sam"
     build = found.get("build", {})
+    sampling = found["sampling"] or {"text": None, "unused": {}}
     weights = ", ".join(f"{count} {kind}" for kind, count in found.get("weights", {}).items())
     dtypes = ", ".join(f"{dtype} {byte_text(count)}" for dtype, count in found["bytes_by_dtype"].items())
     architectures = ", ".join(found.get("architectures") or [])
@@ -207,6 +222,8 @@ def _show(found: dict[str, Any]) -> None:
             ("tokenizer", None if still else _tokenizer_line(found)),
             ("chat template", None if still else _chat_line(found["chat_template"])),
             ("generation", _line(found["generation"])),
+            ("sampling", sampling["text"]),
+            ("without effect", "; ".join(f"{name} {why}" for name, why in sampling["unused"].items()) or None),
             ("source", _line(found.get("source", {}))),
             ("versions", _line(found.get("versions", {}))),
             ("tuning", tuning_line(found["tuning"]) if engine else None),

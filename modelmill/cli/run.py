@@ -64,7 +64,7 @@ class Args(Common):
         metavar="PATTERN FILE",
     )  # fmt: skip
     build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
-    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
+    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP, leave=("logits_processors",))
     run: RunConfig = config(RunConfig, "Engine")
 
 
@@ -88,9 +88,9 @@ def run(args: Args) -> int:
 
 def with_limit(params: SamplingParams, llm: LLM) -> SamplingParams:
     """``params`` with an end: an answer must not run on until the context is full."""
-    if params.max_tokens is not None or llm.defaults.get("max_tokens") is not None:
+    if params.max_tokens is not None or llm.language.generation.limits:
         return params
-    return replace(params, max_tokens=max(MAX_TOKENS, params.min_tokens))
+    return replace(params, max_tokens=max(MAX_TOKENS, params.min_tokens or 0))
 
 
 def _prompt(given: str) -> str:
@@ -161,6 +161,7 @@ def with_pictures(text: str, images: Sequence[Path]) -> Any:
 def _stream(llm: LLM, ask: Any, params: SamplingParams) -> int:
     began = time.perf_counter()
     answer: Answer | None = None
+    tell_sampling(llm, params)
     with Interrupt() as interrupt:
         stream = llm.stream(ask, params)
         for delta in stream:
@@ -183,6 +184,7 @@ def _ids(llm: LLM, ids: tuple[int, ...]) -> str:
 
 
 def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int:
+    tell_sampling(llm, params)
     began = time.perf_counter()
     answers: dict[int, Answer] = {}
     # One batch for the raw prompts and one for the conversations: they end at different tokens.
@@ -257,6 +259,12 @@ def _rate(answers: Sequence[Answer], seconds: float, first: float | None) -> flo
     if first is not None and later and seconds > first:
         return later / (seconds - first)
     return sum(counts) / seconds if seconds else 0.0
+
+
+def tell_sampling(llm: LLM, params: SamplingParams) -> None:
+    """One line on stderr where the engine's own defaults decide how an answer is drawn."""
+    if params.temperature is None and params.num_beams == 1:
+        note(f"sampling: {llm.language.generation.line()}")
 
 
 def tell_speed(answers: list[Answer], seconds: float) -> None:

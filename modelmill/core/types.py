@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from modelmill.core.errors import RequestError
+from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.quote import quoted
 
 MAX_N = 128
@@ -39,6 +40,7 @@ class SamplingParams:
 
     temperature 0 is greedy. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one prompt n
     times; ``num_beams`` > 1 searches with beams instead of sampling and returns the ``n`` best.
+    ``logits_processors``: ``LogitsProcessors()`` switches off what the checkpoint asks for.
     Raises RequestError for values outside their range.
     """
 
@@ -48,7 +50,7 @@ class SamplingParams:
     top_k: int | None = None
     min_p: float | None = None
     max_tokens: int | None = None
-    min_tokens: int = 0
+    min_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
@@ -64,6 +66,7 @@ class SamplingParams:
     early_stopping: bool = False
     skip_special_tokens: bool = True
     include_stop: bool = False
+    logits_processors: LogitsProcessors | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -84,11 +87,13 @@ class SamplingParams:
         for name in ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {quoted(getattr(self, name), 60)}")
+        if not isinstance(self.logits_processors, LogitsProcessors | None):
+            raise RequestError("logits_processors takes LogitsProcessors")
         if self.num_beams > 1 and self.n > self.num_beams:
             raise RequestError(f"n={self.n} asks for more than num_beams={self.num_beams} beams; lower n")
         if self.num_beams > 1 and (self.logprobs is not None or self.prompt_logprobs is not None):
             raise RequestError("logprobs are not told for beams; use num_beams=1, or the score of each beam")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
         if len(self.stop) > MAX_STOPS or any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError(f"stop takes up to {MAX_STOPS} non-empty strings")
@@ -118,15 +123,21 @@ class SamplingParams:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
+            "min_tokens": 0,
         }
         known = {f.name for f in fields(self)}
         filled: dict[str, Any] = {}
         for name, value in {**neutral, **{k: v for k, v in defaults.items() if k in known}}.items():
             if getattr(self, name) is None and value is not None:
                 filled[name] = value
-        if filled.get("max_tokens", self.min_tokens) < self.min_tokens:
-            # the default is a suggestion, the minimum was asked for
+        # of two that contradict each other, the default is a suggestion, the other was asked for
+        if self.min_tokens is not None and filled.get("max_tokens", self.min_tokens) < self.min_tokens:
             filled["max_tokens"] = self.min_tokens
+        limit = filled.get("max_tokens", self.max_tokens)
+        if limit is not None and "min_tokens" in filled:
+            filled["min_tokens"] = min(filled["min_tokens"], limit)
+        if not self.stop and defaults.get("stop"):
+            filled["stop"] = defaults["stop"]
         return replace(self, **filled)
 
     @property
@@ -181,6 +192,8 @@ class Request:
     """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless ignored.
 
     pooling: MEAN or LAST: the prompt's embedding is wanted, and no answer (max_tokens 0).
+    prompt_counts: whether the prompt's tokens count as ids for penalties and processors; they do not where the original
+    gives its prompt to the model as embeddings.
     """
 
     id: str
@@ -191,6 +204,7 @@ class Request:
     cache_salt: str = ""
     grammar: Grammar | None = None
     pooling: str | None = None
+    prompt_counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -244,7 +258,7 @@ _REAL: dict[str, tuple[float, float]] = {
     "length_penalty": (-100.0, 100.0),
 }
 # these have no default of their own to fall back to, so None is no value for them
-_NEEDED = {"n", "min_tokens", "num_beams", "length_penalty"}
+_NEEDED = {"n", "num_beams", "length_penalty"}
 # at zero these would leave no token, or divide by it
 _ABOVE = {"top_p", "repetition_penalty"}
 

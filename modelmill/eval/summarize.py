@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import to_dict
 from modelmill.core.errors import TokenizerError, UsageError
+from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import SamplingParams
 from modelmill.eval.report import device_name, versions
 from modelmill.eval.rouge import KINDS, Rouge
@@ -71,6 +72,8 @@ class EngineSummarizer:
             repetition_penalty=1.0,
             presence_penalty=0.0,
             frequency_penalty=0.0,
+            min_tokens=0,
+            logits_processors=LogitsProcessors(),
         )
         answers = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, progress=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]

@@ -56,7 +56,7 @@ class Backend:
             folder = Path(args["model_repository"]) / args["model_version"]
             start = Start.read(folder / START)
             run = placed(from_dict(RunConfig, start.run, str(folder / START)), args)
-            engine = AsyncLLM(folder / ENGINE, chat_template=start.chat_template, **_fields(run))
+            engine = AsyncLLM(folder / ENGINE, chat_template=start.chat_template, openai_defaults=True, **_fields(run))
             engine.llm.loop.warm_up(forms=True)
         except ModelmillError as error:
             raise triton.TritonModelException(str(error)) from None

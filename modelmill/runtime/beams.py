@@ -8,14 +8,18 @@ as soon as there are ``width`` results, or when nothing can go on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import Finish
-from modelmill.runtime import filters
+from modelmill.runtime import filters, logits_processors
 from modelmill.runtime.sequence import Sequence
+
+_Change = Callable[[torch.Tensor, Sequence, LogitsProcessors], None]
 
 
 @dataclass(frozen=True)
@@ -96,25 +100,36 @@ class BeamSearch:
             return False
         return self.early is True or self._normal(best, length) <= self.results[-1].score
 
+    def _each_row(self, change: _Change, logs: torch.Tensor, asked: LogitsProcessors) -> None:
+        for row, seq in zip(logs, self.seqs, strict=True):
+            change(row, seq, asked)
+
     def _processed(self, logs: torch.Tensor) -> torch.Tensor:
         """Bias, penalties and min_tokens on the log-probabilities, from the beams' own tokens."""
         params, first = self.seqs[0].request.params, self.seqs[0]
         for token, bias in params.logit_bias.items():
             logs[:, token] += bias
+        asked = params.logits_processors
+        if asked:
+            self._each_row(logits_processors.before_penalties, logs, asked)
         repeated = params.repetition_penalty not in (None, 1.0)
         if repeated or params.presence_penalty or params.frequency_penalty:
             counts = torch.zeros_like(logs)
             seen = torch.zeros_like(logs, dtype=torch.bool)
             for i, seq in enumerate(self.seqs):
-                tokens = torch.tensor(seq.tokens, device=logs.device)
-                seen[i, tokens] = True
-                counts[i] = torch.bincount(tokens[seq.prompt_len :], minlength=logs.shape[1])
+                seen[i, torch.tensor(logits_processors.counted(seq), dtype=torch.int64, device=logs.device)] = True
+                answer = torch.tensor(seq.tokens[seq.prompt_len :], dtype=torch.int64, device=logs.device)
+                counts[i] = torch.bincount(answer, minlength=logs.shape[1])
             logs = filters.repetition(logs, seen, logs.new_tensor(params.repetition_penalty or 1.0))
             once, each = (
                 logs.new_tensor(params.presence_penalty or 0.0),
                 logs.new_tensor(params.frequency_penalty or 0.0),
             )
             logs = filters.presence(logs, counts, once, each)
-        if first.outputs < params.min_tokens and first.stops:
+        if asked:
+            self._each_row(logits_processors.after_penalties, logs, asked)
+        if first.outputs < (params.min_tokens or 0) and first.stops:
             logs[:, sorted(t for t in first.stops if t < logs.shape[1])] = float("-inf")
-        return logs
+        if asked:
+            self._each_row(logits_processors.after_lengths, logs, asked)
+        return logs.log_softmax(-1) if asked and asked.renormalize_logits else logs

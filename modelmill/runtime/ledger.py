@@ -11,6 +11,7 @@ from modelmill.core.types import MEAN, Finish, Logprob, Token
 from modelmill.runtime import logprobs
 from modelmill.runtime.beams import BeamSearch
 from modelmill.runtime.flight import Flight
+from modelmill.runtime.logits_processors import processors_of
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Scheduler
 from modelmill.runtime.sequence import Sequence
@@ -20,7 +21,7 @@ class Ledger:
     """The sequences of every request that is not over, and the counts of tokens.
 
     live: by request id. searches: beam searches among them. guided: sequences whose next token depends on
-    the last one's text.
+    which the last one was, beyond what the model sees.
     """
 
     def __init__(self, scheduler: Scheduler, sampler: Sampler) -> None:
@@ -34,7 +35,7 @@ class Ledger:
         leader = seqs[0]
         if leader.beam is not None:
             self.searches += 1
-        self.guided += sum(seq.guide is not None for seq in seqs)
+        self.guided += sum(map(_waits, seqs))
         self.live[leader.request.id] = seqs
         self.scheduler.add(leader)
 
@@ -185,7 +186,7 @@ class Ledger:
         if seq.finish is not None:
             return
         seq.finish = finish
-        if seq.guide is not None:
+        if _waits(seq):
             self.guided -= 1
         self.scheduler.remove(seq)
         if seq.beam is None and seq.siblings:
@@ -200,6 +201,12 @@ class Ledger:
             del self.live[seq.request.id]
             if seq.beam is not None:
                 self.searches -= 1
+
+
+def _waits(seq: Sequence) -> bool:
+    """Whether the host must know a token before the next one can be picked."""
+    asked = processors_of(seq)
+    return seq.guide is not None or (asked is not None and asked.reads_tokens)
 
 
 def _embedding(seq: Sequence) -> bytes | None:

@@ -1,6 +1,7 @@
 """From logits to token ids, for a whole batch on its device; nothing waits for the host.
 
-Order: logit bias, repetition, presence and frequency penalties, min_tokens; then the argmax, or ``ops.sample``.
+Order: logit bias, repetition, presence and frequency penalties, min_tokens; then the argmax, or ``ops.sample``. What a
+checkpoint's generation_config asks for besides (``logits_processors``) stands where transformers has it.
 What has to be known about the sequences of a batch is gathered once in a ``Plan`` and reused as long as the batch stays
 the same.
 """
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import SamplingParams
 from modelmill.ops.shelf import Ops
-from modelmill.runtime import chance, filters, logprobs
+from modelmill.runtime import chance, filters, logits_processors, logprobs
 from modelmill.runtime.sequence import Sequence
 
 
@@ -41,6 +43,7 @@ class Plan:
     knobs: dict[str, np.ndarray] = field(default_factory=dict)
     guided: list[int] = field(default_factory=list)
     guided_rows: torch.Tensor | None = None
+    processed: list[tuple[int, LogitsProcessors]] = field(default_factory=list)
     told: list[int] = field(default_factory=list)
     told_rows: torch.Tensor | None = None
     top: int = 0
@@ -57,7 +60,7 @@ class Plan:
 class Tally:
     """Which tokens a sequence has seen and how often it wrote them, kept on the device, one slot a sequence.
 
-    counts: [slots, V] int32, of the answer. seen: [slots, V] bool, of prompt and answer.
+    counts: [slots, V] int32, of the answer. seen: [slots, V] bool, of the answer and what counts of the prompt.
     """
 
     def __init__(self, vocab: int, device: torch.device) -> None:
@@ -76,9 +79,9 @@ class Tally:
         slot = self._slot[seq] = self._free.pop()
         self.counts[slot] = 0
         self.seen[slot] = False
-        tokens = torch.tensor(seq.tokens, device=self.counts.device)
-        self.seen[slot, tokens] = True
-        written = tokens[seq.prompt_len :]
+        seen = torch.tensor(logits_processors.counted(seq), dtype=torch.int64, device=self.counts.device)
+        self.seen[slot, seen] = True
+        written = torch.tensor(seq.tokens[seq.prompt_len :], dtype=torch.int64, device=self.counts.device)
         if len(written):
             self.counts[slot] += torch.bincount(written, minlength=self.counts.shape[1]).to(torch.int32)
         return slot
@@ -114,7 +117,7 @@ class Sampler:
 
     def plan(self, seqs: list[Sequence]) -> Plan:
         """How these sequences, one a row, are sampled now."""
-        short = tuple(s.outputs < s.request.params.min_tokens for s in seqs)
+        short = tuple(s.outputs < (s.request.params.min_tokens or 0) for s in seqs)
         last = self._plan
         if last is not None and last.seqs == seqs and last.short == short:
             return last
@@ -151,6 +154,8 @@ class Sampler:
         if plan.bias is not None:
             rows, ids, values = plan.bias
             logits.index_put_((rows, ids), values, accumulate=True)
+        for row, asked in plan.processed:
+            logits_processors.before_penalties(logits[row], plan.seqs[row], asked)
         if plan.tallied is not None and plan.slots is not None:
             part = logits[plan.tallied]
             if plan.repetition is not None:
@@ -158,8 +163,12 @@ class Sampler:
             if plan.once is not None and plan.each is not None:
                 part = filters.presence(part, self.tally.counts[plan.slots], plan.once, plan.each)
             logits[plan.tallied] = part
+        for row, asked in plan.processed:
+            logits_processors.after_penalties(logits[row], plan.seqs[row], asked)
         if plan.never is not None:
             logits[plan.never] = float("-inf")
+        for row, asked in plan.processed:
+            logits_processors.after_lengths(logits[row], plan.seqs[row], asked)
         if plan.guided_rows is not None:
             masks = self._masks(plan)
             logits[plan.guided_rows] = filters.allowed(logits[plan.guided_rows], masks)
@@ -208,7 +217,9 @@ class Sampler:
         if never:
             rows, ids = zip(*never)
             plan.never = self._whole(rows), self._whole(ids)
-        plan.plain = not (biased or tallied or never or plan.guided)
+        found = ((i, logits_processors.processors_of(seq)) for i, seq in enumerate(plan.seqs))
+        plan.processed = [(i, asked) for i, asked in found if asked is not None]
+        plan.plain = not (biased or tallied or never or plan.guided or plan.processed)
 
     def _plan_draws(self, plan: Plan, params: list[SamplingParams]) -> None:
         """Temperature, filters and seeds."""

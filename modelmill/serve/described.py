@@ -54,6 +54,8 @@ class Card(Shown):
     kind: str
     input_modalities: list[str] = Field(default_factory=list)
     chat: bool | None = None
+    default_sampling: dict[str, Any] | None = Field(None, description="where a request does not say")
+    suggested_sampling: dict[str, Any] | None = Field(None, description="where the page's user does not say")
 
 
 class Cards(Shown):

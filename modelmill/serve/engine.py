@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from modelmill.core import log
 from modelmill.core.errors import GRAMMAR_LOST, CapacityError, ModelmillError, RequestError, UsageError
@@ -156,6 +157,13 @@ class Engine:
         if self.kind == KIND:
             return False
         return None if self._language is None else self._language.chat_format is not None
+
+    @property
+    def sampling(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """How answers are drawn where a request does not say, and where the page's user does not; None: not known."""
+        if self._language is None:
+            return None
+        return self._language.generation.told(), self._language.suggested.told()
 
     def check_sees(self) -> None:
         """Raises NotReady, RequestError for an engine that does not segment."""
@@ -310,6 +318,8 @@ class Engine:
                 self.error, self.usage, self._closing = str(error), isinstance(error, UsageError), True
                 self.state = State.FAILED
                 raise ConnectionAbortedError from None
+            if (unused := language.generation.warning()) is not None:
+                _log.warning("generation_config", extra={"data": {"engine": self.name, "why": unused}})
         self.facts, self.state, self.error = facts, State.READY, None
         self.settled.set()
         _log.info("ready", extra={"data": {"engine": self.name, "device": facts.device, "pages": facts.pages}})

@@ -11,11 +11,12 @@ import base64
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import Finish, Grammar, Insert, Logprob, Request, SamplingParams, Token
 from modelmill.serve.pictures import MARK, Found, Look, Missed, framed, joined, split, unframed
 
@@ -195,6 +196,8 @@ def _request(request: Request) -> dict[str, Any]:
     params = {name: value for name, value in params.items() if value != _DEFAULT[name]}
     if "logit_bias" in params:
         params["logit_bias"] = list(params["logit_bias"].items())  # JSON's keys are texts
+    if params.get("logits_processors") is not None:
+        params["logits_processors"] = asdict(params["logits_processors"])
     # text is matched by the API: the engine need not see it
     params.pop("stop", None)
     return {
@@ -205,6 +208,7 @@ def _request(request: Request) -> dict[str, Any]:
         "salt": request.cache_salt,
         "grammar": None if request.grammar is None else [request.grammar.kind, request.grammar.text],
         "pooling": request.pooling,
+        "counts": request.prompt_counts,
         # the pixels of pictures, uint8, follow as blobs
         "inserts": [[i.position, i.length, i.digest, i.handle.shape] for i in request.inserts],
     }
@@ -214,6 +218,8 @@ def _request_of(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Request:
     params = dict(raw["params"])
     if "logit_bias" in params:
         params["logit_bias"] = dict(params["logit_bias"])
+    if params.get("logits_processors") is not None:
+        params["logits_processors"] = LogitsProcessors.read(params["logits_processors"])
     return Request(
         id=raw["id"],
         prompt=tuple(raw["prompt"]),
@@ -222,6 +228,7 @@ def _request_of(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Request:
         cache_salt=raw["salt"],
         grammar=None if raw["grammar"] is None else Grammar(*raw["grammar"]),
         pooling=raw["pooling"],
+        prompt_counts=raw["counts"],
         inserts=tuple(
             Insert(position, length, digest, np.frombuffer(blob, np.uint8).reshape(shape))
             for (position, length, digest, shape), blob in zip(raw["inserts"], blobs, strict=True)

@@ -52,6 +52,8 @@ class Said(NamedTuple):
 class ImageChat:
     """tokens: places that a picture takes. prompt: "first" or "current"."""
 
+    prompt_counts = False  # whether penalties of the original see the prompt's ids
+
     def __init__(self, tokenizer: Tokenizer, tokens: int, prompt: str = "first") -> None:
         self._tokenizer = tokenizer
         self.tokens, self._asks = tokens, ASKS[prompt]
@@ -143,6 +145,8 @@ class Questions(ImageChat):
 
     All pictures stand in front, then BOS and the turns; a picture without words is described.
     """
+
+    prompt_counts = True
 
     def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
         super().__init__(tokenizer, tokens)

@@ -12,6 +12,7 @@ from tests.browser.steps import FIGURES, WAIT, answered, ask, expect, ready
 from tests.serve.process import Serving
 
 pytestmark = pytest.mark.browser
+SUGGESTED = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
 LONG = '{"temperature": 0, "max_tokens": 1500}'
 
 
@@ -136,6 +137,28 @@ def test_with_the_keyboard_alone(opened: Any) -> None:
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("tab", name="Segment")).to_be_focused()
     expect(page.get_by_role("button", name="Choose a photo")).to_be_visible()
+
+
+def test_the_settings_show_how_an_answer_is_drawn_by_default(opened: Any) -> None:
+    """The checkpoint says nothing: people get our defaults, as a group, and see them."""
+    page = opened(sampling='{"max_tokens": 5}')
+    ready(page)
+    page.get_by_role("button", name="Settings", exact=True).click()
+    temperature = page.get_by_label("Temperature", exact=True)
+    expect(temperature).to_have_attribute("placeholder", "0.8")
+    expect(page.get_by_label("Top-k", exact=True)).to_have_attribute("placeholder", "40")
+    expect(page.get_by_label("Seed", exact=True)).to_have_attribute("placeholder", "default")
+    expect(page.get_by_text("Left empty: temperature 0.8")).to_be_visible()
+    for typed, shown, sent in (("1.2", "default", {"temperature": 1.2}), ("", "40", SUGGESTED)):
+        temperature.fill(typed)
+        expect(page.get_by_label("Top-k", exact=True)).to_have_attribute("placeholder", shown)
+        page.get_by_role("button", name="Done").click()
+        with page.expect_request("**/v1/chat/completions") as asked:
+            ask(page, "Hello")
+        told = {name: value for name, value in asked.value.post_data_json.items() if name in SUGGESTED}
+        assert told == sent
+        answered(page)
+        page.get_by_role("button", name="Settings", exact=True).click()
 
 
 def test_settings_reach_the_request(opened: Any, shot: Any) -> None:

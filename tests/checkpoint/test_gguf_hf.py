@@ -19,6 +19,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.checkpoint.rope_scaling import llama3_factors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch, UnknownArchitecture
 from modelmill.core.find import find
+from modelmill.core.generation import read_generation
 from tests.checkpoint.checkpoint_factory import (
     LLAMA_CONFIG,
     TOKENS,
@@ -49,6 +50,16 @@ def test_llama_comes_back_value_by_value(tmp_path):
     assert view.config["torch_dtype"] == "float32"
     assert not view.config["attention_bias"]
     assert view.generation_config == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_what_its_publisher_recommends_is_read_as_llama_cpp_reads_it(tmp_path):
+    raw = GgufFile(write_llama_gguf(tmp_path / "m.gguf", llama_state()))
+    said = {"temp": float(np.float32(0.6)), "top_k": 20, "top_p": float(np.float32(0.95)), "mirostat": 1}
+    raw.metadata |= {f"general.sampling.{key}": value for key, value in said.items()}
+    found = read_generation(GgufAsHf(raw).generation_config, "gguf")
+    assert found.source == "checkpoint"
+    assert found.values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert read_generation(present(tmp_path / "m.gguf").generation_config, "gguf").source == "modelmill"
 
 
 def test_transformers_own_gguf_reader_agrees(tmp_path):

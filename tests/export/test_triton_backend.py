@@ -76,6 +76,14 @@ def go_on(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
+def test_a_client_that_says_nothing_gets_openais_defaults(backend: Backend) -> None:
+    """Of an engine whose checkpoint says nothing."""
+    language = backend._engine.llm.language
+    how = language.request("Once").request.params
+    assert (how.temperature, how.top_p, how.top_k, how.min_p) == (1.0, 1.0, 0, 0.0)
+    assert language.generation.source == "openai"
+
+
 def test_the_same_text_as_the_class(backend: Backend, llm: LLM) -> None:
     prompts = ["Once upon a time", "The dog", "Lily said", "A", "Ben and Tom", "One day", "The sun", "Mom"] * 4
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), progress=False)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import Finish, Logprob, Request, SamplingParams, Token
 from modelmill.serve.message import (
     HEAD,
@@ -31,10 +32,17 @@ from modelmill.serve.message import (
 )
 
 PARAMS = SamplingParams(n=2, temperature=0.5, seed=2**63, logit_bias={5: -100.0}, stop_token_ids=(3,), ignore_eos=True)
+PROCESSORS = LogitsProcessors(
+    sequence_bias=(((3, 4), -2.5),), no_repeat_ngram_size=3, encoder_no_repeat_ngram_size=2, bad_words_ids=((3, 5),),
+    encoder_repetition_penalty=1.5, forced_bos_token_id=3, forced_eos_token_id=(7, 8), suppress_tokens=(1,),
+    exponential_decay_length_penalty=(3, 1.5), begin_suppress_tokens=(2,), renormalize_logits=True,
+)  # fmt: skip
 TOP = Logprob(-math.inf, 2)
 MESSAGES: list[Message] = [
     Open("a b", {"dtype": "float32"}, {"kernels": {"linear": "torch"}}, False, "chatml", [5]),  # type: ignore[arg-type]
     Add(Request(id="r1", prompt=(1, 2), params=PARAMS, eos_ids=(7,), cache_salt="tenant")),
+    Add(Request(id="r2", prompt=(1,), params=SamplingParams(logits_processors=PROCESSORS), prompt_counts=False)),
+    Add(Request(id="r3", prompt=(1,), params=SamplingParams(logits_processors=LogitsProcessors()))),
     Abort("r1"),
     End("r1", 3),
     Ask(9),

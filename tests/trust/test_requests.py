@@ -88,6 +88,23 @@ def test_a_checkpoints_defaults_are_refused_at_build(tmp_path: Path, name: str, 
         make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
 
 
+@pytest.mark.parametrize("key", ["suppress_tokens", "forced_eos_token_id", "bad_words_ids"])
+def test_token_ids_outside_the_vocabulary_are_refused_at_build(tmp_path: Path, key: str) -> None:
+    import json
+
+    folder = write_folder(tmp_path, llama_state())
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    for id, fine in ((vocab - 1, True), (vocab, False)):
+        value = [[0, id]] if key == "bad_words_ids" else [id]
+        (folder / "generation_config.json").write_text(json.dumps({key: value, "typical_p": 0.5}))
+        if fine:
+            plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe()
+            assert plan["sampling"]["unused"] == {"typical_p": "is not offered"}
+            continue
+        with pytest.raises(CheckpointError, match=f"the token id {vocab}"):
+            make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+
+
 @pytest.mark.parametrize("ids", [(), (-1,), (tiny.VOCAB,), (2**70,), tuple(range(2, 80)) * 2])
 def test_prompts_that_can_never_run_leave_the_engine_alive(ids: tuple[int, ...]) -> None:
     engine = tiny.loop()

@@ -66,7 +66,7 @@ function models() {
   const writer = named([...writes, ...unknown], picked.chat);
   const viewer = named(segments, picked.segment);
   fill(tab === "chat" ? [...writes, ...unknown] : segments, (tab === "chat" ? writer : viewer)?.id);
-  chat.use(writer ? { id: writer.id, ready: ready(writer) && writer.chat !== false, talks: writer.chat !== false, pictures: writer.input_modalities?.includes("image") } : null);
+  chat.use(writer ? { id: writer.id, ready: ready(writer) && writer.chat !== false, talks: writer.chat !== false, pictures: writer.input_modalities?.includes("image"), suggested: writer.suggested_sampling } : null);
   segment.use(viewer ? { id: viewer.id, ready: ready(viewer) } : null);
 }
 

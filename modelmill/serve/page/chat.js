@@ -2,7 +2,7 @@
 import { $, h, say, trouble } from "./dom.js";
 import { call, events, Refused } from "./api.js";
 import { View } from "./markdown.js";
-import { keep, kept, openSettings, sampling } from "./settings.js";
+import { keep, kept, openSettings, sampling, suggest, unsaid } from "./settings.js";
 import { prepared } from "./picture.js";
 
 const IDEAS = ["Explain how a watermill works", "Write a haiku about rain", "Name three uses of a paper clip"];
@@ -11,7 +11,7 @@ const MOST_PICTURES = 8;
 let talk = []; // {role, content, pictures?, figures?, note?, bad?}
 let running = null; // AbortController of the answer that is being written
 let pictures = []; // data: URLs that go with the next message
-let model = null; // {id, ready, talks, pictures}: ready only where it talks
+let model = null; // {id, ready, talks, pictures, suggested}: ready only where it talks
 let asked = () => {}; // told when something says that the server is not well
 
 const bottom = () => $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight;
@@ -19,6 +19,7 @@ const follow = () => { $("talk").scrollTop = $("talk").scrollHeight; };
 
 export function use(found) {
   model = found;
+  suggest(found?.suggested);
   $("welcome-model").textContent = found ? `${found.id} answers` : "";
   const silent = found && !found.talks;
   $("message").placeholder = silent ? "This model has no chat template: ask it at /v1/completions"
@@ -131,7 +132,7 @@ function messages() {
 
 async function ask() {
   const answer = { role: "assistant", content: "" };
-  const body = { model: model.id, messages: messages(), stream: true, return_token_ids: true, ...sampling() };
+  const body = { model: model.id, messages: messages(), stream: true, return_token_ids: true, ...unsaid(), ...sampling() };
   talk.push(answer);
   running = new AbortController();
   draw();

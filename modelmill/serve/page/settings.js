@@ -26,7 +26,27 @@ export function keep(name, value) {
   } catch { return false; } // a full or forbidden storage forgets
 }
 
-// Only what was set: the model's own defaults are the server's business.
+// How the shown model draws where nothing is set, as the server tells. Where the checkpoint says nothing, an API's client
+// gets OpenAI's defaults and people get these, as a group: for who sets none of them.
+let suggested = null;
+
+export function suggest(told) {
+  suggested = told;
+  for (const [name] of KNOBS) {
+    const own = suggested?.source !== "modelmill" || name in unsaid();
+    $(`knob-${name}`).placeholder = String(own ? suggested?.values?.[name] ?? "default" : "default");
+  }
+  $("default-sampling").textContent = suggested ? `Left empty: ${suggested.text}` : "";
+}
+
+// What is sent for fields that nobody set.
+export function unsaid() {
+  if (suggested?.source !== "modelmill") return {};
+  const set = sampling();
+  return Object.keys(suggested.values).some((name) => name in set) ? {} : suggested.values;
+}
+
+// Only what was set: a model's own defaults are the server's business.
 export function sampling() {
   const found = {};
   for (const [name] of KNOBS) {
@@ -42,6 +62,7 @@ function show(values) {
 }
 
 function remember() {
+  suggest(suggested);
   keep("sampling", sampling());
   keep("system", $("system").value);
   keep("key", $("key").value.trim());

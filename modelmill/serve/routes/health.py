@@ -63,6 +63,7 @@ def _state(engine: Engine) -> dict[str, Any]:
 
 
 def _card(name: str, engine: Engine) -> dict[str, Any]:
+    defaults, suggested = engine.sampling or (None, None)
     longest = engine.facts.max_model_len or None if engine.facts is not None else None
     return {
         "id": name,
@@ -74,4 +75,6 @@ def _card(name: str, engine: Engine) -> dict[str, Any]:
         "kind": engine.kind,
         "input_modalities": engine.reads,
         "chat": engine.chats,
+        "default_sampling": defaults,
+        "suggested_sampling": suggested,
     }

@@ -1,0 +1,237 @@
+"""How answers are drawn where a request does not say: the one place that decides.
+
+What the checkpoint's generation_config says is taken by every door, with the meaning that transformers gives it:
+without ``do_sample: true`` the likeliest token is taken. Where it says nothing (a GGUF, as a rule) people and Python
+get ``OWN``, clients of the HTTP API and of Triton get OpenAI's temperature 1 and top_p 1, which is what their requests
+were written against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelmill.core.errors import RequestError
+from modelmill.core.logits_processors import NAMES, LogitsProcessors
+from modelmill.core.quote import quoted
+from modelmill.core.types import DEFAULTED, SamplingParams
+
+OWN: Mapping[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
+"""As llama.cpp draws from a GGUF that says nothing; at temperature 1 small models write gibberish. For a request that
+sets none of them."""
+OPENAI: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0}
+CHECKPOINT, OWN_SOURCE, OPENAI_SOURCE = "checkpoint", "modelmill", "openai"
+_DRAWS = {"temperature": 1.0, "top_p": 1.0, "top_k": (0, 50), "min_p": 0.0}
+"""What changes a draw alone, and values of transformers' own that say nothing."""
+_LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+_READ = {*DEFAULTED, *NAMES, *_LENGTHS, "do_sample", "stop_strings", "eos_token_id"}
+# ids of other uses, Qwen v1's chat format, and what makes transformers faster or lets it tell more
+_HARMLESS = frozenset((
+    "bos_token_id", "pad_token_id", "decoder_start_token_id", "chat_format", "max_window_size", "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "remove_invalid_values",
+    "transformers_version", "_from_model_config", "is_assistant", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "speculation_type", "use_mtp", "compile_config", "disable_compile",
+    "continuous_batching_config", "low_memory", "prefill_chunk_size", "use_model_defaults",
+))  # fmt: skip
+_ON_REQUEST = "is for a request that asks for it"
+_NOT_OFFERED = "is not offered"
+# key → (values that change nothing, why it is not taken)
+_NAMED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((1,), _ON_REQUEST),
+    "num_return_sequences": ((1,), f"{_ON_REQUEST} (n)"),
+    "length_penalty": ((1,), _ON_REQUEST),
+    "early_stopping": ((False,), _ON_REQUEST),
+    "typical_p": ((1,), _NOT_OFFERED),
+    "epsilon_cutoff": ((0,), _NOT_OFFERED),
+    "eta_cutoff": ((0,), _NOT_OFFERED),
+    "top_h": ((), _NOT_OFFERED),
+    "penalty_alpha": ((0,), f"(contrastive search) {_NOT_OFFERED}"),
+    "dola_layers": ((), _NOT_OFFERED),
+    "num_beam_groups": ((1,), _NOT_OFFERED),
+    "diversity_penalty": ((0,), _NOT_OFFERED),
+    "constraints": ((), _NOT_OFFERED),
+    "force_words_ids": ((), _NOT_OFFERED),
+    "guidance_scale": ((1,), _NOT_OFFERED),
+    "watermarking_config": ((), _NOT_OFFERED),
+    "token_healing": ((False,), _NOT_OFFERED),
+    "max_time": ((), _NOT_OFFERED),
+}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The defaults of an engine's requests.
+
+    draws: SamplingParams fields that describe a draw, and the repetition penalty. greedy: nothing is drawn unless a
+    request asks for it. max_length, min_length: in tokens, the prompt's included; max_tokens, min_tokens: of the
+    answer. unused: keys of generation_config without effect here, and why. source: who says so, for people.
+    """
+
+    draws: Mapping[str, Any] = field(default_factory=dict)
+    greedy: bool = False
+    max_tokens: int | None = None
+    max_length: int | None = None
+    min_tokens: int | None = None
+    min_length: int | None = None
+    stop: tuple[str, ...] = ()
+    processors: LogitsProcessors = field(default_factory=LogitsProcessors)
+    unused: Mapping[str, str] = field(default_factory=dict)
+    source: str = CHECKPOINT
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """SamplingParams fields of a request that sets none, but for what depends on the prompt's length."""
+        found = dict(self.draws)
+        if self.greedy:
+            found["temperature"] = 0.0
+        for name in ("max_tokens", "min_tokens", "stop"):
+            if getattr(self, name):
+                found[name] = getattr(self, name)
+        if self.processors:
+            found["logits_processors"] = self.processors
+        return found
+
+    @property
+    def limits(self) -> bool:
+        """Whether answers have a longest length where a request sets none."""
+        return self.max_tokens is not None or self.max_length is not None
+
+    def resolve(self, params: SamplingParams, prompt: int) -> SamplingParams:
+        """``params`` with every unset field filled. prompt: its length in tokens.
+
+        Raises RequestError where the checkpoint's max_length leaves no token for an answer.
+        """
+        found = self.values
+        if self.source == OWN_SOURCE and any(getattr(params, name) is not None for name in OWN):
+            # who says how to draw gets just that, not filters that nobody spoke of
+            found = {name: value for name, value in found.items() if name not in OWN}
+        if self.greedy and asks_to_draw(params):
+            found["temperature"] = self.draws.get("temperature", 1.0)
+        if self.max_length is not None and self.max_tokens is None and params.max_tokens is None:
+            if prompt >= self.max_length:
+                raise RequestError(
+                    f"the prompt has {prompt} tokens, and the checkpoint's max_length is {self.max_length}, "
+                    "the prompt included; set max_tokens"
+                )
+            found["max_tokens"] = self.max_length - prompt
+        if self.min_length is not None and self.min_tokens is None:
+            found["min_tokens"] = max(self.min_length - prompt, 0)
+        return params.resolved(found)
+
+    def told(self) -> dict[str, Any]:
+        """The defaults as JSON has them: ``values``, the same as ``text``, who says so, and what is not used."""
+        return {
+            "values": self._shown(),
+            "text": self.line(),
+            "source": self.source,
+            "unused": dict(self.unused),
+        }
+
+    def _shown(self) -> dict[str, Any]:
+        found = {name: value for name, value in self.values.items() if name != "logits_processors"}
+        found |= {name: getattr(self, name) for name in ("max_length", "min_length") if getattr(self, name)}
+        return found | self.processors.changes()
+
+    def line(self) -> str:
+        """How an answer is drawn, in one line for people."""
+        told = self._shown()
+        if self.greedy:
+            told = {name: value for name, value in told.items() if name not in _DRAWS}
+            told = {"greedy": "", **told}
+        said = ", ".join(f"{name} {value}".strip() for name, value in told.items()) or "temperature 1.0"
+        why = {
+            CHECKPOINT: "of the checkpoint's generation_config",
+            OWN_SOURCE: "modelmill's own: the checkpoint says nothing",
+            OPENAI_SOURCE: "OpenAI's: the checkpoint says nothing",
+        }
+        return f"{said} ({why[self.source]})"
+
+    def warning(self) -> str | None:
+        """One line on what of the checkpoint's generation_config has no effect; None where all has."""
+        if not self.unused:
+            return None
+        said = "; ".join(f"{name} {why}" for name, why in self.unused.items())
+        return f"without effect in generation_config: {said}"
+
+
+def asks_to_draw(params: SamplingParams) -> bool:
+    """Whether a request that sets no temperature asks for a draw all the same."""
+    if params.num_beams > 1 or params.temperature is not None:
+        return False
+    filtered = params.top_p not in (None, 1.0) or params.top_k not in (None, 0, -1, 1) or bool(params.min_p)
+    return filtered or params.n > 1
+
+
+def read_generation(raw: Mapping[str, Any], container: str = "", *, openai: bool = False) -> Generation:
+    """What a checkpoint's generation_config asks for. Raises RequestError naming a key with a senseless value.
+
+    container: of the checkpoint; a GGUF's generation_config is made of its keys, and holds the ids in any case.
+    openai: for clients of an API.
+    """
+    processors = LogitsProcessors.read(raw)
+    lengths = {name: _count(name, raw.get(name)) for name in _LENGTHS}
+    draws = {name: raw[name] for name in DEFAULTED if raw.get(name) is not None}
+    SamplingParams(**draws)
+    greedy, source = raw.get("do_sample") is not True, CHECKPOINT
+    if _says_nothing(raw, container):
+        source = OPENAI_SOURCE if openai else OWN_SOURCE
+        draws, greedy = dict(OPENAI if openai else OWN), False
+    limit, least = lengths["max_new_tokens"] or None, lengths["min_new_tokens"]
+    return Generation(
+        draws=draws,
+        greedy=greedy,
+        max_tokens=limit,
+        max_length=lengths["max_length"] or None,
+        min_tokens=least if least is None or limit is None else min(least, limit),
+        min_length=lengths["min_length"],
+        stop=_texts(raw.get("stop_strings")),
+        processors=processors,
+        unused=_unused(raw, greedy),
+        source=source,
+    )
+
+
+def _says_nothing(raw: Mapping[str, Any], container: str) -> bool:
+    """Whether the checkpoint has no generation_config of its own, or one that was made of a GGUF's ids."""
+    return not raw or (container.rpartition("/")[2].startswith("gguf") and "do_sample" not in raw)
+
+
+def _unused(raw: Mapping[str, Any], greedy: bool) -> dict[str, str]:
+    """Keys that change an answer in transformers, or are not known there, and have no effect here."""
+    found: dict[str, str] = {}
+    for name, value in raw.items():
+        if value is None or name in _HARMLESS:
+            continue
+        if greedy and name in _DRAWS and not _neutral(value, _DRAWS[name]):
+            found[name] = "counts where a request asks for a draw (do_sample is not true)"
+        elif name in _NAMED and not _neutral(value, _NAMED[name][0]):
+            found[name] = _NAMED[name][1]
+        elif name not in _READ and name not in _NAMED:
+            found[quoted(name, 60).strip("'\"")] = "is not known"
+    return found
+
+
+def _neutral(value: Any, neutral: Any) -> bool:
+    return value in (neutral if isinstance(neutral, tuple) else (neutral,)) or value in ([], {})
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RequestError(f"{name} must be an integer of at least 0, not {quoted(value, 60)}")
+    # some files say "no limit" with a very large number
+    return min(value, 2**31 - 1)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    try:
+        return SamplingParams(stop=value).stop
+    except RequestError:
+        raise RequestError(f"stop_strings must be a text or a list of texts, not {quoted(value, 60)}") from None
