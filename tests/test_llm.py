@@ -207,7 +207,7 @@ def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, 
     assert client.defaults == dict(OPENAI)
     for ask in ("Once upon", [1, 2, 3]):
         how, theirs = llm.request(ask).request.params, client.request(ask).request.params
-        assert (how.temperature, how.top_p, how.top_k, how.min_p) == (0.8, 0.95, 40, 0.05)
+        assert (how.temperature, how.top_p, how.top_k, how.min_p) == (0.6, 0.95, 40, 0.05)
         assert (theirs.temperature, theirs.top_p, theirs.top_k, theirs.min_p) == (1.0, 1.0, 0, 0.0)
     assert client.suggested.values == llm.defaults
 

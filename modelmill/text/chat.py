@@ -13,6 +13,7 @@ from modelmill.text.image_chat import FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat
 from modelmill.text.messages import check_data, checked
 from modelmill.text.template import Limits, TemplateProcess
+from modelmill.text.template_forms import CallForms, as_read, call_forms, reads_parts
 from modelmill.text.tokens import Tokenizer
 from modelmill.text.tools import style_of
 
@@ -22,6 +23,11 @@ __all__ = ["ChatFormat", "Limits", "TemplateChat", "load_chat"]
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+
 
 class ChatFormat(Protocol):
     """One way of writing conversations."""
@@ -29,6 +35,7 @@ class ChatFormat(Protocol):
     stop_ids: tuple[int, ...]  # an answer ends at any of these
     stop_strings: tuple[str, ...]  # … or before any of these
     tool_style: str  # how it writes tool calls, see tools.py
+    writes_calls: bool  # whether calls that were made have words of their own
 
     def encode(
         self,
@@ -125,6 +132,9 @@ class TemplateChat:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
         self.stop_strings: tuple[str, ...] = ()
         self.tool_style = style_of(written)
+        self.writes_calls = "tool_calls" in written
+        self._parts: dict[tuple[str, bool, str], bool] = {}
+        self._calls: dict[tuple[str, bool], CallForms] = {}
 
     def encode(
         self,
@@ -164,13 +174,14 @@ class TemplateChat:
         options: Mapping[str, Any] | None,
     ) -> tuple[str, str]:
         """(rendered text with marks in it, the mark)."""
-        given: dict[str, Any] = {"messages": checked(messages), "tools": _tools(tools), "documents": None}
+        template = self._templates.get("tool_use" if tools else "default", self._templates["default"])
+        told = self._as_read(checked(messages, as_sent=True), template, bool(tools))
+        given: dict[str, Any] = {"messages": told, "tools": _tools(tools), "documents": None}
         for key, value in (options or {}).items():
             if key in RESERVED or key in self._tokenizer.template_names:
                 raise RequestError(f"the template option {key!r} is set by the engine")
             check_data(value, f"the template option {key[:40]!r}")
             given[key] = value
-        template = self._templates.get("tool_use" if tools else "default", self._templates["default"])
         mark = free_mark([template, *self._tokenizer.special, *texts_of(given)])
         variables = {
             **self._tokenizer.template_names,
@@ -178,6 +189,32 @@ class TemplateChat:
             "add_generation_prompt": add_generation_prompt,
         }
         return self._process.render(template, variables), mark
+
+    def _as_read(self, messages: list[dict[str, Any]], template: str, tools: bool) -> list[dict[str, Any]]:
+        """Messages in the forms that the template reads; small conversations are rendered where that is not known."""
+        variables = {
+            **self._tokenizer.template_names,
+            "tools": [_TOOL] if tools else None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+
+        def render(conversation: Sequence[Mapping[str, Any]]) -> str:
+            return self._process.render(template, {**variables, "messages": list(conversation)})
+
+        def parts(role: str) -> bool:
+            key = template, tools, role
+            if key not in self._parts:
+                self._parts[key] = reads_parts(render, role)
+            return self._parts[key]
+
+        def calls() -> CallForms:
+            key = template, tools
+            if key not in self._calls:
+                self._calls[key] = call_forms(render)
+            return self._calls[key]
+
+        return as_read(messages, parts, calls)
 
 
 def _tools(tools: object) -> list[Mapping[str, Any]] | None:

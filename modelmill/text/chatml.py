@@ -29,6 +29,7 @@ class QwenChat:
         self.stop_ids: tuple[int, ...] = (self._end, self._start)
         self.stop_strings: tuple[str, ...] = ()
         self.tool_style = REACT
+        self.writes_calls = False
 
     def encode(
         self,

@@ -61,6 +61,7 @@ class ImageChat:
         # two tokenizations give ###, and one of their parts is ## alone: the text decides
         self.stop_strings: tuple[str, ...] = (END,)
         self.tool_style = TOLD
+        self.writes_calls = False
 
     def place(
         self,

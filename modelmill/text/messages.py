@@ -1,4 +1,4 @@
-"""Checks a conversation and brings it into one form: every content a text, every tool call an object."""
+"""Checks a conversation, and brings it into one form where asked: every content a text, every tool call an object."""
 
 from __future__ import annotations
 
@@ -15,15 +15,35 @@ MAX_DEPTH = 64
 MAX_BITS = 1024  # Python refuses to print much longer ones
 
 
-def checked(messages: object) -> list[dict[str, Any]]:
+def checked(messages: object, *, as_sent: bool = False) -> list[dict[str, Any]]:
     """A copy of the conversation; raises RequestError naming the message that is wrong.
 
-    A list of text parts becomes one text, a line each; "developer" becomes "system"; arguments of tool
-    calls that are JSON text become objects, as templates expect them.
+    "developer" becomes "system". Unless as_sent, a list of text parts becomes one text, a line each, null beside calls
+    an empty text, and arguments of calls that are JSON text become objects.
     """
+    found = _checked(messages)
+    return found if as_sent else [_plain(message) for message in found]
+
+
+def _checked(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError("messages must be a list of at least one message")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Text parts as one text, a line each, as vLLM and llama.cpp give them to templates that read no lists."""
+    return "\n".join(str(part["text"]) for part in parts)
+
+
+def parsed(arguments: str) -> Any:
+    """The object that the text describes, or the text itself where it is none that JSON allows (models write such)."""
+    try:
+        value = json.loads(arguments)
+        check_data(value, "arguments")
+    except (ValueError, RecursionError):  # RequestError is a ValueError
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def check_data(value: object, where: str, depth: int = 0) -> None:
@@ -72,23 +92,34 @@ def _message(message: object, where: str) -> dict[str, Any]:
     return result
 
 
-def _content(message: Mapping[str, Any], where: str) -> str:
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Every content a text, arguments of calls objects."""
+    content = message["content"]
+    message["content"] = joined(content) if isinstance(content, list) else content or ""
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            function["arguments"] = parsed(function["arguments"])
+    return message
+
+
+def _content(message: Mapping[str, Any], where: str) -> str | list[dict[str, str]] | None:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
-        return ""
+        return None
     if not isinstance(content, list | tuple):
         raise RequestError(f"{where}: content must be a text or a list of text parts")
-    texts: list[str] = []
+    parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if isinstance(part, Mapping) and part.get("type") == "image_url":
             raise RequestError(f"{where}.content[{index}]: this model reads no pictures; give text parts only")
         if not isinstance(text, str):
             raise RequestError(f'{where}.content[{index}] must be {{"type": "text", "text": …}}')
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
@@ -100,20 +131,8 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{index}] must hold a function with a name")
         arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments)
-        elif not isinstance(arguments, Mapping):
+        if not isinstance(arguments, str | Mapping):
             raise RequestError(f"{where}[{index}]: arguments must be JSON text or an object")
         kept = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
         result.append({**kept, "function": {"name": function["name"], "arguments": arguments}})
     return result
-
-
-def _parsed(arguments: str) -> Any:
-    """The object that the text describes, or the text itself where it is none that JSON allows (models write such)."""
-    try:
-        value = json.loads(arguments)
-        check_data(value, "arguments")
-    except (ValueError, RecursionError):  # RequestError is a ValueError
-        return arguments
-    return value if isinstance(value, dict) else arguments

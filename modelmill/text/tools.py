@@ -48,17 +48,22 @@ def style_of(templates: str) -> str:
 
 
 def prepared(
-    style: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    style: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    writes_calls: bool = False,
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
     """(conversation, template variables) that a chat format of this style takes for a conversation and its tools.
 
-    A conversation that has nothing to do with tools is left as it is. Raises RequestError for messages that are none.
+    A conversation that has nothing to do with tools is left as it is. writes_calls: the format has words of its own for
+    calls that were made, also where it has none for tools. Raises RequestError for messages that are none.
     """
     if not tools and not any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):
         return list(messages), {}
-    if style == TOLD:
+    if style == TOLD and (tools or not writes_calls):
         return list(told(messages, tools)), {}
-    out = checked(messages)
+    out = checked(messages, as_sent=True)
     if style in (BARE, REACT):
         out = one_by_one(out)
     if style == LISTED:
@@ -120,8 +125,9 @@ def one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         while place < len(messages) and messages[place]["role"] == "tool":
             results.append(messages[place])
             place += 1
+        later = None if message["content"] is None else ""
         for number, call in enumerate(calls):
-            out.append({**message, "content": message["content"] if number == 0 else "", "tool_calls": [call]})
+            out.append({**message, "content": message["content"] if number == 0 else later, "tool_calls": [call]})
             mine = next((r for r in results if r.get("tool_call_id") == call.get("id")), None)
             if mine is not None:
                 results.remove(mine)

@@ -12,7 +12,7 @@ from tests.browser.steps import FIGURES, WAIT, answered, ask, expect, ready
 from tests.serve.process import Serving
 
 pytestmark = pytest.mark.browser
-SUGGESTED = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
+SUGGESTED = {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
 LONG = '{"temperature": 0, "max_tokens": 1500}'
 
 
@@ -145,10 +145,10 @@ def test_the_settings_show_how_an_answer_is_drawn_by_default(opened: Any) -> Non
     ready(page)
     page.get_by_role("button", name="Settings", exact=True).click()
     temperature = page.get_by_label("Temperature", exact=True)
-    expect(temperature).to_have_attribute("placeholder", "0.8")
+    expect(temperature).to_have_attribute("placeholder", "0.6")
     expect(page.get_by_label("Top-k", exact=True)).to_have_attribute("placeholder", "40")
     expect(page.get_by_label("Seed", exact=True)).to_have_attribute("placeholder", "default")
-    expect(page.get_by_text("Left empty: temperature 0.8")).to_be_visible()
+    expect(page.get_by_text("Left empty: temperature 0.6")).to_be_visible()
     for typed, shown, sent in (("1.2", "default", {"temperature": 1.2}), ("", "40", SUGGESTED)):
         temperature.fill(typed)
         expect(page.get_by_label("Top-k", exact=True)).to_have_attribute("placeholder", shown)

@@ -59,7 +59,7 @@ def test_where_it_says_nothing_people_and_clients_differ(raw: dict[str, Any], co
     assert (own.source, client.source) == ("modelmill", "openai")
     assert drawn(client).top_k == 0
     assert drawn(client).min_p == 0.0
-    assert drawn(own, seed=1, repetition_penalty=1.2, max_tokens=3).temperature == 0.8
+    assert drawn(own, seed=1, repetition_penalty=1.2, max_tokens=3).temperature == OWN["temperature"]
     for said in ({"temperature": 1.3}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.0}):
         # who says how to draw gets just that
         assert drawn(own, **said) == SamplingParams(**said).resolved({})

@@ -51,7 +51,7 @@ def dialogue_of(language: Language, body: ChatRequest, longest: int) -> Dialogue
     check_sizes(language, body.messages, longest, body.offered)
     grammar = body.checked_grammar()
     style, offered, params = language.chat_format.tool_style, body.offered, body.sampling()
-    messages, template = tools.prepared(style, body.messages, offered)
+    messages, template = tools.prepared(style, body.messages, offered, writes_calls=language.chat_format.writes_calls)
     reads = bool(offered) and not body.forces
     if reads:
         params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *tools.stops(style)))))
