@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
+from modelmill.text.added_tokens import add_tokens, reflagged
 from modelmill.text.byte_level import alphabet
 from modelmill.text.files import Settings, read_json, read_settings, unique
 from modelmill.text.hf_spec import check_spec, check_vocab
@@ -28,9 +29,11 @@ def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer of tokenizer.json; raises TokenizerError when the file is broken or of another kind."""
     spec = read_json(files, "tokenizer.json")
     check_spec(spec)
-    core = _built("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode()))
+    settings = read_settings(files)
+    text = json.dumps(spec) if reflagged(spec, settings) else files["tokenizer.json"].decode()
+    core = _built("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
     core.model.dropout = None  # of training: the same text must give the same ids
-    return from_core(core, read_settings(files), kind="hf", file="tokenizer.json")
+    return from_core(core, settings, kind="hf", file="tokenizer.json")
 
 
 def load_vocab_merges(files: Mapping[str, bytes]) -> Tokenizer:
@@ -74,7 +77,7 @@ def from_core(
     """Wraps a finished tokenizers.Tokenizer. ids: bos_token, eos_token, … by id, where the file has ids."""
     core.no_truncation()
     core.no_padding()
-    _add_tokens(core, settings)
+    add_tokens(core, settings)
     names = dict(settings.names)
     for key, id in (ids or {}).items():
         text = core.id_to_token(id)
@@ -88,7 +91,8 @@ def from_core(
     added = core.get_added_tokens_decoder()
     flagged = {id for id, token in added.items() if token.special}
     control = flagged | {id for id, token in added.items() if CONTROL_SHAPE.fullmatch(token.content)}
-    prefix, suffix = _affixes(core, settings, by_id)
+    # transformers takes a tokenizer.json's own post-processor, whatever tokenizer_config.json says beside it
+    prefix, suffix = _affixes(core, settings if file != "tokenizer.json" else None, by_id)
     traits = Traits(
         kind=kind,
         vocab_size=max(core.get_vocab(with_added_tokens=True).values()) + 1,
@@ -100,7 +104,7 @@ def from_core(
         prefix=prefix,
         suffix=suffix,
         template_names=names,
-        padded={added[id].content: (added[id].lstrip, added[id].rstrip) for id in control},
+        edges={t.content: (t.lstrip, t.rstrip, t.single_word) for t in (added[id] for id in control)},
     )
     return HfTokenizer(core, traits)
 
@@ -236,35 +240,18 @@ def _inner_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 
-def _add_tokens(core: tokenizers.Tokenizer, settings: Settings) -> None:
-    """Adds what only tokenizer_config.json lists; the ids must come out as it says."""
-    for id, entry in sorted(settings.added.items()):
-        content = entry["content"]
-        if core.token_to_id(content) is None:
-            flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "special")}
-            token = AddedToken(content, normalized=bool(entry.get("normalized")), **flags)
-            core.add_tokens([token])
-        if core.token_to_id(content) != id:
-            raise TokenizerError(
-                f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json {core.token_to_id(content)}; "
-                "take both files from the same model"
-            )
-    known = {token.content for token in core.get_added_tokens_decoder().values()}
-    wanted = [*settings.names.values(), *settings.extra]
-    missing = [text for text in dict.fromkeys(wanted) if text not in known and core.token_to_id(text) is not None]
-    core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
-
-
 def _affixes(
-    core: tokenizers.Tokenizer, settings: Settings, by_id: Mapping[str, int | None]
+    core: tokenizers.Tokenizer, settings: Settings | None, by_id: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the library puts before and after a text, unless the config says it with add_bos/add_eos."""
+    """What the library puts before and after a text, unless settings say it with add_bos/add_eos."""
     plain = core.encode("x", add_special_tokens=False).ids
     full = core.encode("x", add_special_tokens=True).ids
     extra = len(full) - len(plain)
     cut = next((i for i in range(extra + 1) if full[i : i + len(plain)] == plain), 0)
     prefix, suffix = tuple(full[:cut]), tuple(full[cut + len(plain) :])
     bos, eos = by_id.get("bos_token"), by_id.get("eos_token")
+    if settings is None:
+        return prefix, suffix
     if settings.add_bos is not None:
         prefix = (bos,) if settings.add_bos and bos is not None else ()
     if settings.add_eos is not None:

@@ -7,6 +7,7 @@ user who types ``<|im_end|>`` has typed eight harmless characters.
 from __future__ import annotations
 
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,12 @@ from dataclasses import dataclass, field
 from modelmill.core.errors import TokenizerError
 from modelmill.text.alternation import alternation
 from modelmill.text.utf8 import Utf8Stream
+
+# Unicode's own list: Python counts four control characters more
+WHITESPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | frozenset(
+    map(chr, range(0x2000, 0x200B))
+)
+_JOINERS = "\u200c\u200d"
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Traits:
     prefix: tuple[int, ...] = ()  # what bos=None puts before the text
     suffix: tuple[int, ...] = ()  # what bos=None puts after the text
     template_names: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, … for templates
-    padded: Mapping[str, tuple[bool, bool]] = field(default_factory=dict)  # eats whitespace (left, right)
+    # of control tokens: whether it eats whitespace (left, right), and whether it is one only where no word touches it
+    edges: Mapping[str, tuple[bool, bool, bool]] = field(default_factory=dict)
 
 
 class Tokenizer(ABC):
@@ -50,7 +58,8 @@ class Tokenizer(ABC):
         self._prefix = list(traits.prefix)
         self._suffix = list(traits.suffix)
         # a token of one character cannot be told from the character, so it is never read out of text
-        self._special_pattern = _pattern([text for text in traits.special if len(text) > 1], traits.padded)
+        self._special_pattern = _pattern([text for text in traits.special if len(text) > 1])
+        self._edges = {text: edges for text, edges in traits.edges.items() if any(edges)}
 
     # -- text → ids
 
@@ -89,10 +98,18 @@ class Tokenizer(ABC):
         pieces: list[str | int] = []
         end = 0
         for match in self._special_pattern.finditer(text):
-            if match.start() > end:
-                pieces.append(text[end : match.start()])
-            pieces.append(self.special[match[match.lastgroup or 0]])
-            end = match.end()
+            start, stop = match.span()
+            eats_left, eats_right, alone = self._edges.get(match[0], (False, False, False))
+            if alone and (_is_word(text[start - 1 : start]) or _is_word(text[stop : stop + 1])):
+                continue
+            while eats_left and start > end and text[start - 1] in WHITESPACE:
+                start -= 1
+            while eats_right and stop < len(text) and text[stop] in WHITESPACE:
+                stop += 1
+            if start > end:
+                pieces.append(text[end:start])
+            pieces.append(self.special[match[0]])
+            end = max(stop, end)
         if end < len(text) or not pieces:
             pieces.append(text[end:])
         return pieces
@@ -148,20 +165,24 @@ def well_formed(text: str) -> str:
     return text
 
 
-def _pattern(texts: Sequence[str], padded: Mapping[str, tuple[bool, bool]]) -> re.Pattern[str] | None:
-    """One pattern for all control tokens, the longest first; a named group holds the token's own text."""
+def _is_word(char: str) -> bool:
+    """Whether a character (or none) belongs to a word, as the regular expressions of the tokenizers library say."""
+    if not char:
+        return False
+    kind = unicodedata.category(char)
+    return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or char in _JOINERS or _circled(ord(char))
+
+
+def _circled(code: int) -> bool:
+    """Letters in circles and squares, which count as alphabetic."""
+    return 0x24B6 <= code <= 0x24E9 or any(low <= code <= low + 25 for low in (0x1F130, 0x1F150, 0x1F170))
+
+
+def _pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
+    """One pattern for all control tokens, the longest first."""
     if not texts:
         return None
-    sides: dict[tuple[bool, bool], list[str]] = {}
-    for text in texts:
-        sides.setdefault(padded.get(text, (False, False)), []).append(text)
     try:
-        alternatives = []
-        for index, ((eats_left, eats_right), group) in enumerate(sides.items()):
-            # the possessive run from its first space keeps a megabyte of spaces linear when no token follows
-            left = r"(?:(?<!\s)\s++)?" if eats_left else ""
-            right = r"\s*" if eats_right else ""
-            alternatives.append(f"{left}(?P<g{index}>{alternation(group)}){right}")
-        return re.compile("|".join(alternatives))
+        return re.compile(alternation(texts))
     except (RecursionError, OverflowError, re.error):
         raise TokenizerError("the tokenizer's control tokens are nested too deeply to be searched for") from None

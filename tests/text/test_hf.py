@@ -39,14 +39,19 @@ def test_names_come_from_either_config_file():
     assert tokenizer.template_names["unk_token"] == "ll"
 
 
-@pytest.mark.parametrize(
-    ("add", "bos", "expected"), [(True, None, [259, 97]), (False, None, [97]), (False, True, [259, 97])]
-)
-def test_add_bos_token_is_the_default(add, bos, expected):
-    files = hf_files(bos_token="<|end|>", add_bos_token=add)
+@pytest.mark.parametrize("add", [None, True, False])
+def test_add_bos_token_counts_where_no_tokenizer_json_says_more(add):
+    """GPT-2's older files have no post-processor; a tokenizer.json's own wins, see test_added_tokens.py."""
+    spec = small_hf()
+    files = {
+        "vocab.json": json.dumps({**spec["model"]["vocab"], "<|endoftext|>": 259}).encode(),
+        "merges.txt": "\n".join(spec["model"]["merges"]).encode(),
+        "tokenizer_config.json": json.dumps({"bos_token": "<|endoftext|>", "add_bos_token": add}).encode(),
+    }
     tokenizer = load_tokenizer(files)
     a = tokenizer.encode("a", bos=False)
-    assert tokenizer.encode("a", bos=bos) == [*expected[:-1], *a]
+    assert tokenizer.encode("a") == ([259, *a] if add else a)
+    assert tokenizer.encode("a", bos=True) == [259, *a]
 
 
 def test_the_post_processor_is_the_default_where_the_config_is_silent():

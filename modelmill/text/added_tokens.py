@@ -1,0 +1,51 @@
+"""The tokens beside a vocabulary: what tokenizer_config.json says of them, with and against tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from modelmill.core.errors import TokenizerError
+from modelmill.text.files import Settings
+
+
+def reflagged(spec: dict[str, Any], settings: Settings) -> bool:
+    """Where tokenizer_config.json lists an added token with other flags, transformers takes those. Whether it does."""
+    changed = False
+    for token in spec.get("added_tokens") or ():
+        entry = settings.added.get(token["id"])
+        if entry is None or entry["content"] != token["content"]:
+            continue
+        flags = _flags(entry)
+        if any(bool(token.get(name)) != flag for name, flag in flags.items()):
+            token.update(flags)
+            changed = True
+    return changed
+
+
+def add_tokens(core: tokenizers.Tokenizer, settings: Settings) -> None:
+    """Adds what only tokenizer_config.json lists; the ids must come out as it says."""
+    listed = {token.content for token in core.get_added_tokens_decoder().values()}
+    for id, entry in sorted(settings.added.items()):
+        content = entry["content"]
+        if content not in listed:
+            core.add_tokens([AddedToken(content, **_flags(entry))])
+        if core.token_to_id(content) != id:
+            raise TokenizerError(
+                f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json {core.token_to_id(content)}; "
+                "take both files from the same model"
+            )
+    known = {token.content for token in core.get_added_tokens_decoder().values()}
+    wanted = [*settings.names.values(), *settings.extra]
+    missing = [text for text in dict.fromkeys(wanted) if text not in known and core.token_to_id(text) is not None]
+    core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+
+
+def _flags(entry: Mapping[str, Any]) -> dict[str, bool]:
+    """How a token of added_tokens_decoder is found in a text."""
+    special = bool(entry.get("special"))
+    flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip")}
+    return {**flags, "normalized": bool(entry.get("normalized", not special)), "special": special}
