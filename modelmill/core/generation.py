@@ -22,6 +22,8 @@ OWN: Mapping[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p
 gibberish, at llama.cpp's 0.8 SmolLM2-135M had 31 of 60 facts right, at 0.6 42. For a request that sets none of them."""
 OPENAI: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 CHECKPOINT, OWN_SOURCE, OPENAI_SOURCE = "checkpoint", "modelmill", "openai"
+MOST_NAMED = 20
+"""Keys that one line names."""
 _DRAWS = {"temperature": 1.0, "top_p": 1.0, "top_k": (0, 50), "min_p": 0.0}
 """What changes a draw alone, and values of transformers' own that say nothing."""
 _LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
@@ -142,7 +144,7 @@ class Generation:
         if self.greedy:
             told = {name: value for name, value in told.items() if name not in _DRAWS}
             told = {"greedy": "", **told}
-        said = ", ".join(f"{name} {value}".strip() for name, value in told.items()) or "temperature 1.0"
+        said = ", ".join(f"{name} {_short(value)}".strip() for name, value in told.items()) or "temperature 1.0"
         why = {
             CHECKPOINT: "of the checkpoint's generation_config",
             OWN_SOURCE: "modelmill's own: the checkpoint says nothing",
@@ -154,8 +156,14 @@ class Generation:
         """One line on what of the checkpoint's generation_config has no effect; None where all has."""
         if not self.unused:
             return None
-        said = "; ".join(f"{name} {why}" for name, why in self.unused.items())
-        return f"without effect in generation_config: {said}"
+        listed = [f"{name} {why}" for name, why in self.unused.items()]
+        more = [f"and {len(listed) - MOST_NAMED} more"] if len(listed) > MOST_NAMED else []
+        return f"without effect in generation_config: {'; '.join(listed[:MOST_NAMED] + more)}"
+
+
+def _short(value: Any) -> str:
+    """A value for people; of lists and texts their length is no matter for a line."""
+    return str(value) if isinstance(value, int | float) else ""
 
 
 def asks_to_draw(params: SamplingParams) -> bool:

@@ -141,6 +141,9 @@ def test_a_key_that_nobody_knows_and_a_draw_that_never_happens_are_named() -> No
     assert "temperature counts where a request asks for a draw" in said
     assert "is not known" in said
     assert "\n" not in said
+    many = read_generation({"do_sample": True} | {f"key{i}" * 100: 3 for i in range(10_000)}).warning() or ""
+    assert many.endswith("and 9980 more")
+    assert len(many) < 3000
 
 
 BAD = [

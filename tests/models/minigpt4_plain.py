@@ -71,8 +71,8 @@ class Plain:
         return self.projection(asked)[0]
 
     @torch.inference_mode()
-    def answer(self, prompt: str, pictures: Sequence[PIL.Image.Image], count: int) -> list[int]:
-        """Greedy ids; ``prompt`` has <ImageHere> where the pictures go."""
+    def answer(self, prompt: str, pictures: Sequence[PIL.Image.Image], count: int, **how: Any) -> list[int]:
+        """Greedy ids; ``prompt`` has <ImageHere> where the pictures go. how: more of generate's options."""
         texts = prompt.split("<ImageHere>")
         assert len(texts) == len(pictures) + 1
         embed = self.llama.get_input_embeddings()
@@ -86,7 +86,7 @@ class Plain:
         mask = torch.ones(given.shape[:2], dtype=torch.long)
         out = self.llama.generate(
             inputs_embeds=given, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            pad_token_id=0,
+            pad_token_id=0, **how,
         )  # fmt: skip
         return out[0].tolist()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def user(*parts: Any) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def plain_answer(folder: Path, shown: PIL.Image.Image, text: str, ids: list[int]) -> list[int]:
+def plain_answer(folder: Path, shown: PIL.Image.Image, text: str, ids: list[int], **how: Any) -> list[int]:
     """transformers' own generate(): places of the picture, then the text's ids."""
     import transformers
 
@@ -95,7 +96,7 @@ def plain_answer(folder: Path, shown: PIL.Image.Image, text: str, ids: list[int]
     assert text
     out = model.generate(
         pixel_values=values, input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=10,
-        min_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0,
+        min_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0, **how,
     )  # fmt: skip
     return out[0].tolist()[-10:]
 
@@ -113,6 +114,18 @@ def test_the_same_tokens_as_transformers(folder: Path, llm: LLM) -> None:
         assert found[-1] == wanted[: len(found[-1])]
         assert len(found[-1]) == 10 or answer.outputs[0].stop_reason == "\n"
     assert found[0] != found[1], "the pictures make a difference"
+
+
+@pytest.mark.parametrize("penalty", [1.5, 6.0])
+def test_penalties_count_the_prompts_words_as_transformers_does(folder: Path, llm: LLM, penalty: float) -> None:
+    """transformers gives the language model ids beside the embeddings; a picture's hold a token that is never written."""
+    assert llm.tokenizer is not None
+    text = "Question: What is this? Answer:"
+    wanted = plain_answer(folder, picture(1), text, llm.tokenizer.encode(text, bos=True), repetition_penalty=penalty)
+    [answer] = llm.chat([user(picture(1), "What is this?")], replace(GREEDY, repetition_penalty=penalty))
+    found = answer.outputs[0].token_ids
+    assert found == wanted[: len(found)]
+    assert len(found) == 10 or answer.outputs[0].stop_reason == "\n"
 
 
 def test_questions(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,17 @@ def test_another_picture_in_the_same_words(llm: LLM, plain: Any) -> None:
     for picture, answer in zip(found, answers, strict=True):
         check(llm, answer, plain.answer(prompt, [picture], 12))
     assert len({tuple(a.prompt_token_ids) for a in answers}) == 1, "the prompts' ids tell nothing of the pictures"
+
+
+@pytest.mark.parametrize("penalty", [0.2, 1.5])
+def test_penalties_count_the_answer_alone(llm: LLM, plain: Any, penalty: float) -> None:
+    """The original gives its language model embeddings: neither the prompt's words nor a picture's places are ids."""
+    [picture] = pictures(1)
+    how = replace(GREEDY, repetition_penalty=penalty)
+    for parts, seen in (((picture, "What is this?"), [picture]), (("Only words.",), [])):
+        said = "Human: " + ("<Img><ImageHere></Img> What is this?###" if seen else "Only words.###")
+        [answer] = llm.chat([user(*parts)], how)
+        check(llm, answer, plain.answer(prompt_of(said), seen, 12, repetition_penalty=penalty))
 
 
 def test_a_batch_of_eight_with_texts_between(llm: LLM, plain: Any) -> None:
