@@ -53,9 +53,7 @@ class Args(Common):
     stream: bool = option(True, "show the answer while it is made")
     chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
     build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
-    sampling: SamplingParams = config(
-        SamplingParams, "Sampling", helps=SAMPLING_HELP, leave=("n", "num_beams", "logits_processors")
-    )
+    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP, leave=("n", "num_beams"))
     run: RunConfig = config(RunConfig, "Engine")
 
 

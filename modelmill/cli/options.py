@@ -5,7 +5,7 @@ become flags of the verb, and a name that stands in several configs is one flag 
 looked for on the command line, then in MODELMILL_<FLAG>, then in ``--config FILE.yaml``, then in the dataclass.
 
 Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, the first ``--x`` replaces the long one,
-others are further names of it), ``positional``, ``metavar``, ``required``, ``hidden``.
+others are further names of it), ``positional``, ``metavar``, ``required``, ``hidden``, ``python_only`` (no flag).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def flags_of(args: type) -> list[Flag]:
 def _walk(kind: type, panel: str | None, helps: Mapping[str, str], leave: tuple[str, ...]) -> Iterator[Flag]:
     hints = typing.get_type_hints(kind)
     for each in fields(kind):
-        if each.name in leave:
+        if each.name in leave or each.metadata.get("python_only"):
             continue
         hint = hints[each.name]
         if is_dataclass(hint):

@@ -64,7 +64,7 @@ class Args(Common):
         metavar="PATTERN FILE",
     )  # fmt: skip
     build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
-    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP, leave=("logits_processors",))
+    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
     run: RunConfig = config(RunConfig, "Engine")
 
 

@@ -66,7 +66,7 @@ class SamplingParams:
     early_stopping: bool = False
     skip_special_tokens: bool = True
     include_stop: bool = False
-    logits_processors: LogitsProcessors | None = None
+    logits_processors: LogitsProcessors | None = field(default=None, metadata={"python_only": True})
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop

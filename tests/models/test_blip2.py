@@ -118,7 +118,7 @@ def test_the_same_tokens_as_transformers(folder: Path, llm: LLM) -> None:
 
 @pytest.mark.parametrize("penalty", [1.5, 6.0])
 def test_penalties_count_the_prompts_words_as_transformers_does(folder: Path, llm: LLM, penalty: float) -> None:
-    """transformers gives the language model ids beside the embeddings; a picture's hold a token that is never written."""
+    """transformers gives the language model ids beside the embeddings; of a picture, a token that is never written."""
     assert llm.tokenizer is not None
     text = "Question: What is this? Answer:"
     wanted = plain_answer(folder, picture(1), text, llm.tokenizer.encode(text, bos=True), repetition_penalty=penalty)
