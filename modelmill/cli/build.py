@@ -74,6 +74,8 @@ def run(args: Args) -> int:
         made = make_plan(checkpoint, args.build, told)
     check_concerns(args.build, still=made.kind != "language")
     plan = made.describe()
+    for warning in made.warnings:
+        note(f"warning: {warning}")
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
         return 0

@@ -99,9 +99,9 @@ class DecoderReference(Reference):
     def embed(self, ids: Tensor) -> Tensor:
         return self.source.rows(self.EMBEDDING, ids)
 
-    def head_weight_name(self) -> str:
-        tied = self.config.get("tie_word_embeddings", False) or not self.source.has("lm_head.weight")
-        return self.EMBEDDING if tied else "lm_head.weight"
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings", False))
 
     def tables(self) -> dict[str, str]:
         return {"weight": self.EMBEDDING}

@@ -79,6 +79,12 @@ class Source:
             raise TensorMismatch(f"the checkpoint has no tensor {raw}; it is incomplete or of another family")
         return tuple(self.container.info(raw).shape)
 
+    def alike(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers; read side by side, in blocks of rows."""
+        if self.shape(name) != self.shape(other):
+            return False
+        return all(torch.equal(a, b) for a, b in zip(self.row_blocks(name), self.row_blocks(other), strict=True))
+
     def get(self, name: str) -> Tensor:
         """The tensor in the reference's dtype."""
         return self._put(self.native(name))
