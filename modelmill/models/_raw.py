@@ -101,7 +101,8 @@ def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
-            f"config.json: rope scaling {quoted(kind, 60)} is not supported (known: linear, dynamic, llama3, yarn)"
+            f"config.json: {name}: rope scaling {quoted(kind, 60)} is not supported (known: linear, dynamic, llama3, "
+            "yarn)"
         )
     if kind != "default":
         # transformers turns such a fraction of each head only where it scales, and then no decoder of ours fits it
@@ -129,7 +130,7 @@ def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
         read = {*ROPE_KEYS, *needed, *optional, *(["truncate"] if kind == "yarn" else [])}
         raw.leave({f"{name}.{key}": value for key, value in scaling.items() if key not in read})
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        raise CheckpointError("config.json: rope scaling needs low_freq_factor below high_freq_factor")
+        raise CheckpointError(f"config.json: {name}: llama3 needs low_freq_factor below high_freq_factor")
     return RopeSpec(dim, base, max_positions, scaling)
 
 
