@@ -20,7 +20,7 @@ from modelmill.accept.reference import Reference
 from modelmill.accept.reference.reader import ReaderReference
 from modelmill.accept.reference.sam import SamReference
 
-NEAR = {"rtol": 1e-2, "atol": 1e-7}
+NEAR: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-7}
 """Of computed numbers that a file may hold in 16 bits: bfloat16 keeps 3 digits, float16 steps of 6e-8."""
 MASKED = -1e3  # a score that hides a key: −1e4 in the originals
 SHOWN = 3
