@@ -59,7 +59,8 @@ def windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     for layers of a kind that is not computed, and for windows without a size.
     """
     raw = layered(raw, {"sliding_window": WINDOW})
-    on = switch(raw, "use_sliding_window", True) and raw["sliding_window"] is not None
+    sized = raw["sliding_window"] is not None
+    on = switch(raw, "use_sliding_window", True) and sized
     kinds, first = kinds_of_layers(raw, layers), raw.get("max_window_layers")
     if not on:
         if kinds is not None and SLIDING in kinds:

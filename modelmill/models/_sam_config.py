@@ -41,7 +41,7 @@ def foreign(raw: Mapping[str, Any]) -> VitSpec:
         for key, allowed in keys.items():
             require(tables[part], f"{part}.{key}", allowed, allowed[0])
     spec = _vision(tables["vision_config"])
-    for key, size in (("image_size", spec.image), ("patch_size", spec.patch)):
+    for key, size in (("image_size", spec.image), ("patch_size", spec.patch), ("image_embedding_size", spec.grid)):
         require(tables["prompt_encoder_config"], f"prompt_encoder_config.{key}", (size,), size)
     return _fitting(spec)
 

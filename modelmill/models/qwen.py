@@ -22,7 +22,7 @@ STRETCH = 16
 NEUTRAL = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
 UNUSED = (
     "n_inner", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "onnx_safe", "params_dtype",
-    "bias_dropout_fusion", "tokenizer_type",
+    "bias_dropout_fusion", "tokenizer_type", "auto_map",
 )  # fmt: skip
 
 
