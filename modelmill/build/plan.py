@@ -187,6 +187,8 @@ class Plan:
             PACKING,
             self.max_model_len,
             torch.__version__,
+            # what a warning is about may be decided otherwise by another version of this code
+            *self.warnings,
         )
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -14,15 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from modelmill.accept import dropped
 from modelmill.accept.reference import open_reference
+from modelmill.accept.reference.reader import ReaderReference
 from modelmill.accept.run import accept
 from modelmill.build import builder
 from modelmill.build.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import AcceptanceError
+from modelmill.llm import build_engine
 from modelmill.models import llama
 from tests.accept.qwen_v1_plain import seeded_qwen
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf
+from tests.models.minigpt4_seeded import published
+from tests.models.sam_seeded import small_state
 from tests.models.test_families import QWEN
 from tests.models.tiny_models import save_hf
 
@@ -136,3 +140,37 @@ CHECKS: list[tuple[Callable[[torch.Tensor], bool], torch.Tensor, bool]] = [
 @pytest.mark.parametrize(("check", "tensor", "fine"), CHECKS)
 def test_what_the_eyes_and_sam_save_is_compared(check: Callable, tensor: torch.Tensor, fine: bool) -> None:
     assert check(tensor) is fine
+
+
+SAMS: dict[str, tuple[torch.Tensor, bool]] = {
+    "pixel_mean": (torch.tensor([123.675, 116.28, 103.53]).view(3, 1, 1), True),
+    "pixel_std": (torch.ones(3, 1, 1), False),
+    "image_encoder.norm_head.weight": (torch.ones(4), True),
+}
+
+
+@pytest.mark.parametrize("name", SAMS)
+def test_what_a_sam_saves_beside_its_weights(name: str, tmp_path: Path) -> None:
+    tensor, fine = SAMS[name]
+    save_file({**small_state(), name: tensor.contiguous()}, tmp_path / "sam.safetensors")
+    if fine:
+        report = build_engine(tmp_path / "sam.safetensors", tmp_path / "e", FLOAT)
+        assert [row["names"] for row in report["dropped"]] == [[name]]
+        return
+    with pytest.raises(AcceptanceError, match=f"may matter: {name}"):
+        build_engine(tmp_path / "sam.safetensors", tmp_path / "e", FLOAT)
+
+
+def test_what_the_eyes_leave_unused_is_named(tmp_path: Path, shared: Path) -> None:
+    """The published files hold halves that this model does without; each is named, and nothing else is left."""
+    folder = published(tmp_path / "files", shared)
+    reference = ReaderReference(open_checkpoint(folder))
+    picture = torch.zeros(reference.size, reference.size, 3, dtype=torch.uint8)
+    for _ in reference.stages(reference.normalised(picture)):
+        pass
+    rows = dropped.dropped_of_eyes(reference)
+    assert rows
+    assert all(row["ok"] for row in rows)
+    reference.source._names |= {"visual_encoder.blocks.0.attn.unheard_of"}
+    bad = [row for row in dropped.dropped_of_eyes(reference) if not row["ok"]]
+    assert [row["names"] for row in bad] == [["visual_encoder.blocks.0.attn.unheard_of"]]

@@ -291,3 +291,30 @@ def test_a_view_knows_what_was_read() -> None:
     assert part["x"] == 1
     view.leave({"e.y": 7})
     assert view.unread() == {"b": 2, "d": 4, "e.y": 7}
+
+
+def blip2(change: dict[str, Any]) -> list[str]:
+    """What a build says of a BLIP-2's config; change: by part."""
+    transformers = pytest.importorskip("transformers")
+    from modelmill.checkpoint.blip2 import configs_of
+
+    parts = {name: change.get(name, {}) for name in ("vision_config", "qformer_config")}
+    text = {"model_type": "llama", "num_hidden_layers": 2, **change.get("text_config", {})}
+    raw = transformers.Blip2Config(text_config=text, **parts).to_dict()
+    raw["vision_config"] |= change.get("vision_config", {})
+    config, _, unread = configs_of(raw, Path("m"))
+    family, view = find("modelmill.models", "minigpt4"), ConfigView(config)
+    assert family is not None
+    family.configure(view)
+    view.leave(unread)
+    return checked_keys(view, family, "config.json")
+
+
+def test_blip2s_parts() -> None:
+    assert blip2({}) == []
+    [line] = blip2({"vision_config": {"unheard_of": 1}})
+    assert "vision_config.unheard_of" in line
+    with pytest.raises(CheckpointError, match=r"qformer_config\.position_embedding_type='relative_key'"):
+        blip2({"qformer_config": {"position_embedding_type": "relative_key"}})
+    with pytest.raises(CheckpointError, match="is_causal"):
+        blip2({"text_config": {"is_causal": False}})
