@@ -232,6 +232,7 @@ def cached_engine(
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"
     if not is_engine(engine):
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
+        sys.stderr.writelines(f"modelmill: warning: {each}\n" for each in plan.warnings)
         build_engine(checkpoint, engine, config, progress=progress, tune=False, plan=plan)
     return engine
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelmill.accept.dropped import dropped_of_eyes, with_dropped
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.own_encoder import OwnMatrices, weight_findings
 from modelmill.accept.reference.reader import ReaderReference
@@ -75,6 +76,7 @@ def judge_eyes(loop: Loop, checkpoint: Checkpoint) -> dict[str, Any]:
         "reason": reason,
         "layer": None if first is None else first.layer,
         "module": None if first is None else first.module,
+        "dropped": dropped_of_eyes(true),
         "pictures": {"rel_l2": short(whole.rel_l2), "max_rel": short(whole.max_rel), "bound": bound},
         "layers": [row_of(finding) for finding in judge.findings],
     }
@@ -96,4 +98,4 @@ def joined(eyes: dict[str, Any], language: dict[str, Any]) -> dict[str, Any]:
     told = {**language, "pictures": eyes["pictures"], "layers": [*eyes["layers"], *language["layers"]]}
     if not eyes["ok"]:
         told |= {key: eyes[key] for key in ("verdict", "reason", "layer", "module")}
-    return told | {"accepted": eyes["ok"] and language["accepted"]}
+    return with_dropped(told | {"accepted": eyes["ok"] and language["accepted"]}, eyes["dropped"])

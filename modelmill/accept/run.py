@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from modelmill.accept.dropped import dropped_of_language, with_dropped
 from modelmill.accept.ends import head_findings, table_findings
 from modelmill.accept.engine import Bench
 from modelmill.accept.finding import Finding
@@ -144,7 +145,7 @@ def _compared(loop: Loop, place: Place, ids: Sequence[Sequence[int]], told: Call
     if rounding is not None and not report["recipe"]:
         report["recipe"] = rounding.cost
     told("done", 1)
-    return report
+    return with_dropped(report, dropped_of_language(true))
 
 
 def _quantization(loop: Loop) -> list[dict[str, Any]]:

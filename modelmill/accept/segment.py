@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelmill.accept.dropped import dropped_of_sam, with_dropped
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.own_encoder import OwnMatrices, weight_findings
 from modelmill.accept.reference.sam import SamReference, check_names, layer_of
@@ -79,7 +80,7 @@ def compare_segmentation(
         logits, scores = _last(SamDecoder(true).decoder(embedding, places, sparse, dense))
     whole = _whole(eye, build["dtype"], build["quantization"], picture, prompts, (embedding, logits, scores))
     told(4)
-    return _report(artifact, judge, whole)
+    return with_dropped(_report(artifact, judge, whole), dropped_of_sam(true))
 
 
 def in_encoder(path: str) -> bool:

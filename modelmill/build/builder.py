@@ -179,6 +179,8 @@ def _manifest(plan: Plan, staging: Staging, fingerprint: str) -> Manifest:
     source: dict[str, Any] = {"container": plan.checkpoint.container, "fingerprint": fingerprint}
     if plan.read is not None:
         source["calibration"] = plan.read.facts()
+    if plan.warnings:
+        source["warnings"] = list(plan.warnings)
     return Manifest(
         schema=SCHEMA,
         kind=plan.kind,

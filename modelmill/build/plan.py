@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,8 @@ import torch
 import modelmill
 from modelmill.build.auto import AUTO, Found, resolve_auto
 from modelmill.build.calibration import Source, find_source
+from modelmill.build.config_keys import checked_keys
+from modelmill.build.head import settled_head
 from modelmill.build.keep import resolve_keep
 from modelmill.build.kinds import LANGUAGE, check_options, described, kind_of, still_memory
 from modelmill.build.pieces import TOWER, Piece, how_held, piece_of, pieces_of, quantized_of, renames_of
@@ -24,6 +26,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Resolved
 from modelmill.core import ram
 from modelmill.core.config import BuildConfig, to_dict
+from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import UsageError
 from modelmill.core.generation import Generation, read_generation
 from modelmill.core.size import byte_text
@@ -43,7 +46,8 @@ class Plan:
     """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it was.
 
     recipe: how linears are quantized, None where they are kept. calibration: what it takes statistics on, if any.
-    found: what ``-q auto`` measured. chosen_on: the text that it measured on.
+    found: what ``-q auto`` measured. chosen_on: the text that it measured on. warnings: what the config says and has no
+    effect, and what else whoever builds should know of the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -58,6 +62,7 @@ class Plan:
     calibration: Source | None = None
     found: Found | None = None
     chosen_on: Source | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def read(self) -> Source | None:
@@ -190,6 +195,8 @@ class Plan:
             PACKING,
             self.max_model_len,
             torch.__version__,
+            # what a warning is about may be decided otherwise by another version of this code
+            *self.warnings,
         )
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -205,6 +212,7 @@ class Plan:
             "model_type": self.checkpoint.model_type,
             "build": to_dict(self.config),
             "reasons": self.reasons,
+            "warnings": list(self.warnings),
             "max_model_len": self.max_model_len,
             "kind": self.kind,
             "layers": getattr(self.sizes, "layers", None),
@@ -230,10 +238,11 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
     """
     checkpoint = described(checkpoint)
     family = find_family(checkpoint)
-    sizes = family.configure(checkpoint.config)
+    sizes, warnings = _configured(checkpoint, family)
     if kind_of(family) != LANGUAGE:
-        return _still_plan(checkpoint, config, family, sizes)
+        return replace(_still_plan(checkpoint, config, family, sizes), warnings=tuple(warnings))
     check_generation(checkpoint, int(sizes.vocab))
+    sizes, said = settled_head(checkpoint, family, sizes)
     config, kept = resolve_keep(checkpoint, config)
     renames = renames_of(checkpoint, family, sizes)
     config, found = resolve_auto(checkpoint, config, family, sizes, renames, progress)
@@ -264,8 +273,18 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, progress: Progress | 
         aliases = {}
     calibration, chosen_on = source if calibrated else None, source if found is not None else None
     return Plan(
-        checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, calibration, found, chosen_on
-    )
+        checkpoint, config, family, sizes, length, pieces, aliases, reasons, recipe, calibration, found, chosen_on,
+        (*warnings, *said),
+    )  # fmt: skip
+
+
+def _configured(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any, list[str]]:
+    """The family's sizes, and what there is to say of keys that it does not read. Raises CheckpointError."""
+    view = ConfigView(checkpoint.config)
+    sizes = family.configure(view)
+    view.leave(checkpoint.unread)
+    where = checkpoint.path.name if checkpoint.container.endswith("gguf") else "config.json"
+    return sizes, checked_keys(view, family, where)
 
 
 def _still_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, sizes: Any) -> Plan:

@@ -17,6 +17,7 @@ import torch
 
 from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor
 from modelmill.checkpoint.joined import EYES, LANGUAGE, MODEL_TYPE
+from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quote import quoted
 
@@ -108,16 +109,19 @@ class Behind:
         return self._container.files()
 
 
-def configs_of(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config of the whole as MiniGPT-4's are, config of its language model), from transformers' Blip2Config.
+def configs_of(raw: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(config of the whole as MiniGPT-4's are, config of its language model, keys that neither was made from).
 
-    Raises CheckpointError where parts are missing or no whole numbers, UnknownArchitecture for what is no such model.
+    raw: transformers' Blip2Config. Raises CheckpointError where parts are missing or no whole numbers,
+    UnknownArchitecture for what is no such model.
     """
+    config = ConfigView(raw)
     if config.get("model_type") in INSTRUCTED:
         raise UnknownArchitecture(
             f"{path}: is InstructBLIP, whose Q-Former reads the question too; BLIP-2 and MiniGPT-4 are known here"
         )
-    vision, asking, text = (_table(config, key, path) for key in ("vision_config", "qformer_config", "text_config"))
+    vision, asking = (config.part(_table(config, key, path), f"{key}.") for key in ("vision_config", "qformer_config"))
+    text = _table(config, "text_config", path)
     if not isinstance(text.get("model_type"), str):
         raise CheckpointError(f"{path}: config.json: text_config names no model_type")
     for name, part in (("vision_config", vision), ("qformer_config", asking)):
@@ -148,7 +152,7 @@ def configs_of(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], d
     norms = {"tower": eps, "between": eps, "qformer": asking.get("layer_norm_eps", 1e-12)}
     reader = {"tower": tower, "qformer": qformer, "eps": norms, "language": text["model_type"]}
     stored = {key: config[key] for key in ("torch_dtype", "dtype") if config.get(key) is not None}
-    return {**text, **stored, "model_type": MODEL_TYPE, "reader": reader}, {**text, **stored}
+    return {**text, **stored, "model_type": MODEL_TYPE, "reader": reader}, {**text, **stored}, config.unread()
 
 
 def chat_file(queries: int) -> bytes:
@@ -156,7 +160,7 @@ def chat_file(queries: int) -> bytes:
     return (json.dumps({"format": TYPE, "tokens": queries}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _table(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+def _table(config: ConfigView, key: str, path: Path) -> Mapping[str, Any]:
     found = config.get(key)
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path}: config.json of a BLIP-2 lacks {key}, the sizes of one of its parts")

@@ -9,6 +9,7 @@ import numpy as np
 
 from modelmill.checkpoint import rope_scaling
 from modelmill.checkpoint.gguf import GgufFile
+from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
 
 MAX_COUNT = 1 << 24
@@ -24,8 +25,8 @@ SAMPLING = {
 """general.sampling.… of a GGUF, as llama.cpp reads them; the rest (xtc, mirostat, a window of penalties) is its own."""
 
 
-def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config, generation_config) in Hugging Face's keys for llama, qwen, qwen2, qwen3 or gpt2.
+def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(config, generation_config) in Hugging Face's keys for llama, qwen, qwen2, qwen3 or gpt2, and unread keys.
 
     Raises CorruptCheckpoint for missing or senseless keys, UnknownArchitecture for variants (experts,
     partly rotated heads) that share a name with a family of ours but compute something else.
@@ -47,7 +48,8 @@ def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], d
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
     if isinstance(ids.get("eos_token_id"), list):
         config["eos_token_id"] = ids["eos_token_id"][0]
-    return config, {**ids, **_sampling(raw)}
+    unread = {key: value for key, value in keys.all.unread().items() if key.startswith(f"{arch}.")}
+    return config, {**ids, **_sampling(raw)}, unread
 
 
 def _sampling(raw: GgufFile) -> dict[str, Any]:
@@ -61,20 +63,21 @@ def _sampling(raw: GgufFile) -> dict[str, Any]:
 
 
 class _Keys:
-    """A GGUF's keys of one architecture, each checked as it is read."""
+    """A GGUF's keys of one architecture, each checked as it is read. all: every key, and which were read."""
 
     def __init__(self, raw: GgufFile, arch: str) -> None:
         self.raw, self.arch = raw, arch
+        self.all = ConfigView(raw.metadata)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.raw.metadata.get(f"{self.arch}.{key}", default)
+        value = self.all.get(f"{self.arch}.{key}", default)
         least = 1 if default is None else min(default, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
             raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_shown(value)}")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        value = self.raw.metadata.get(f"{self.arch}.{key}", default)
+        value = self.all.get(f"{self.arch}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_shown(value)}")
         return _shortest(value)
@@ -111,7 +114,8 @@ def _llama(keys: _Keys) -> dict[str, Any]:
     classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     heads = keys.count("attention.head_count")
     theta = keys.real("rope.freq_base", 10000.0)
-    # <arch>.attention.sliding_window is not read: llama.cpp computes these three with full attention
+    # not used: llama.cpp computes these three with full attention
+    keys.all.get(f"{keys.arch}.attention.sliding_window")
     return {
         "architectures": [classes[keys.arch]],
         "hidden_size": keys.count("embedding_length"),
@@ -138,8 +142,8 @@ def _rope_scaling(keys: _Keys, theta: float) -> dict[str, Any] | None:
             if info.shape != (_head_dim(keys) // 2,):
                 raise CorruptCheckpoint(f"rope_freqs.weight has {list(info.shape)}, not one a frequency")
             factors = raw.get("rope_freqs.weight").float().tolist()
-            return rope_scaling.from_tensor(raw.metadata, keys.arch, factors, theta)
-        return rope_scaling.from_metadata(raw.metadata, keys.arch)
+            return rope_scaling.from_tensor(keys.all, keys.arch, factors, theta)
+        return rope_scaling.from_metadata(keys.all, keys.arch)
     except CheckpointError as error:
         raise type(error)(f"{raw.path}: {error}") from None
 

@@ -63,8 +63,8 @@ GPT2_NAMES = {
     "blk.ffn_down": "mlp.c_proj",
 }
 
-CONSUMED = ("rope_freqs.weight",)
-"""Read into the config's rope_scaling and not shown as a tensor."""
+CONSUMED = dict.fromkeys(("llama", "qwen", "qwen2", "qwen3"), ("rope_freqs.weight",))
+"""Read into the config's rope_scaling and not shown as a tensor, by architecture; GPT-2 rotates nothing."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ class _Entry:
 class GgufAsHf:
     """A GGUF's tensors under Hugging Face names, with `config` and `generation_config` made from its keys.
 
+    unread: the architecture's own keys that neither was made from.
+
     Tensors this architecture does not know keep their GGUF name, so that renaming reports them as left over.
     Raises UnknownArchitecture, or CorruptCheckpoint where keys and tensors contradict each other.
     """
@@ -114,10 +116,10 @@ class GgufAsHf:
             # The GPT-2 converter writes the tied head a second time.
             arch == "gpt2" and raw.same_values("output.weight", "token_embd.weight")
         )
-        self.config, self.generation_config = read_config(raw, str(arch), tied)
+        self.config, self.generation_config, self.unread = read_config(raw, str(arch), tied)
         self._entries: dict[str, _Entry] = {}
         for name in raw.names():
-            if name in CONSUMED or (tied and name == "output.weight"):
+            if name in CONSUMED.get(str(arch), ()) or (tied and name == "output.weight"):
                 continue
             self._add(name, layout)
 

@@ -49,6 +49,7 @@ class Checkpoint:
 
     `raw` is the container under its own names (GGUF: blk.0.attn_q.weight); `view` the same values under
     Hugging Face names, and the same object where they agree. `language`: the language model of one with eyes.
+    `unread`: keys that the config was not made from, where it was made from other keys (GGUF, BLIP-2), by full names.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class Checkpoint:
     view: Container
     side_files: dict[str, bytes] = field(default_factory=dict, repr=False)
     language: Checkpoint | None = None
+    unread: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model_type(self) -> str:
@@ -168,12 +170,13 @@ def _join(path: Path, language: Checkpoint, files: Sequence[Path], settings: Map
         view=view,
         side_files=side,
         language=language,
+        unread=language.unread,
     )
 
 
 def _blip2(found: Checkpoint) -> Checkpoint:
     """transformers' BLIP-2 as the parts of a MiniGPT-4."""
-    config, text = blip2.configs_of(found.config, found.path)
+    config, text, unread = blip2.configs_of(found.config, found.path)
     view = blip2.Parts(found.view)
     depth = config["reader"]["tower"]["depth"]
     if depth != view.blocks:  # of MiniGPT-4's tower the last block is left out, of this none
@@ -186,7 +189,7 @@ def _blip2(found: Checkpoint) -> Checkpoint:
     language = replace(found, config=text, raw=words, view=words)
     if side:
         side[CHAT] = blip2.chat_file(config["reader"]["qformer"]["queries"])
-    return replace(found, config=config, raw=view, view=view, side_files=side, language=language)
+    return replace(found, config=config, raw=view, view=view, side_files=side, language=language, unread=unread)
 
 
 def _summed(path: Path, delta: Path | None) -> Checkpoint:
@@ -206,6 +209,7 @@ def _summed(path: Path, delta: Path | None) -> Checkpoint:
         raw=view,
         view=view,
         side_files=added.side_files or base.side_files,
+        unread={**base.unread, **added.unread},
     )
 
 
@@ -287,4 +291,5 @@ def _open_gguf(path: Path) -> Checkpoint:
         raw=raw,
         view=view,
         side_files={"gguf_vocab.json": view.vocabulary()} if has_vocabulary else {},
+        unread=view.unread,
     )

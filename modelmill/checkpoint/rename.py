@@ -82,7 +82,7 @@ def plan_renames(
     used: set[str] = set()
     missing: list[str] = []
     for rule in rules:
-        found = [_find(source, available, prefixes) for source in rule.sources]
+        found = [find_source(source, available, prefixes) for source in rule.sources]
         if rule.optional and not any(found):
             continue
         if all(found):
@@ -141,8 +141,8 @@ def result_info(resolved: Resolved, info: Callable[[str], TensorInfo]) -> Tensor
     return TensorInfo(result.name, result.shape, result.dtype, result.numel * dtype.itemsize)
 
 
-def _find(source: str, available: Collection[str], prefixes: Sequence[str]) -> str | None:
-    """The checkpoint's name for `source`: as it is, without one of the prefixes, or with one."""
+def find_source(source: str, available: Collection[str], prefixes: Sequence[str]) -> str | None:
+    """The checkpoint's name for `source`: as it is, without one of the prefixes, or with one; None for none."""
     spellings = [source]
     spellings += [source.removeprefix(prefix) for prefix in prefixes if source.startswith(prefix)]
     spellings += [prefix + source for prefix in prefixes]

@@ -74,6 +74,8 @@ def run(args: Args) -> int:
         made = make_plan(checkpoint, args.build, told)
     check_concerns(args.build, still=made.kind != "language")
     plan = made.describe()
+    for warning in made.warnings:
+        note(f"warning: {warning}")
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
         return 0
@@ -265,6 +267,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
             ("next tokens as the checkpoint's", _share(logits.get("agreement"))),
             ("size", byte_text(report["bytes"]) if "bytes" in report else None),
             ("reference", report.get("reference")),
+            ("not used", _dropped(report)),
         ],
         title="Acceptance",
     )
@@ -280,6 +283,11 @@ def _of_parts(row: dict[str, Any]) -> dict[str, Any]:
 
 def _eyes(pictures: dict[str, Any] | None) -> str | None:
     return None if pictures is None else f"{pictures['rel_l2']} of their size (bound {pictures['bound']})"
+
+
+def _dropped(report: dict[str, Any]) -> str | None:
+    """The checkpoint's tensors that the engine does without."""
+    return ", ".join(f"{row['count']} × {row['what']}" for row in report.get("dropped") or []) or None
 
 
 def show_masks(report: dict[str, Any]) -> None:
@@ -301,6 +309,7 @@ def show_masks(report: dict[str, Any]) -> None:
             ),
             ("scores differ by", f"at most {masks['score_difference']}"),
             ("size", byte_text(report["bytes"])),
+            ("not used", _dropped(report)),
         ],
         title="Acceptance",
     )

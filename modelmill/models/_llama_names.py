@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import layered
 from modelmill.core.errors import CheckpointError
+from modelmill.core.quote import quoted
 from modelmill.models._raw import depth, longest, number, require, rope, switch, whole
 from modelmill.nn.decoder import DecoderConfig
 
-DROPS = (r".*rotary_emb\.inv_freq", r".*\.masked_bias")
+DROPS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
+FULL, SLIDING = "full_attention", "sliding_attention"
 PREFIXES = ("model.",)
 WINDOW = 4096
 """``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name it."""
@@ -52,22 +55,64 @@ def configure(raw: Mapping[str, Any], positions: int = 2048, **switches: Any) ->
 def windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Per layer the sliding window or None, from ``layer_types`` or from Qwen2's ``max_window_layers``.
 
-    A ``sliding_window`` of null means none; one that is absent is the original classes' WINDOW.
+    A ``sliding_window`` of null means none; one that is absent is the original classes' WINDOW. Raises CheckpointError
+    for layers of a kind that is not computed, and for windows without a size.
     """
-    raw = {"sliding_window": WINDOW, **raw}
-    if raw["sliding_window"] is None or not switch(raw, "use_sliding_window", True):
+    raw = layered(raw, {"sliding_window": WINDOW})
+    sized = raw["sliding_window"] is not None
+    on = switch(raw, "use_sliding_window", True) and sized
+    kinds, first = kinds_of_layers(raw, layers), raw.get("max_window_layers")
+    if not on:
+        if kinds is not None and SLIDING in kinds:
+            raise CheckpointError(
+                f"config.json: layer_types names {SLIDING}, but sliding_window or use_sliding_window is off"
+            )
         return ()
     size = whole(raw, "sliding_window")
-    kinds = raw.get("layer_types")
     if kinds is not None:
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise CheckpointError(
-                "config.json: layer_types must name full_attention or sliding_attention for each layer"
-            )
-        return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+        return tuple(size if kind == SLIDING else None for kind in kinds)
     first = number(raw, "max_window_layers", default=0)
     return tuple(size if layer >= first else None for layer in range(layers))
+
+
+def kinds_of_layers(raw: Mapping[str, Any], layers: int) -> list[str] | None:
+    """``layer_types``: FULL or SLIDING for each layer; None where it is absent. Raises CheckpointError for others."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list):
+        raise CheckpointError(f"config.json: layer_types must be a list, not {quoted(kinds, 60)}")
+    kinds = [FULL if kind == "attention" else kind for kind in kinds]  # its name before transformers 5
+    unknown = next((kind for kind in kinds if kind not in (FULL, SLIDING)), None)
+    if unknown is not None:
+        raise CheckpointError(
+            f"config.json: layer_types names {quoted(unknown, 60)}, which is not computed (known: {FULL}, {SLIDING})"
+        )
+    if len(kinds) != layers:
+        raise CheckpointError(
+            f"config.json: layer_types names {len(kinds)} layers where num_hidden_layers={layers}; correct one of them"
+        )
+    return kinds
+
+
+def no_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+    """The sizes of a family without windows. Raises CheckpointError for a config that asks for some.
+
+    Runtimes differ in what they make of these keys (transformers' cache keeps the window, its mask does not know it).
+    """
+    on, size = switch(raw, "use_sliding_window", True), raw.get("sliding_window")
+    kinds = kinds_of_layers(raw, config.layers)
+    if kinds is not None and SLIDING in kinds:
+        raise CheckpointError(
+            f"config.json: layer_types names {SLIDING}, which a {raw.get('model_type', 'llama')} does not have; "
+            f"take {FULL} for every layer, or the model_type that these weights were trained as"
+        )
+    if on and size is not None and whole(raw, "sliding_window") < config.max_len:
+        raise CheckpointError(
+            f"config.json: sliding_window={size} is not supported for a {raw.get('model_type', 'llama')}; set it to "
+            "null for full attention, or model_type to mistral for windows"
+        )
+    return config
 
 
 def rules(config: DecoderConfig) -> list[Rule]:

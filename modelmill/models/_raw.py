@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quote import quoted
 from modelmill.nn.rotary import RopeSpec
@@ -87,21 +88,26 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Rope scalings by name: the numbers each needs, and those it may bring."""
 
+ROPE_KEYS = ("rope_theta", "rope_type", "type")
+"""What any rope scaling may hold beside its numbers."""
+
 
 def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
     """The rotation, from ``rope_theta`` and ``rope_scaling`` or from the newer ``rope_parameters``."""
-    scaling = _scaling(raw)
+    name, scaling = _scaling(raw)
     base = positive(raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=10000.0)
     if base == 1.0:
         raise CheckpointError("config.json: rope_theta=1 rotates nothing")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
-            f"config.json: rope scaling {quoted(kind, 60)} is not supported (known: linear, dynamic, llama3, yarn)"
+            f"config.json: {name}: rope scaling {quoted(kind, 60)} is not supported (known: linear, dynamic, llama3, "
+            "yarn)"
         )
     if kind != "default":
         # transformers turns such a fraction of each head only where it scales, and then no decoder of ours fits it
-        require({**raw, **scaling}, "partial_rotary_factor", (1, None), None)
+        part = "partial_rotary_factor"
+        require(scaling if part in scaling else raw, part, (1, None), None)
     if kind in ("llama3", "yarn") and raw.get(TRAINED) is not None:
         scaling[TRAINED] = positive(raw, TRAINED)
     if kind == "llama3" and scaling.get(TRAINED) is None:
@@ -112,15 +118,26 @@ def rope(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
     for key in optional:
         if scaling.get(key) is not None:
             number(scaling, key)
+    if kind == "yarn":
+        switch(scaling, "truncate", True)
+        fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+        if fast < slow:
+            raise CheckpointError(
+                f"config.json: {name}: yarn needs beta_fast (now {fast:g}) of at least beta_slow (now {slow:g}); "
+                "are the two exchanged?"
+            )
+    if isinstance(raw, ConfigView):
+        read = {*ROPE_KEYS, *needed, *optional, *(["truncate"] if kind == "yarn" else [])}
+        raw.leave({f"{name}.{key}": value for key, value in scaling.items() if key not in read})
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        raise CheckpointError("config.json: rope scaling needs low_freq_factor below high_freq_factor")
+        raise CheckpointError(f"config.json: {name}: llama3 needs low_freq_factor below high_freq_factor")
     return RopeSpec(dim, base, max_positions, scaling)
 
 
-def _scaling(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_scaling``, or ``rope_parameters`` where there is none: never a mixture, as transformers reads them."""
-    for key in ("rope_scaling", "rope_parameters"):
-        found = raw.get(key)
+def _scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Its key and ``rope_scaling``, or ``rope_parameters`` where there is none: never a mixture, as in transformers."""
+    first, second = (raw.get(key) for key in ("rope_scaling", "rope_parameters"))
+    for key, found in (("rope_scaling", first), ("rope_parameters", second)):
         if found is None:
             continue
         if not isinstance(found, Mapping):
@@ -132,8 +149,8 @@ def _scaling(raw: Mapping[str, Any]) -> dict[str, Any]:
                 "a rotation that differs by layer is not supported"
             )
         if found:
-            return dict(found)
-    return {}
+            return key, dict(found)
+    return "rope_scaling", {}
 
 
 def longest(spec: RopeSpec, max_positions: int) -> int:
@@ -148,9 +165,17 @@ def longest(spec: RopeSpec, max_positions: int) -> int:
 
 
 def _first(raw: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:
-    for key in keys:
-        if raw.get(key) is not None:
-            return raw[key]
-    if default is None:
-        raise CheckpointError(f"config.json: {keys[0]} is missing")
-    return default
+    """The value of keys that mean the same. Raises CheckpointError where two of them contradict each other."""
+    named = [key for key in keys if raw.get(key) is not None]
+    if not named:
+        if default is None:
+            raise CheckpointError(f"config.json: {keys[0]} is missing")
+        return default
+    value = raw[named[0]]
+    for other in named[1:]:
+        if raw[other] != value:
+            raise CheckpointError(
+                f"config.json: {named[0]}={quoted(value, 60)} and {other}={quoted(raw[other], 60)} mean the same and "
+                "contradict each other; correct one of them"
+            )
+    return value

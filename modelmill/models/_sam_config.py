@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quote import quoted
 from modelmill.models._raw import MAX_LAYERS, depth, positive, require, whole
@@ -14,7 +15,7 @@ WIDTH = 256  # of the embeddings that encoder, prompts and decoder share
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "vision_config": {
         "hidden_act": ("gelu",), "num_channels": (3,), "qkv_bias": (True,), "use_abs_pos": (True,),
-        "use_rel_pos": (True,), "output_channels": (WIDTH,),
+        "use_rel_pos": (True,), "output_channels": (WIDTH,), "num_pos_feats": (WIDTH // 2,),
     },
     "prompt_encoder_config": {
         "hidden_act": ("gelu",), "hidden_size": (WIDTH,), "layer_norm_eps": (1e-6,), "mask_input_channels": (16,),
@@ -40,16 +41,18 @@ def foreign(raw: Mapping[str, Any]) -> VitSpec:
         for key, allowed in keys.items():
             require(tables[part], f"{part}.{key}", allowed, allowed[0])
     spec = _vision(tables["vision_config"])
-    require(tables["prompt_encoder_config"], "prompt_encoder_config.image_size", (spec.image,), spec.image)
+    for key, size in (("image_size", spec.image), ("patch_size", spec.patch), ("image_embedding_size", spec.grid)):
+        require(tables["prompt_encoder_config"], f"prompt_encoder_config.{key}", (size,), size)
     return _fitting(spec)
 
 
-def _table(raw: Mapping[str, Any], part: str) -> dict[str, Any]:
+def _table(raw: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     """A part of transformers' config, each key with the part's name in front, as errors name it."""
     found = raw.get(part)
     if found is not None and not isinstance(found, Mapping):
         raise CheckpointError(f"config.json: {part} must be an object, not {quoted(found, 60)}")
-    return {f"{part}.{key}": value for key, value in (found or {}).items()}
+    table = {f"{part}.{key}": value for key, value in (found or {}).items()}
+    return raw.part(table) if isinstance(raw, ConfigView) else table
 
 
 def _vision(vision: Mapping[str, Any]) -> VitSpec:

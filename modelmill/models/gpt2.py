@@ -22,6 +22,7 @@ from modelmill.nn.norm import LayerNorm
 from modelmill.nn.step import Step
 
 PREFIXES = ("transformer.",)
+UNUSED = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def configure(raw: Mapping[str, Any]) -> Config:
         heads=heads,
         vocab=whole(raw, "vocab_size"),
         eps=number(raw, "layer_norm_epsilon", default=1e-5),
-        max_len=whole(raw, "n_positions", "n_ctx", "max_position_embeddings", default=1024),
+        # n_ctx is read by nobody today: it only fills in for the others
+        max_len=whole(raw, "n_positions", "max_position_embeddings", default=whole(raw, "n_ctx", default=1024)),
         tied=switch(raw, "tie_word_embeddings", True),
     )
 
@@ -94,7 +96,7 @@ def rules(config: Config) -> list[Rule]:
 
 def drops(config: Config) -> tuple[str, ...]:
     """The causal mask buffers, and the copy of a tied head."""
-    masks = (r".*attn\.bias", r".*attn\.masked_bias")
+    masks = (r".*\.attn\.bias", r".*\.attn\.masked_bias")
     return (*masks, r"lm_head\.weight") if config.tied else masks
 
 

@@ -16,9 +16,13 @@ __all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
 def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; biases only where the config asks for them."""
     attention_bias = switch(raw, "attention_bias", False)
-    return _llama_names.configure(
+    config = _llama_names.configure(
         raw, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=switch(raw, "mlp_bias", False)
     )
+    return _llama_names.no_windows(raw, config)
+
+
+UNUSED = ("max_window_layers",)  # there are no windows
 
 
 class Model(Decoder):

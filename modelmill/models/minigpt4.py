@@ -29,6 +29,12 @@ PREFIXES = ("",)
 KEPT = (r"reader\.ln_vision\.(weight|bias)",)
 READER = "reader."
 LANGUAGE = "llama_model."  # in front of the decoder's tensors (checkpoint.joined)
+# of BLIP-2's parts: the queries have no words and no positions; whether words are tied is the language model's
+NEUTRAL = {"position_embedding_type": ("absolute",), "num_channels": (3,)}
+UNUSED = (
+    "image_text_hidden_size", "qformer_config.max_position_embeddings", "use_decoder_only_language_model",
+    "tie_word_embeddings", "projection_dim",
+)  # fmt: skip
 SPOKEN = ("llama", "mistral", "qwen2", "qwen3")
 """Language models that may stand behind the eyes: the plain decoder in all of them, under the same names."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from modelmill.core.config_view import layered
 from modelmill.models import _llama_names
 from modelmill.models._llama_names import PREFIXES, drops, rules
 from modelmill.models._raw import depth
@@ -18,7 +19,7 @@ def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     layers = depth(raw, "num_hidden_layers")
     # MistralConfig knows neither use_sliding_window nor max_window_layers: the window holds in every layer. One with
     # layer_types is read as Ministral's, as transformers' AutoConfig does: only the layers named sliding have it
-    raw = {"num_key_value_heads": 8, **raw, "use_sliding_window": True, "max_window_layers": 0}
+    raw = layered(raw, {"num_key_value_heads": 8}, {"use_sliding_window": True, "max_window_layers": 0})
     return _llama_names.configure(raw, positions=131072, windows=_llama_names.windows(raw, layers))
 
 

@@ -19,6 +19,11 @@ from modelmill.nn.rotary import RopeSpec
 PREFIXES = ("transformer.",)
 # α grows with the prompt; beyond this multiple of seq_length nobody has measured the original
 STRETCH = 16
+NEUTRAL = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
+UNUSED = (
+    "n_inner", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "onnx_safe", "params_dtype",
+    "bias_dropout_fusion", "tokenizer_type", "auto_map",
+)  # fmt: skip
 
 
 def configure(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -85,7 +90,12 @@ def rules(config: DecoderConfig) -> list[Rule]:
 
 def drops(config: DecoderConfig) -> tuple[str, ...]:
     """Buffers of the original, and the copy of a tied head."""
-    buffers = (r".*attn\.masked_bias", r".*attn\.bias", r".*rotary_emb\.inv_freq", r".*attn\.logn_tensor")
+    buffers = (
+        r".*\.attn\.masked_bias",
+        r".*\.attn\.bias",
+        r"(.*\.)?rotary_emb\.inv_freq",
+        r"(.*\.)?logn_tensor",
+    )
     return (*buffers, r"lm_head\.weight") if config.tied else buffers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from modelmill.core.config_view import layered
 from modelmill.models import _llama_names
 from modelmill.models._llama_names import PREFIXES, drops, rules
 from modelmill.models._raw import depth, switch
@@ -18,8 +19,8 @@ def configure(raw: Mapping[str, Any]) -> DecoderConfig:
     layers = depth(raw, "num_hidden_layers")
     bias = switch(raw, "attention_bias", False)
     windowed = switch(raw, "use_sliding_window", False)
-    raw = {"head_dim": 128, "num_key_value_heads": 32, **raw, "use_sliding_window": windowed}
-    raw.setdefault("max_window_layers", 28)
+    below = {"head_dim": 128, "num_key_value_heads": 32, "max_window_layers": 28}
+    raw = layered(raw, below, {"use_sliding_window": windowed})
     return _llama_names.configure(
         raw,
         positions=32768,

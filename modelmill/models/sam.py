@@ -29,6 +29,7 @@ KIND = "segmentation"
 # precision (angles of hundreds of radians, logits cut at 0); the biases are a table that the op reads as float32.
 KEPT = (r"(prompt_encoder|mask_decoder)\..*", r".*\.attention_biases")
 PREFIXES = ("", "module.", "model.")
+UNUSED = ("projection_dim", "tie_word_embeddings", "scale")
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 # a head's size is not written anywhere in the original files
 HEADS = {768: 12, 1024: 16, 1280: 16}

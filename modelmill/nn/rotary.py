@@ -163,7 +163,9 @@ def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
-    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (max(high - low, 0.001))).clamp(0, 1)
+    # a range that the clamps turned round stays so, as in the original: nothing is interpolated then
+    span = high - low or 0.001
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     frequency = spec.base**exponent
     inv_freq = ramp / (factor * frequency) + (1 - ramp) / frequency
     return inv_freq, _yarn_factor(scaling, factor)

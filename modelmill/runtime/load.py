@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +16,9 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.split import split
 from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.weights import held
+
+ALIASES = {"head.weight": "embed.weight"}
+"""What an engine with a tied head shares."""
 
 
 def build(model_type: str, config: Mapping[str, object]) -> nn.Module:
@@ -32,8 +37,35 @@ def load(artifact: Artifact, device: str, mesh: Mesh = ALONE) -> nn.Module:
     shape, UsageError where the model cannot be split so often.
     """
     model, manifest = part_of(artifact, mesh), artifact.manifest
+    if manifest.aliases not in ({}, ALIASES):
+        raise CorruptArtifact(f"{artifact.path} shares other tensors than head and embedding; rebuild the engine")
+    computed = {name for name, buffer in model.named_buffers() if not buffer.is_meta}
     fill(model, artifact.tensor, artifact.names(), manifest.weights, manifest.aliases, device)
+    _check_types(model, artifact, computed)
     return model
+
+
+def _check_types(model: nn.Module, artifact: Artifact, computed: set[str]) -> None:
+    """Raise CorruptArtifact for a tensor of another dtype than the build's: kernels read what they are told to.
+
+    computed: buffers that come from no file.
+    """
+    manifest = artifact.manifest
+    kept = getattr(find("modelmill.models", manifest.model_type), "KEPT", ())
+    told = {str(dtype).removeprefix("torch."): dtype for dtype in held.FLOATS}.get(str(manifest.build.get("dtype")))
+    stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            parts: tuple[Any, ...] = getattr(module.held, "parts", (module.held,))
+            stored |= {f"{name}.weight": part.weight for part in parts if part.kind == "dense"}
+    for name, tensor in stored.items():
+        expected = torch.float32 if any(re.fullmatch(pattern, name) for pattern in kept) else told
+        if tensor.dtype != expected:
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise CorruptArtifact(
+                f"{artifact.path}: {name} is stored as {found} in an engine of {manifest.build.get('dtype')!r}; "
+                "rebuild the engine"
+            )
 
 
 def part_of(artifact: Artifact, mesh: Mesh) -> nn.Module:

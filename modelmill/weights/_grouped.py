@@ -12,7 +12,7 @@ import torch
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.groups import RUN
 from modelmill.ops.shelf import Ops
-from modelmill.weights.held import cut
+from modelmill.weights.held import Layout, cut
 
 Info = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -33,6 +33,14 @@ class Grouped(ABC):
     order: torch.Tensor | None = None
 
     STORED: ClassVar[torch.dtype]
+    LAYOUT: ClassVar[Layout]
+
+    def __init_subclass__(cls) -> None:
+        """The layout of a kind, which says by itself how codes are stored."""
+        super().__init_subclass__()
+        grid = (torch.float16, torch.float32)
+        whole = {"order": (1, (torch.int32,)), "sizes": (1, (torch.int32,))}
+        cls.LAYOUT = {"weight": (2, (cls.STORED,)), "scale": (2, grid), "offset": (2, grid), **whole}
 
     @staticmethod
     @abstractmethod
@@ -57,12 +65,15 @@ class Grouped(ABC):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        if tensors["sizes"].shape != (2,):
+            raise CorruptArtifact("a weight in groups has lost its sizes; rebuild the engine")
         columns, group = (int(n) for n in tensors["sizes"].tolist())
         held = cls(tensors["weight"], tensors["scale"], tensors.get("offset"), columns, group, tensors.get("order"))
         rows = held.weight.shape[0]
         grids = [t for t in (held.scale, held.offset) if t is not None]
         fits = columns > 0 and group > 0 and group % RUN == 0 and held.weight.shape[1:] == (cls.row_width(columns),)
-        fits = fits and (held.order is None or tuple(held.order.shape) == (columns,))
+        fits = fits and (held.order is None or _permutes(held.order, columns))
+        fits = fits and len({t.dtype for t in grids}) == 1
         if not fits or any(tuple(t.shape) != (rows, -(-columns // group)) for t in grids):
             bits = "int4" if cls.STORED is torch.uint8 else "int8"
             raise CorruptArtifact(f"an {bits} weight of {columns} columns in groups of {group} is damaged; rebuild it")
@@ -105,6 +116,13 @@ class Grouped(ABC):
         codes = cut(self.weight, rows, (start, start + self.row_width(last - first)))
         offset = None if self.offset is None else cut(self.offset, rows, grids)
         return replace(self, weight=codes, scale=cut(self.scale, rows, grids), offset=offset, columns=last - first)
+
+
+def _permutes(order: torch.Tensor, columns: int) -> bool:
+    """Whether each column stands in the order once."""
+    return order.shape == (columns,) and torch.equal(
+        order.sort().values, torch.arange(columns, dtype=order.dtype, device=order.device)
+    )
 
 
 def in_order(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -22,7 +23,7 @@ from modelmill.ops.int4_linear import codes_of, pack_codes
 from modelmill.ops.rms_norm_quant import quantized
 from modelmill.ops.shelf import Ops
 from modelmill.weights._clusters import gathered, groups_of, repeated, settled, spread
-from modelmill.weights.held import cut
+from modelmill.weights.held import Layout, cut
 
 MODES = ("exact", "folded", "dynamic")
 Info = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -49,6 +50,13 @@ class Held:
     bits: int
     kind: str = "clustered"
     grain: int = 1
+
+    LAYOUT: ClassVar[Layout] = {
+        "weight": (2, (torch.int8, torch.uint8)),
+        **dict.fromkeys(("scale", "offset"), (2, (torch.float16, torch.float32))),
+        **dict.fromkeys(("order", "zero", "sizes"), (1, (torch.int32,))),
+        **dict.fromkeys(("factor", "step", "constant"), (1, (torch.float32,))),
+    }
 
     @staticmethod
     def pack(
@@ -142,6 +150,8 @@ class Held:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Held:
+        if tensors["sizes"].shape != (3,):
+            raise CorruptArtifact("a clustered weight has lost its sizes; rebuild the engine")
         columns, group, bits = (int(n) for n in tensors["sizes"].tolist())
         weight, scale, order = (tensors[name] for name in ("weight", "scale", "order"))
         offset, factor, zero, step, constant = (
@@ -154,11 +164,24 @@ class Held:
         fits = columns > 0 and group > 0 and group % 32 == 0 and width % group == 0 and bits in (4, 8)
         fits = fits and held.weight.shape[1] == (width if held.offset is None else width // 2)
         fits = fits and held.weight.dtype is wanted["weight"][1] and held.scale.shape == (rows, width // group)
-        if not fits or len({t is None for t in static}) > 1 or int(held.order.max()) >= columns:
+        if not fits or not held._whole():
             raise CorruptArtifact(
                 f"a clustered weight of {columns} columns in groups of {group} is damaged; rebuild it"
             )
         return held
+
+    def _whole(self) -> bool:
+        """Whether what stands beside the codes fits them: as many as there are, of channels that there are."""
+        rows, width = self.weight.shape[0], self.order.numel()
+        static = (self.factor, self.zero, self.step, self.constant)
+        sizes = (width, width, width // self.group, rows)
+        fits = all(t is None for t in static) or all(
+            t is not None and len(t) == n for t, n in zip(static, sizes, strict=True)
+        )
+        small = torch.float16 if width > self.group else torch.float32
+        grids = [t for t in (self.scale, self.offset) if t is not None]
+        fits = fits and all(t.shape == self.scale.shape and t.dtype is small for t in grids)
+        return fits and width > 0 and int(self.order.min()) >= -1 and int(self.order.max()) < self.columns
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from modelmill.ops.shelf import Ops
-from modelmill.weights.held import cut
+from modelmill.weights.held import FLOATS, Layout, cut
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Held:
     weight: torch.Tensor
     kind: str = "dense"
     grain: int = 1
+
+    LAYOUT: ClassVar[Layout] = {"weight": (2, FLOATS)}
 
     @staticmethod
     def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:

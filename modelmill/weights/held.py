@@ -11,10 +11,17 @@ from typing import Any, Protocol
 
 import torch
 
-from modelmill.core.errors import IncompatibleArtifact
+from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 from modelmill.core.find import find, names
+from modelmill.core.quote import quoted
 from modelmill.ops.eight_bit import Wanted
 from modelmill.ops.shelf import Ops
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""What activations, and weights that nothing rounds, may be."""
+
+Layout = dict[str, tuple[int, tuple[torch.dtype, ...]]]
+"""Dimensions and dtypes of what a kind stores, by suffix."""
 
 # shape and dtype of each stored tensor, by suffix
 PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -74,8 +81,23 @@ def pack(kind: str, weight: torch.Tensor, dtype: torch.dtype, **layout: Any) -> 
 
 
 def from_tensors(kind: str, tensors: Mapping[str, torch.Tensor]) -> HeldWeight:
-    """The weight whose ``tensors()`` were stored."""
-    return _kind(kind).from_tensors(tensors)
+    """The weight whose ``tensors()`` were stored.
+
+    Raises CorruptArtifact for tensors of another layout than the kind stores (a kind's ``LAYOUT``: suffix → dimensions
+    and dtypes), KeyError with the suffix of one that is missing.
+    """
+    held = _kind(kind)
+    layout: Mapping[str, tuple[int, tuple[torch.dtype, ...]]] | None = getattr(held, "LAYOUT", None)
+    for suffix, tensor in tensors.items():
+        if layout is None:
+            break
+        if suffix not in layout:
+            raise CorruptArtifact(f"a weight of kind {kind} has no part {quoted(suffix, 60)}; rebuild the engine")
+        dims, dtypes = layout[suffix]
+        if tensor.dim() != dims or tensor.dtype not in dtypes:
+            stored = f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
+            raise CorruptArtifact(f"{suffix} of a weight of kind {kind} is stored as {stored}; rebuild the engine")
+    return held.from_tensors(tensors)
 
 
 def packed_info(kind: str, shape: tuple[int, int], dtype: torch.dtype, **layout: Any) -> PackedInfo:

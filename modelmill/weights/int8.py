@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.shelf import Ops
-from modelmill.weights.held import cut
+from modelmill.weights.held import Layout, cut
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Held:
     kind: str = "int8"
     grain: int = 1
 
+    LAYOUT: ClassVar[Layout] = {"weight": (2, (torch.int8,)), "scale": (1, (torch.float32,))}
+
     @staticmethod
     def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:  # noqa: ARG004  int8 is the same for every dtype
         return Held(*quantize(weight))
@@ -31,7 +35,10 @@ class Held:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Held:
-        return Held(tensors["weight"], tensors["scale"])
+        weight, scale = tensors["weight"], tensors["scale"]
+        if len(scale) != len(weight):
+            raise CorruptArtifact(f"an int8 weight has {len(weight)} rows and {len(scale)} scales; rebuild the engine")
+        return Held(weight, scale)
 
     @property
     def shape(self) -> tuple[int, int]:

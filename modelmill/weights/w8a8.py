@@ -16,7 +16,7 @@ from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.eight_bit import LARGEST, Quantized, Wanted, rounded
 from modelmill.ops.rms_norm_quant import quantized
 from modelmill.ops.shelf import Ops
-from modelmill.weights.held import cut
+from modelmill.weights.held import Layout, cut
 
 Info = dict[str, tuple[tuple[int, ...], torch.dtype]]
 BY_TOKEN, AS_THEY_ARE = 0.0, -1.0  # what input_scale holds where it is no scale
@@ -39,6 +39,11 @@ class Held:
     grain: int = 1
 
     VALUES: ClassVar[torch.dtype] = torch.int8
+    LAYOUT: ClassVar[Layout] = {
+        "weight": (2, (torch.int8, torch.float8_e4m3fn)),
+        "scale": (1, (torch.float32,)),
+        "input_scale": (1, (torch.float32,)),
+    }
 
     @classmethod
     def pack(

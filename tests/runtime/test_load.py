@@ -77,8 +77,8 @@ def test_missing_left_over_and_misshapen_are_named(name: str) -> None:
 
 def test_load_reads_the_manifest() -> None:
     _, tensors = parts()
-    manifest = SimpleNamespace(model_type="llama", config=CONFIG, weights={}, aliases={})
-    artifact = SimpleNamespace(manifest=manifest, tensor=tensors.__getitem__, names=lambda: list(tensors))
+    manifest = SimpleNamespace(model_type="llama", config=CONFIG, weights={}, aliases={}, build={"dtype": "float32"})
+    artifact = SimpleNamespace(manifest=manifest, tensor=tensors.__getitem__, names=lambda: list(tensors), path="e")
     model = load(artifact, "cpu")  # type: ignore[arg-type]
     assert model.embed.weight.shape == (61, 32)
     manifest.model_type = "lama"

@@ -64,6 +64,8 @@ def _open_gguf(container: Container, dtype: torch.dtype, device: str | torch.dev
         return gpt2.Gpt2Reference(source, config)
     if family is qwen:
         return qwen.QwenReference(source, config)
+    if "rope_freqs.weight" in container.names():
+        source.native("rope_freqs.weight")  # the rotation is made from it
     return decoder.DecoderReference(source, config, gguf_rope(container, config))
 
 

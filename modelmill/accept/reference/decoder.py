@@ -59,6 +59,8 @@ class DecoderReference(Reference):
         self.num_kv_heads = int(config.get("num_key_value_heads", KV_HEADS.get(self.model_type)) or self.num_heads)
         plain_dim = 128 if self.model_type == "qwen3" else self.hidden_size // self.num_heads
         self.head_dim = int(config.get("head_dim") or plain_dim)
+        if not config.get("is_causal", True) or config.get("use_bidirectional_attention"):
+            raise UnknownArchitecture("attention to later tokens is not known here")
         self.eps = float(config.get("rms_norm_eps", 1e-6))
         self.activation = ACTIVATIONS.get(str(config.get("hidden_act", "silu")))
         if self.activation is None:
@@ -99,9 +101,9 @@ class DecoderReference(Reference):
     def embed(self, ids: Tensor) -> Tensor:
         return self.source.rows(self.EMBEDDING, ids)
 
-    def head_weight_name(self) -> str:
-        tied = self.config.get("tie_word_embeddings", False) or not self.source.has("lm_head.weight")
-        return self.EMBEDDING if tied else "lm_head.weight"
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings", False))
 
     def tables(self) -> dict[str, str]:
         return {"weight": self.EMBEDDING}

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from modelmill.accept.reference.source import Source
 
+HEAD = "lm_head.weight"
 # Query rows handled at once: bounds the score matrix to QUERY_ROWS × T per head.
 QUERY_ROWS = 512
 
@@ -72,6 +73,7 @@ class Reference(ABC):
         self.source = source
         self.dtype, self.device = source.dtype, source.device
         self.config = config
+        self._head_name: str | None = None
 
     # -- what a family fills in ------------------------------------------------------------------------
     @abstractmethod
@@ -100,9 +102,21 @@ class Reference(ABC):
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
         """The family's norm over the last axis."""
 
+    @property
     @abstractmethod
+    def tied(self) -> bool:
+        """Whether the config says that the embedding makes the logits, too."""
+
     def head_weight_name(self) -> str:
-        """Source name of the matrix that makes logits: lm_head's, or the embedding where they are tied."""
+        """Source name of the matrix that makes logits.
+
+        A head that the checkpoint holds makes them whatever the config says, unless it is the embedding once more.
+        """
+        if self._head_name is None:
+            embedding = self.tables()["weight"]
+            own = self.source.has(HEAD) and not (self.tied and self.source.alike(HEAD, embedding))
+            self._head_name = HEAD if own else embedding
+        return self._head_name
 
     @abstractmethod
     def tables(self) -> dict[str, str]:

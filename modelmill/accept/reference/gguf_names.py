@@ -128,6 +128,7 @@ def gguf_config(container: Container) -> dict[str, Any]:
         "rope_theta": float(fact("rope.freq_base", 10000.0)),
         "attention_bias": None,
         "mlp_bias": None,
+        "is_causal": bool(facts.get(f"{kind}.attention.causal", True)),
     }
     if kind == "gpt2":
         return config | {"layer_norm_epsilon": float(fact("attention.layer_norm_epsilon"))}

@@ -46,9 +46,9 @@ class Gpt2Reference(Reference):
         tokens = self.source.rows("transformer.wte.weight", ids)
         return tokens + self.source.rows("transformer.wpe.weight", places)
 
-    def head_weight_name(self) -> str:
-        tied = self.config.get("tie_word_embeddings", True) or not self.source.has("lm_head.weight")
-        return "transformer.wte.weight" if tied else "lm_head.weight"
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings", True))
 
     def tables(self) -> dict[str, str]:
         return {"weight": "transformer.wte.weight", "positions": "transformer.wpe.weight"}

@@ -32,11 +32,11 @@ class ReaderReference:
 
     def __init__(self, checkpoint: Opened, own: Mapping[str, Affine] | None = None) -> None:
         self._own = own or {}
-        self._source = Source(checkpoint.raw, torch.float32)
+        self.source = Source(checkpoint.raw, torch.float32)
         told: Mapping[str, Any] = checkpoint.config["reader"]
         self.tower, self.asking = told["tower"], told["qformer"]
-        self.patch = int(self._source.get(f"{EYES}.patch_embed.proj.weight").shape[-1])
-        self.size = self.patch * round((self._source.get(f"{EYES}.pos_embed").shape[1] - 1) ** 0.5)
+        self.patch = int(self.source.get(f"{EYES}.patch_embed.proj.weight").shape[-1])
+        self.size = self.patch * round((self.source.get(f"{EYES}.pos_embed").shape[1] - 1) ** 0.5)
         eps: Mapping[str, float] = told.get("eps", {})
         self.eps = {"tower": TOWER_NORM, "between": NORM, "qformer": QFORMER_NORM, **eps}
         self.norms: list[Norm] = []
@@ -154,7 +154,7 @@ class ReaderReference:
         return project(x, plain if own is None else own._replace(bias=plain.bias))
 
     def _get(self, name: str) -> Tensor:
-        return self._source.get(name)
+        return self.source.get(name)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:

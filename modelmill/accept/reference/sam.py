@@ -33,7 +33,7 @@ class SamReference:
         names = checkpoint.raw.names()
         self.foreign = "vision_encoder.pos_embed" in names
         self._prefix = next((p for p in ("", "module.", "model.") if f"{p}mask_decoder.iou_token.weight" in names), "")
-        self._source = Source(checkpoint.raw, torch.float32)
+        self.source = Source(checkpoint.raw, torch.float32)
         vision: Mapping[str, Any] = checkpoint.config.get("vision_config") or {}
         self.tiny = f"{self._prefix}image_encoder.patch_embed.seq.0.c.weight" in names
         self.norms: list[Norm] = []
@@ -55,12 +55,12 @@ class SamReference:
 
     def get(self, name: str) -> Tensor:
         """A tensor in float32 by its name in the original files."""
-        return self._source.get(_foreign(name) if self.foreign else self._prefix + name)
+        return self.source.get(_foreign(name) if self.foreign else self._prefix + name)
 
     def _depth(self) -> int:
         depth = 0
         stem = "image_encoder.blocks.{}.mlp.lin1.weight"
-        while self._source.has(self._name(stem.format(depth))):
+        while self.source.has(self._name(stem.format(depth))):
             depth += 1
         return depth
 
@@ -77,7 +77,7 @@ class SamReference:
 
     def matrix(self, path: str) -> Affine:
         """A linear layer of the checkpoint: [out, in] and [out]; a convolution of 1×1 with its batch norm is one."""
-        if not self._source.has(self._name(f"{path}.c.weight")):
+        if not self.source.has(self._name(f"{path}.c.weight")):
             return Affine(self.get(f"{path}.weight"), self.get(f"{path}.bias"))
         factor = self.get(f"{path}.bn.weight") / (self.get(f"{path}.bn.running_var") + NORM_BATCH).sqrt()
         weight = self.get(f"{path}.c.weight")[:, :, 0, 0] * factor[:, None]

@@ -54,6 +54,7 @@ class Source:
         self.device = torch.device(device)
         self._names = frozenset(container.names())
         self._strip = strip
+        self._read: set[str] = set()
 
     def raw_name(self, name: str) -> str:
         """The container's own name: as given, or without the outer prefix that some files lack."""
@@ -66,7 +67,12 @@ class Source:
         raw = self.raw_name(name)
         if raw not in self._names:
             raise TensorMismatch(f"the checkpoint has no tensor {raw}; it is incomplete or of another family")
+        self._read.add(raw)
         return self.container.get(raw)
+
+    def unread(self) -> list[str]:
+        """The container's tensors whose values nobody has asked for."""
+        return sorted(self._names - self._read)
 
     def has(self, name: str) -> bool:
         """Whether the container holds this tensor."""
@@ -78,6 +84,12 @@ class Source:
         if raw not in self._names:
             raise TensorMismatch(f"the checkpoint has no tensor {raw}; it is incomplete or of another family")
         return tuple(self.container.info(raw).shape)
+
+    def alike(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers; read side by side, in blocks of rows."""
+        if self.shape(name) != self.shape(other):
+            return False
+        return all(torch.equal(a, b) for a, b in zip(self.row_blocks(name), self.row_blocks(other), strict=True))
 
     def get(self, name: str) -> Tensor:
         """The tensor in the reference's dtype."""
