@@ -23,7 +23,7 @@ from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
 from modelmill.core.types import Finish, Request, Token
 from modelmill.nn.kv import KVCache, held_dtype
-from modelmill.ops.shelf import Ops, resolve
+from modelmill.ops.shelf import beating, resolve
 from modelmill.ops.tuning import Tuning
 from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import fit, memory
@@ -217,10 +217,13 @@ class Loop:
             with self.runner.guarded():
                 self.runner.crew.ping()
 
-    def use_ops(self, ops: Ops) -> None:
-        """Compute with other ops from now on; only before graphs are recorded."""
-        self.ops = self.runner.ops = self.sampler.ops = ops
-        self.eyes.use_ops(ops)
+    def beat_with(self, beat: Callable[[], None]) -> None:
+        """Call ``beat`` after every operation from now on, so that who watches a long step sees that it goes on.
+
+        Replayed graphs have no operations to see.
+        """
+        self.ops = self.runner.ops = self.sampler.ops = beating(self.ops, beat)
+        self.eyes.use_ops(self.ops)
 
     def stats(self) -> Stats:
         """Counters and gauges of this moment."""

@@ -27,7 +27,6 @@ from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.types import Request
 from modelmill.language import Language
-from modelmill.ops.shelf import beating
 from modelmill.runtime.device import pick_device, prepare
 from modelmill.runtime.loop import OUT_OF_MEMORY, Loop
 from modelmill.runtime.memory import free_on_cpu
@@ -285,7 +284,7 @@ def view(order: Open, artifact: Artifact, wire: Wire, inbox: Inbox) -> None:
 
     eye = viewer.opened(order, artifact)
     if order.watchdog and eye.device.type == "cpu":
-        eye.still = replace(eye.still, ops=beating(eye.still.ops, Pulse(wire.send, turn(order.watchdog))))
+        eye.beat_with(Pulse(wire.send, turn(order.watchdog)))
     inbox.opening = False
     wire.send(viewer.ready(eye, str(artifact.path)))
     viewer.Viewer(eye, wire, inbox, order.most_pixels).run()
@@ -370,7 +369,7 @@ def main(argv: list[str]) -> int:
     inbox.prepare = _Preparing(Path(path), order.template, loop.vocab)
     if order.watchdog and loop.device == "cpu":
         # a GPU's steps are short, and its kernels are only launched here
-        loop.use_ops(beating(loop.ops, Pulse(wire.send, turn(order.watchdog))))
+        loop.beat_with(Pulse(wire.send, turn(order.watchdog)))
     inbox.opening = False
     wire.send(ready(loop, path))
     Worker(loop, wire, inbox).run()

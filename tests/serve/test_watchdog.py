@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from modelmill.core.types import Request, SamplingParams
-from modelmill.ops.shelf import beating
 from modelmill.serve import logs
 from modelmill.serve.engine import Engine, NotReady, State
 from modelmill.serve.message import Heartbeat, Message, Open, Ping, encode
@@ -92,7 +91,7 @@ def test_a_long_step_gives_signs_of_life_between_its_operations(monkeypatch: pyt
         clock.now += 1.0
         pulse()
 
-    loop.use_ops(beating(loop.ops, second))
+    loop.beat_with(second)
     began = clock.now
     loop.add(Request(id="a", prompt=tuple(range(5, 95)), params=tiny.params(max_tokens=1)))
     loop.step()
@@ -104,7 +103,7 @@ def test_a_long_step_gives_signs_of_life_between_its_operations(monkeypatch: pyt
 def test_answers_are_the_same_with_signs_of_life() -> None:
     given = tiny.requests(tiny.prompts(8), tiny.params(max_tokens=9))
     loop, beats = tiny.loop(), list[None]()
-    loop.use_ops(beating(loop.ops, lambda: beats.append(None)))
+    loop.beat_with(lambda: beats.append(None))
     assert tiny.run(loop, given) == tiny.run(tiny.loop(), given)
     assert beats
 
