@@ -91,7 +91,6 @@ class Loop:
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
         limits = fit.limits(model, config, on_gpu=cuda)
-        self.page_bytes = model.kv.page_bytes(self.page_size, self.kv_dtype)  # type: ignore[operator, union-attr]
         kept = memory.kept_pages(config, self.num_pages, self.page_bytes, self.device)
         self.scheduler = Scheduler(limits, PagePool(self.num_pages, kept), width)
         # the last page is scrap: some variants write padding there
@@ -160,6 +159,11 @@ class Loop:
         """End the other ranks, where there are any; the loop is of no use then. Called when it is forgotten, too."""
         if self._end is not None:
             self._end()
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one KV page, on this rank."""
+        return int(self.model.kv.page_bytes(self.page_size, self.kv_dtype))  # type: ignore[operator, union-attr]
 
     @property
     def has_work(self) -> bool:
