@@ -304,7 +304,8 @@ class Engine:
                 dog.heard()
                 for message in messages:
                     if isinstance(message, Ready):
-                        await self._opened(message)
+                        with dog.deaf():
+                            await self._opened(message)
                     else:
                         self._hear(message)
                 # who waits for these has his turn before the next

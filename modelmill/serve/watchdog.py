@@ -12,8 +12,9 @@ time, and reads what came meanwhile before it counts on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 LIMIT = 120.0
 """Seconds without a sign of life after which a worker hangs, by default."""
@@ -40,6 +41,14 @@ class Watchdog:
         self._ping, self._sleep = ping, sleep
         self._silent = 0
         self._heard = self._asked = False
+        self._listening = True
+
+    @contextlib.contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Nobody listens inside: what is said meanwhile is heard later, and no turn is silent."""
+        self._listening = False
+        yield
+        self._listening = True
 
     def heard(self) -> None:
         """The worker has said something."""
@@ -55,7 +64,7 @@ class Watchdog:
                 self._asked = True
                 self._ping()
             await self._sleep(pause)
-            self._silent += 1
+            self._silent += self._listening
         return self._given
 
     @property

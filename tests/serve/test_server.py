@@ -22,7 +22,7 @@ from tests.patience import PATIENCE, soon
 from tests.serve.process import Serving, rest
 
 TALK: list[Any] = [{"role": "user", "content": "Tell me a story"}]
-KV = "KV cache: 7.62 MiB for 3,122 tokens, RAM that is taken as they come; up to 7.62 MiB of it keep prompt beginnings"
+KV = "KV cache: 7.60 MiB for 6,224 tokens, RAM that is taken as they come; up to 7.60 MiB of it keep prompt beginnings"
 LONG = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 450, "ignore_eos": True}
 
 

@@ -65,6 +65,21 @@ def test_silence_beyond_the_limit_is_a_hang() -> None:
     asyncio.run(main())
 
 
+def test_what_the_api_does_not_listen_to_is_no_silence() -> None:
+    """It reads a tokenizer before it goes on to read the socket."""
+
+    async def main() -> None:
+        turns = Turns()
+        dog = Watchdog(LIMIT, lambda: None, turns)
+        dog.heard()
+        with dog.deaf():
+            assert not await hung(dog, turns, 3 * WITHIN)
+        assert not await hung(dog, turns, WITHIN)
+        assert await hung(dog, turns, 1)
+
+    asyncio.run(main())
+
+
 def test_a_process_has_longer_for_its_first_sign_of_life_and_0_is_never() -> None:
     async def main() -> None:
         turns = Turns()
