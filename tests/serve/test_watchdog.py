@@ -380,7 +380,7 @@ def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Pat
 def test_a_server_with_a_worker_that_is_stopped(stories: Path) -> None:
     """By the clock, while nobody asks: 503, a line in the log, and the next request is served by another worker."""
     body = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 9}
-    with Serving(stories, "--watchdog-timeout", 2) as server:
+    with Serving(stories, "--watchdog-timeout", 5) as server:
         expected = server.ask("/v1/completions", body)[1]["choices"][0]["text"]
         (worker,) = server.workers
         worker.suspend()
