@@ -30,6 +30,7 @@ class Dialogue:
         self.request, self.follows, self.echoed = request, follows, ""
         params = request.params
         self.started = time.perf_counter()  # answer.seconds are counted from here
+        self._begun = False
         self._tokens: Detokenizer | None = None
         if tokenizer is not None:
             skip = params.skip_special_tokens
@@ -53,11 +54,21 @@ class Dialogue:
         self.echoed = "".join(map(self._tokens.before, self.request.prompt))
         self._voices = self._spoken()
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, once it was computed; who counts what was asked for counts it then, and once."""
+        return len(self.answer.prompt_token_ids) if self._begun else 0
+
+    def counts(self, index: int) -> tuple[int, int, int]:
+        """Tokens so far: of the prompt, of the answer ``index``, and of the prompt from the prefix cache."""
+        return self.prompt_tokens, len(self.answer.outputs[index].token_ids), self.answer.cached_tokens
+
     def push(self, token: Token) -> tuple[Delta, bool]:
         """Take one piece of news. Returns what it adds and whether a stop string ended that sequence just now."""
         now = time.perf_counter() - self.started
         answer, voice = self.answer, self._voices[token.index]
         output = answer.outputs[token.index]
+        self._begun = self._begun or token.finish is not Finish.ABORT
         if token.prompt_logprobs is not None:
             answer.prompt_logprobs = token.prompt_logprobs
         if token.embedding is not None:

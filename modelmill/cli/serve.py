@@ -56,6 +56,9 @@ class Args(Common):
     max_image_pixels: int = option(50_000_000, "largest image that is looked at")
     image_cache_bytes: int = option(64 << 20, "kept embeddings of images that were seen, for each such engine")
     shutdown_timeout: float = option(30.0, "seconds that running answers may take to finish after SIGTERM")
+    watchdog_timeout: float = option(
+        120.0, "seconds without a sign of life after which an engine's worker is ended and started again; 0: never"
+    )
     allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call the API (CORS); * for all")
     allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which a server without a key answers")
     log_level: str = option("warning", "what is logged on stderr, as JSON lines (info: every request)", choices=LEVELS)
@@ -95,7 +98,7 @@ def run(args: Args) -> int:
         engines = _engines(args, names)
         await Server(engines, place).run(
             lambda url: opened(args, url, names, f"loading {', '.join(names)}"),
-            lambda engine: note(f"{engine.name} is ready"),
+            lambda engine: note("; ".join(filter(None, (f"{engine.name} is ready", engine.memory)))),
         )
 
     with to_stderr(args.log_level):
@@ -119,6 +122,8 @@ def _place(args: Args) -> Place:
         raise UsageError(f"--port must be in 0…65535, not {args.port}")
     if args.shutdown_timeout < 0 or args.max_waiting < 0 or args.max_body_bytes < 1024:
         raise UsageError("--shutdown-timeout and --max-waiting must not be negative, --max-body-bytes at least 1024")
+    if not (args.watchdog_timeout == 0 or 0.1 <= args.watchdog_timeout < float("inf")):
+        raise UsageError(f"--watchdog-timeout must be 0 (never) or at least 0.1 seconds, not {args.watchdog_timeout:g}")
     if args.max_image_pixels < 1 or args.image_cache_bytes < 0:
         raise UsageError("--max-image-pixels must be at least 1, --image-cache-bytes not negative")
     keys = (*args.api_key, *_keys(args.api_key_file))
@@ -196,7 +201,7 @@ def _orders(args: Args) -> list[Open]:
         )
         order = Open(
             str(path), _build(args, path), run, args.warm_up, args.chat_template, later, views[:place].count(False),
-            aside, args.image_cache_bytes, args.max_image_pixels,
+            aside, args.image_cache_bytes, args.max_image_pixels, args.watchdog_timeout,
         )  # fmt: skip
         orders.append(order)
     return orders

@@ -137,6 +137,11 @@ class RunConfig:
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that weights and KV cache may take")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from the memory that is free")
+    prefix_cache_bytes: int | None = option(
+        None,
+        "of them, bytes beyond which kept prompt beginnings take no new memory; default: a third, at least 1 GiB, "
+        "where a CPU's KV cache follows from the memory that is free, else all",
+    )
     kv_cache_dtype: str = option(
         "auto", "keys and values in 8 bits, or as the activations; auto: as the engine was built", choices=KV_CHOICES
     )
@@ -154,6 +159,7 @@ class RunConfig:
             "max_mixed_tokens",
             "max_model_len",
             "kv_cache_bytes",
+            "prefix_cache_bytes",
             "threads",
             "tp",
         )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
+LEAST_PREFIX = 1 << 30
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -40,6 +41,15 @@ def memory(groups: Path = GROUPS, mount: Path = MOUNT) -> Memory:
     for limit, used in limits(groups, mount):
         total, free = min(total, limit), min(free, max(limit - used, 0))
     return Memory(total, free)
+
+
+def prefix_bytes(kv_bytes: int) -> int:
+    """What kept prefixes may take of a KV cache in RAM whose size follows from the memory that is free.
+
+    Pages in RAM take memory when they are first written. Kept to the last one, prefixes would take all of it in time,
+    however few answers run; so they are given a part, enough for the conversations that are being had.
+    """
+    return min(kv_bytes, max(kv_bytes // 3, LEAST_PREFIX))
 
 
 def limits(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[tuple[int, int]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -198,6 +198,22 @@ def resolve(device: str, overrides: Mapping[str, str] | None = None, tuning: Tun
         chosen[op] = "torch" if found is None else chosen[spanned[0]]
         picked[op] = found
     return Ops(**picked, chosen=chosen)
+
+
+def beating(ops: Ops, beat: Callable[[], None]) -> Ops:
+    """The same ops; ``beat`` is called after each call of one, so that who watches a long step sees that it goes on."""
+
+    def after(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            beat()
+            return result
+
+        return call
+
+    covered: dict[str, Any] = {name: after(run) for name, run in vars(ops).items() if callable(run)}
+    return replace(ops, **covered)
 
 
 def _pick_span(

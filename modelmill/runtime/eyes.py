@@ -62,6 +62,10 @@ class Eyes:
         self._room = kept_bytes
         self._lent: list[weakref.ref[torch.Tensor]] = []
 
+    def use_ops(self, ops: Ops) -> None:
+        """Compute with other ops from now on."""
+        self._ops = ops
+
     @property
     def kept(self) -> int:
         """Embeddings kept, in bytes."""

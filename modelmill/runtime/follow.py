@@ -23,7 +23,7 @@ from modelmill.parallel.meeting import join
 from modelmill.parallel.mesh import Group
 from modelmill.runtime.batch import Packer
 from modelmill.runtime.loop import Loop
-from modelmill.runtime.orders import COPY, END, HEADER, Order
+from modelmill.runtime.orders import COPY, END, HEADER, PING, Order
 from modelmill.runtime.runner import Runner
 
 _log = log.get(__name__)
@@ -64,7 +64,9 @@ def serve(link: socket.socket, runner: Runner) -> None:
         order = Order.unpack(bytes(header))
         if order.kind == END:
             return
-        if order.kind == COPY:
+        if order.kind == PING:
+            _say(link, {"alive": True})
+        elif order.kind == COPY:
             pairs = np.empty(order.words, dtype=np.int64)
             if not _fill(link, pairs.data.cast("B")):
                 return

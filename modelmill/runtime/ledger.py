@@ -29,6 +29,7 @@ class Ledger:
         self.live: dict[str, list[Sequence]] = {}
         self.searches = self.guided = 0
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
+        self._cached: dict[str, int] = {}  # of each live request whose prompt is computed
 
     def add(self, seqs: list[Sequence]) -> None:
         """A request's sequences; the first is queued and leads the others."""
@@ -68,9 +69,7 @@ class Ledger:
 
     def _append(self, seq: Sequence, token: int, told: Mapping[int, Logprob] | None) -> Token:
         """One sampled token of one sequence."""
-        if not seq.outputs - seq.pending:
-            self.prompt_tokens += seq.prompt_len
-            self.cached_tokens += seq.cached
+        cached = self._begin(seq)
         seq.pending -= 1
         self.output_tokens += 1
         prompt = None
@@ -92,8 +91,20 @@ class Ledger:
             self.drop(seq, finish)
         request = seq.request.id
         if told is None and prompt is None:
-            return Token(request, seq.index, said, None, finish, stop, None, seq.cached)
-        return Token(request, seq.index, said, told, finish, stop, prompt, seq.cached)  # type: ignore[arg-type]
+            return Token(request, seq.index, said, None, finish, stop, None, cached)
+        return Token(request, seq.index, said, told, finish, stop, prompt, cached)  # type: ignore[arg-type]
+
+    def _begin(self, seq: Sequence) -> int:
+        """Count a request's prompt, once however many answers it gets; its tokens that came from the prefix cache.
+
+        Answers that have to compute it again find their own pages there: that saves nothing of what was asked for.
+        """
+        cached = self._cached.get(seq.request.id)
+        if cached is None:
+            cached = self._cached[seq.request.id] = seq.cached
+            self.prompt_tokens += seq.prompt_len
+            self.cached_tokens += cached
+        return cached
 
     def _told(self, flight: Flight) -> dict[int, dict[int, Logprob]]:
         if flight.told is None or flight.plan is None:
@@ -104,8 +115,7 @@ class Ledger:
 
     def _no_answer(self, seq: Sequence) -> list[Token]:
         """A request for zero tokens: its prompt is computed, that was all."""
-        self.prompt_tokens += seq.prompt_len
-        self.cached_tokens += seq.cached
+        cached = self._begin(seq)
         events = []
         embedding = _embedding(seq)
         for member in [*self.live.get(seq.request.id, ())]:
@@ -119,7 +129,7 @@ class Ledger:
                     None,
                     Finish.LENGTH,
                     prompt_logprobs=prompt,
-                    cached_tokens=seq.cached,
+                    cached_tokens=cached,
                     embedding=embedding,
                 )
             )
@@ -130,17 +140,16 @@ class Ledger:
         if isinstance(seq.beam, BeamSearch):
             seq.beam.give_up()
             return self._results(seq.beam)
+        cached = self._begin(seq)
         self.drop(seq, Finish.LENGTH)
-        return [Token(seq.request.id, seq.index, None, finish=Finish.LENGTH, cached_tokens=seq.cached)]
+        return [Token(seq.request.id, seq.index, None, finish=Finish.LENGTH, cached_tokens=cached)]
 
     def _search(self, search: BeamSearch, logits: torch.Tensor) -> list[Token]:
         """One step of a beam search: its beams are replaced by their children."""
         if search.seqs[0].finish is not None:
             return []
         parents = search.seqs
-        if not parents[0].outputs:
-            self.prompt_tokens += parents[0].prompt_len
-            self.cached_tokens += parents[0].cached
+        self._begin(parents[0])
         children = search.advance(logits)
         if not children:
             return self._results(search)
@@ -170,12 +179,12 @@ class Ledger:
     def _results(self, search: BeamSearch) -> list[Token]:
         """The search has ended: the n best results, best first."""
         request = search.seqs[0].request
-        cached = max(s.cached for s in search.seqs)
+        cached = self._begin(search.seqs[0])
         for seq in list(search.seqs):
             self.drop(seq, Finish.STOP)
         events = []
         for i, found in enumerate(search.results[: request.params.n]):
-            self.output_tokens += len(found.tokens)
+            self.output_tokens += len(found.tokens) + (found.stop is not None)
             events.append(
                 Token(request.id, i, None, None, found.finish, found.stop, None, cached, found.tokens, found.score)
             )
@@ -199,6 +208,7 @@ class Ledger:
         live = self.live.get(seq.request.id)
         if live is not None and all(s.finish is not None for s in live):
             del self.live[seq.request.id]
+            self._cached.pop(seq.request.id, None)
             if seq.beam is not None:
                 self.searches -= 1
 

@@ -23,7 +23,7 @@ from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
 from modelmill.core.types import Finish, Request, Token
 from modelmill.nn.kv import KVCache, held_dtype
-from modelmill.ops.shelf import resolve
+from modelmill.ops.shelf import beating, resolve
 from modelmill.ops.tuning import Tuning
 from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import fit, memory
@@ -91,7 +91,8 @@ class Loop:
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
         limits = fit.limits(model, config, on_gpu=cuda)
-        self.scheduler = Scheduler(limits, PagePool(self.num_pages), width)
+        kept = memory.kept_pages(config, self.num_pages, self.page_bytes, self.device)
+        self.scheduler = Scheduler(limits, PagePool(self.num_pages, kept), width)
         # the last page is scrap: some variants write padding there
         kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
         packer = Packer(self.scheduler.tables, self.page_size, self.device)
@@ -160,6 +161,11 @@ class Loop:
             self._end()
 
     @property
+    def page_bytes(self) -> int:
+        """Of one KV page, on this rank."""
+        return int(self.model.kv.page_bytes(self.page_size, self.kv_dtype))  # type: ignore[operator, union-attr]
+
+    @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do or to tell."""
         return bool(self._events or self._flight or self.scheduler.running or self.scheduler.waiting)
@@ -209,6 +215,20 @@ class Loop:
             self.scheduler.timed(flight.schedule, self._told - began)
         return events
 
+    def ping(self) -> None:
+        """Wait until every other rank has answered that it lives. Raises RankError where one has ended."""
+        if self.runner.crew is not None:
+            with self.runner.guarded():
+                self.runner.crew.ping()
+
+    def beat_with(self, beat: Callable[[], None]) -> None:
+        """Call ``beat`` after every operation from now on, so that who watches a long step sees that it goes on.
+
+        Replayed graphs have no operations to see.
+        """
+        self.ops = self.runner.ops = self.sampler.ops = beating(self.ops, beat)
+        self.eyes.use_ops(self.ops)
+
     def stats(self) -> Stats:
         """Counters and gauges of this moment."""
         pool, scheduler = self.scheduler.pool, self.scheduler
@@ -223,6 +243,11 @@ class Loop:
             output_tokens=self.ledger.output_tokens,
             cached_tokens=self.ledger.cached_tokens,
             preemptions=scheduler.preemptions,
+            idle_pages=pool.idle,
+            kept_pages=pool.kept,
+            # a GPU's are there from the start
+            touched_pages=pool.touched if self.device == "cpu" else self.num_pages,
+            page_bytes=self.page_bytes * self.runner.mesh.size,
         )
 
     def warm_up(self, largest: int | None = None, *, forms: bool = False) -> None:

@@ -78,6 +78,17 @@ def page_count(
     return pages
 
 
+def kept_pages(config: RunConfig, pages: int, page_bytes: int, device: str) -> int:
+    """Of ``pages``, those that may be taken for kept prefixes before older ones give theirs up."""
+    if not config.enable_prefix_caching:
+        return 0
+    if config.prefix_cache_bytes is not None:
+        return min(config.prefix_cache_bytes // page_bytes, pages)
+    if device == "cpu" and config.kv_cache_bytes is None:
+        return ram.prefix_bytes(pages * page_bytes) // page_bytes
+    return pages
+
+
 def _refuse_more_than_there_is(wanted: int) -> None:
     """Pages in RAM are backed as they are written: too many would end the process in the middle of an answer."""
     total = ram.memory().total

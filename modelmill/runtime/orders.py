@@ -13,8 +13,8 @@ from modelmill.runtime.batch import Batch
 from modelmill.runtime.graph import DRAWN, GREEDY, LOGITS
 from modelmill.runtime.layout import Layout, Views
 
-FORWARD, COPY, END = "forward", "copy", "end"
-KINDS = (FORWARD, GREEDY, DRAWN, LOGITS, COPY, END)
+FORWARD, COPY, END, PING = "forward", "copy", "end", "ping"
+KINDS = (FORWARD, GREEDY, DRAWN, LOGITS, COPY, END, PING)
 _HEADER = struct.Struct("<13q")
 HEADER = _HEADER.size
 _NOTHING = Layout(0, 0, 0, 0)
@@ -22,7 +22,8 @@ _NOTHING = Layout(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Order:
-    """kind: FORWARD runs the model, GREEDY, DRAWN and LOGITS replay such a graph, COPY copies pages, END ends the rank.
+    """kind: FORWARD runs the model, GREEDY, DRAWN and LOGITS replay such a graph, COPY copies pages, END ends the rank,
+    PING is answered by a line.
 
     words: of 64 bits that follow. keep: so many ids are broadcast after the step, to be kept for the next one. inserts:
     width of foreign embeddings that are broadcast before it; 0: none. states: of how many rows, the last ones that are

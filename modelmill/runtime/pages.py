@@ -3,6 +3,10 @@
 A page is free, held by one or more sequences, or idle: unreferenced but still holding the keys and values of a known
 prefix. Idle pages are found again by their sha256 chain key and are evicted, least recently used first, when no page
 is free. Pages are only shared when full, or between forks; a fork that writes into a shared page gets its own copy.
+
+In RAM a page takes memory from when it is first written. So pages that were given back are taken again before any that
+nobody has had, and once ``kept`` pages are idle, they are evicted before a new one is taken: a server takes what its
+answers hold at once and the prefixes that it may keep, however many tokens go through it.
 """
 
 from __future__ import annotations
@@ -34,8 +38,11 @@ def chain(parent: bytes, tokens: Iterable[int], keys: Iterable[int], extra: str 
 class PagePool:
     """Who holds which of ``count`` pages."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, kept: int | None = None) -> None:
+        """kept: idle pages for which pages that nobody has had are taken; None: all."""
         self.count = count
+        self.kept = count if kept is None else min(kept, count)
+        self.touched = 0
         self.refs = [0] * count
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -48,13 +55,21 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     @property
+    def idle(self) -> int:
+        """Pages that nobody holds, kept for who begins alike."""
+        return len(self._idle)
+
+    @property
     def cached(self) -> int:
         """Pages whose content can be found by key."""
         return len(self._known)
 
     def take(self) -> int | None:
         """A page for one holder; None where all are held. Evicts the least recently used idle page if it must."""
-        if self._free:
+        new = self.count - self.touched
+        # those that nobody has had lie below the others
+        if len(self._free) > new or (new and not (self._idle and len(self._idle) >= self.kept)):
+            self.touched += len(self._free) == new
             page = self._free.pop()
         elif self._idle:
             page, _ = self._idle.popitem(last=False)

@@ -24,7 +24,7 @@ from modelmill.core.config import RunConfig, to_dict
 from modelmill.core.errors import ModelmillError, RankError
 from modelmill.parallel.meeting import Meeting
 from modelmill.parallel.mesh import Group, Mesh
-from modelmill.runtime.orders import END, Order
+from modelmill.runtime.orders import END, PING, Order
 
 START_SECONDS = 300.0
 _GRACE = 2.0  # seconds in which the end of a process becomes known after what it caused
@@ -43,7 +43,7 @@ class Crew:
         self._closed = False
         self._stopping = threading.Lock()
         self._news = threading.Condition()
-        self._ready = 0
+        self._ready = self._alive = 0
         self._meeting = Meeting()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[socket.socket] = []
@@ -80,6 +80,18 @@ class Crew:
         except OSError:
             self.check(_GRACE)
             raise
+
+    def ping(self) -> None:
+        """Wait until every rank has answered, however long that takes: who watches this process ends it with them.
+
+        Raises RankError where one is gone.
+        """
+        with self._news:
+            self._alive = 0
+        self.tell(Order(PING))
+        with self._news:
+            self._news.wait_for(lambda: self._failed or self._alive == self._size - 1)
+        self.check()
 
     def check(self, wait: float = 0.0) -> None:
         """Raises RankError where a rank has ended; ``wait``: so many seconds for the news of it."""
@@ -166,9 +178,11 @@ class Crew:
                 for key, _ in ears.select():
                     heard = _read(self._links[key.data - 1])
                     *lines, said[key.data] = (said[key.data] + heard).split(b"\n")
-                    errors = [json.loads(line).get("error") for line in lines]
+                    words = [json.loads(line) for line in lines]
+                    errors = [word.get("error") for word in words]
                     with self._news:
-                        self._ready += errors.count(None)
+                        self._ready += sum("ready" in word for word in words)
+                        self._alive += sum("alive" in word for word in words)
                         self._news.notify_all()
                     if not heard or any(errors):
                         self._learn(key.data, next(filter(None, errors), None))

@@ -336,12 +336,14 @@ class Scheduler:
                     self.pool.drop(page)
                 return
             self.waiting.pop(0)
-            if seq.began is None:
+            first = seq.began is None
+            if first:
                 seq.began = time.perf_counter()
             seq.pages = cached
             seq.computed = len(cached) * size
             seq.published = len(cached)
-            seq.cached = max(seq.cached, min(seq.computed, seq.prompt_len)) if not seq.outputs else seq.cached
+            if first:  # one that was thrown out finds its own pages again
+                seq.cached = min(seq.computed, seq.prompt_len)
             seq.row = self.tables.join(cached)
             self.join(seq)
             count = min(self._wanted(seq, left), left)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since the loop was opened, and gauges of this moment. cached_tokens: prompt tokens not recomputed."""
+    """Counters since the loop was opened, and gauges of this moment. cached_tokens: prompt tokens not recomputed.
+
+    idle_pages: held by nobody, kept for prefixes; kept_pages: how many of them may take memory that nobody has had.
+    touched_pages: that were ever written, which is what a cache in RAM takes. page_bytes: of one page, on all ranks.
+    """
 
     running: int
     waiting: int
@@ -19,3 +23,7 @@ class Stats:
     output_tokens: int
     cached_tokens: int
     preemptions: int
+    idle_pages: int = 0
+    kept_pages: int = 0
+    touched_pages: int = 0
+    page_bytes: int = 0

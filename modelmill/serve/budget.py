@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from modelmill.core.config import RunConfig
+from modelmill.core.ram import prefix_bytes
+from modelmill.core.size import byte_text
 
 VIEWER_BYTES = 2 << 30
 """For pictures, activations and masks of a segmentation engine: those of the largest picture that is taken."""
@@ -33,7 +35,9 @@ def on_cpu(config: RunConfig, free: int, others: int, aside: int = 0) -> RunConf
     """
     if config.kv_cache_bytes is not None or not (others or aside):
         return config
-    return replace(config, kv_cache_bytes=max(free // (1 + others), 1))
+    mine = max(free // (1 + others), 1)
+    kept = prefix_bytes(mine) if config.prefix_cache_bytes is None else config.prefix_cache_bytes
+    return replace(config, kv_cache_bytes=mine, prefix_cache_bytes=kept)
 
 
 def on_cuda(config: RunConfig, free: int, total: int, mine: int, others: Sequence[int], aside: int = 0) -> RunConfig:
@@ -51,6 +55,17 @@ def on_cuda(config: RunConfig, free: int, total: int, mine: int, others: Sequenc
 
 def parted(config: RunConfig, count: int) -> RunConfig:
     """``config`` for one of ``count`` engines: KV bytes that were given are for all of them."""
-    if config.kv_cache_bytes is None or count < 2:
+    if count < 2:
         return config
-    return replace(config, kv_cache_bytes=max(config.kv_cache_bytes // count, 1))
+    given = (config.kv_cache_bytes, config.prefix_cache_bytes)
+    kv, kept = (None if each is None else max(each // count, 1) for each in given)
+    return replace(config, kv_cache_bytes=kv, prefix_cache_bytes=kept)
+
+
+def told(device: str, tokens: int, kv_bytes: int, kept_bytes: int) -> str:
+    """One line about the KV cache of an engine that is ready. tokens: that it holds; kept_bytes: for prefixes."""
+    line = f"KV cache: {byte_text(kv_bytes)} for {tokens:,} tokens"
+    if device != "cpu":
+        return line
+    kept = f"; up to {byte_text(kept_bytes)} of it keep prompt beginnings" if kept_bytes else ""
+    return f"{line}, RAM that is taken as they come{kept}"

@@ -10,6 +10,8 @@ import socket
 import sys
 from typing import Protocol
 
+import psutil
+
 
 class Child(Protocol):
     """A running worker."""
@@ -43,10 +45,20 @@ class Process:
         return self._process.pid
 
     def kill(self) -> None:
-        """End it now. asyncio's own ``kill`` would look whether it has ended, and take its exit code from ``wait``."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+        """End it and what it has started (ranks, compilers) now: of these, one that is stopped would not see it go.
+
+        asyncio's own ``kill`` would look whether it has ended, and take its exit code from ``wait``.
+        """
+        if self._process.returncode is not None:
+            return
+        started: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            started = psutil.Process(self._process.pid).children(recursive=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)
+        for process in started:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
     async def wait(self) -> int:
         """Its exit code."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.runtime.check import Bounds, check
 from modelmill.runtime.stats import Stats
+from modelmill.serve import budget
 from modelmill.serve.child import Child, Launch, launch
 from modelmill.serve.message import (
     Abort,
@@ -31,6 +32,7 @@ from modelmill.serve.message import (
     Loading,
     Message,
     Open,
+    Ping,
     Ready,
     Refused,
     Told,
@@ -41,6 +43,7 @@ from modelmill.serve.metrics import EngineMetrics
 from modelmill.serve.pictures import KIND, Found, Look, Missed
 from modelmill.serve.sight import Glance, Sight
 from modelmill.serve.ticket import Ticket, WorkerLost
+from modelmill.serve.watchdog import Watchdog
 
 SHORT = 30.0
 """A worker that lived for fewer seconds counts as a failed start."""
@@ -93,8 +96,12 @@ class Engine:
         start: Launch = launch,
         read: Callable[[Path, str | Path | None], Language] = Language.read,
         pause: float = 0.2,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """queue: sequences that may wait beyond those of a step. pause: seconds before the first restart."""
+        """queue: sequences that may wait beyond those of a step. pause: seconds before the first restart.
+
+        sleep: between two looks at whether the worker lives.
+        """
         self.name, self.state, self.progress = name, State.LOADING, Progress()
         self.error: str | None = None
         self.usage = False
@@ -114,6 +121,8 @@ class Engine:
         self._stats: Stats | None = None
         self._before = _idle(0)
         self._closing = False
+        self._sleep = sleep
+        self._hung = ""  # how the worker that is ended hung
         self.metrics: EngineMetrics | None = None
         self.sight = Sight(name, self._send, lambda id: self._send(Abort(id)))
 
@@ -164,6 +173,19 @@ class Engine:
         if self._language is None:
             return None
         return self._language.generation.told(), self._language.suggested.told()
+
+    @property
+    def _kv_bytes(self) -> tuple[int, int]:
+        """What the KV cache may take on all ranks together, and kept prefixes of it."""
+        facts = self._ready()
+        page = facts.page_bytes * self._order.run.get("tp", 1)
+        return facts.pages * page, facts.kept_pages * page
+
+    @property
+    def memory(self) -> str:
+        """One line about its KV cache; empty for an engine without one. Raises NotReady."""
+        facts = self._ready()
+        return "" if facts.kind == KIND else budget.told(facts.device, facts.pages * facts.page_size, *self._kv_bytes)
 
     def check_sees(self) -> None:
         """Raises NotReady, RequestError for an engine that does not segment."""
@@ -244,10 +266,10 @@ class Engine:
         short = 0
         try:
             while not self._closing:
-                began, code = time.monotonic(), None
+                began, code, self._hung = time.monotonic(), None, ""
                 try:
                     code = await self._life()
-                    end = f"ended with status {code}"
+                    end = self._hung or f"ended with status {code}"
                 except Exception as error:
                     # a system that has nothing left to start one with, or a bug of ours: this worker is lost, no more
                     end = f"failed: {_kind(error)}"
@@ -260,6 +282,8 @@ class Engine:
                     self.state = State.FAILED
                     return
                 self.restarts += 1
+                if self.metrics is not None:
+                    self.metrics.restarted("hung" if self._hung else "ended")
                 _log.error("worker ended", extra={"data": {"engine": self.name, "status": code, "again": True}})
                 await asyncio.sleep(self._pause * 2 ** min(short, 6))
             if self.state is not State.FAILED:
@@ -279,13 +303,17 @@ class Engine:
         if self._closing:
             # nobody could end it while it was being started
             self._child.kill()
+        dog, watch = Watchdog(self._order.watchdog, lambda: self._send(Ping()), self._sleep), None
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._send(self._again())
+            watch = asyncio.create_task(self._watch(dog, self._writer, self._child))
             async for messages in received(reader):
+                dog.heard()
                 for message in messages:
                     if isinstance(message, Ready):
-                        await self._opened(message)
+                        with dog.deaf():
+                            await self._opened(message)
                     else:
                         self._hear(message)
                 # who waits for these has his turn before the next
@@ -293,6 +321,8 @@ class Engine:
         except ConnectionError:
             pass
         finally:
+            if watch is not None:
+                watch.cancel()
             child, self._child = self._child, None
             child.kill()
             if self._writer is None:
@@ -301,11 +331,23 @@ class Engine:
             code = await child.wait()
         return code
 
+    async def _watch(self, dog: Watchdog, writer: asyncio.StreamWriter, child: Child) -> None:
+        """End a worker that hangs; ``_life`` then goes on as if it had died."""
+        seconds = await dog.hung()
+        self._hung = f"gave no sign of life for {seconds:g} s"
+        data = {"engine": self.name, "seconds": seconds, "pid": child.pid, "answers": self._seqs}
+        _log.error("worker hung", extra={"data": data})
+        child.kill()
+        # one that the system cannot end at once is not waited for: who asked is told now
+        writer.transport.abort()
+
     def _again(self) -> Open:
         """The order for a worker; one that follows another takes the same memory again."""
         if self.facts is None or self.facts.kind == KIND:
             return self._order
         run = {**self._order.run, "kv_cache_bytes": (self.facts.pages + 1) * self.facts.page_bytes}
+        if self.facts.kept_pages:
+            run["prefix_cache_bytes"] = self.facts.kept_pages * self.facts.page_bytes
         return replace(self._order, run=run)
 
     async def _opened(self, facts: Ready) -> None:
@@ -322,7 +364,14 @@ class Engine:
                 _log.warning("generation_config", extra={"data": {"engine": self.name, "why": unused}})
         self.facts, self.state, self.error = facts, State.READY, None
         self.settled.set()
-        _log.info("ready", extra={"data": {"engine": self.name, "device": facts.device, "pages": facts.pages}})
+        data = {"engine": self.name, "device": facts.device, "pages": facts.pages}
+        if facts.kind != KIND:
+            data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_bytes
+        _log.info("ready", extra={"data": data})
+
+    def lost(self) -> WorkerLost:
+        """What who waits is told when the worker is gone."""
+        return WorkerLost(f"the engine {self.name} {self._hung or 'ended'} while it answered; it is being restarted")
 
     def _lost(self) -> None:
         """The worker is gone: everyone who waits is told."""
@@ -332,7 +381,7 @@ class Engine:
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-        lost = WorkerLost(f"the engine {self.name} ended while it answered; it is being restarted")
+        lost = self.lost()
         for _, ticket in list(self._running.values()):
             ticket.fail(lost)
         self.sight.fail_all(lost)
@@ -343,7 +392,7 @@ class Engine:
                 future.set_exception(TimeoutError())
         if self._stats is not None:
             # counters go on where they were; nothing runs and nothing is held until the next worker tells
-            self._before, self._stats = _plus(self._stats, self._before), _idle(self._stats.pages)
+            self._before, self._stats = _plus(self._stats, self._before), _resting(self._stats)
 
     # -- messages
 
@@ -371,6 +420,8 @@ class Engine:
         elif isinstance(message, Refused):
             entry = self._forget(message.id)
             if entry is not None:
+                if self.metrics is not None:
+                    self.metrics.broken_off(entry[0], "error")
                 entry[1].fail((CapacityError if message.memory else RequestError)(message.message))
         elif isinstance(message, (Found, Missed)):
             self.sight.hear(message)
@@ -392,9 +443,10 @@ class Engine:
         if dialogue.answer.outputs[token.index].finish_reason is not None:
             # a stop string has ended it, which the worker did not know yet
             return
+        before = dialogue.counts(token.index)
         delta, stopped = dialogue.push(token)
         if self.metrics is not None:
-            self.metrics.told(delta)
+            self.metrics.told(dialogue, delta, before)
         if stopped:
             self._send(End(token.request, token.index))
         if dialogue.answer.finished:
@@ -419,7 +471,7 @@ class Engine:
             if entry is not None:
                 self._send(Abort(id))
                 if self.metrics is not None:
-                    self.metrics.forget(id, entry[0].request.params.n)
+                    self.metrics.broken_off(entry[0], entry[1].broken_off)
 
 
 async def received(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]:
@@ -440,6 +492,11 @@ def _kind(error: Exception) -> str:
 def _idle(pages: int) -> Stats:
     """Of a loop that has done nothing yet."""
     return Stats(0, 0, pages, pages, 0, 0, 0, 0, 0, 0)
+
+
+def _resting(last: Stats) -> Stats:
+    """Of an engine between two workers: its limits, and nothing in them."""
+    return replace(_idle(last.pages), kept_pages=last.kept_pages, page_bytes=last.page_bytes)
 
 
 def _plus(now: Stats, before: Stats) -> Stats:

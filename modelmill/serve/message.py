@@ -19,6 +19,7 @@ import numpy as np
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import Finish, Grammar, Insert, Logprob, Request, SamplingParams, Token
 from modelmill.serve.pictures import MARK, Found, Look, Missed, framed, joined, split, unframed
+from modelmill.serve.watchdog import LIMIT
 
 HEAD = struct.Struct(">I")
 
@@ -30,6 +31,7 @@ class Open:
     warm: record decode graphs before the first request. others: bytes of weights of the language engines that load
     after it; earlier: how many loaded before it; aside: what segmentation engines take beside it. template: a chat
     template in place of the engine's own. image_cache: bytes for embeddings of pictures; most_pixels: of a picture.
+    watchdog: seconds without a sign of life after which its worker hangs; 0: never.
     """
 
     model: str
@@ -42,6 +44,7 @@ class Open:
     aside: int = 0
     image_cache: int = 64 << 20
     most_pixels: int = 50_000_000
+    watchdog: float = LIMIT
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,16 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Give a sign of life, between two steps; the answer is a ``Heartbeat``."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A sign of life (``watchdog``)."""
+
+
+@dataclass(frozen=True)
 class Loading:
     """How far opening has come. done, total: in the stage's own unit."""
 
@@ -84,7 +97,10 @@ class Loading:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine takes requests. path: its folder. The rest: what requests are checked against, and pages of KV."""
+    """The engine takes requests. path: its folder. The rest: what requests are checked against, and pages of KV.
+
+    kept_pages: of ``pages``, those that may be taken for kept prefixes.
+    """
 
     path: str
     device: str
@@ -95,6 +111,7 @@ class Ready:
     page_bytes: int
     seqs: int
     kind: str = "language"
+    kept_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,23 @@ class Failed:
 
 
 Message = (
-    Open | Add | Abort | End | Ask | Loading | Ready | Told | Begun | Refused | Count | Failed | Look | Found | Missed
+    Open
+    | Add
+    | Abort
+    | End
+    | Ask
+    | Ping
+    | Heartbeat
+    | Loading
+    | Ready
+    | Told
+    | Begun
+    | Refused
+    | Count
+    | Failed
+    | Look
+    | Found
+    | Missed
 )
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 

@@ -78,11 +78,16 @@ class Ticket:
         answers = [each.answer for each in self.dialogues]
         first = [each.first_token_seconds for each in answers if each.first_token_seconds is not None]
         return {
-            "prompt_tokens": sum(len(each.prompt_token_ids) for each in answers),
+            "prompt_tokens": sum(each.prompt_tokens for each in self.dialogues),
             "completion_tokens": sum(len(output.token_ids) for each in answers for output in each.outputs),
             "cached_tokens": sum(each.cached_tokens for each in answers),
             "first_token_ms": round(1000 * min(first), 1) if first else None,
         }
+
+    @property
+    def broken_off(self) -> str:
+        """Why answers that have not ended will not: "error" where the engine is at fault, else "abort"."""
+        return "error" if isinstance(self._error, WorkerLost) else "abort"
 
     def close(self) -> None:
         """Give up what has not ended; closing twice is closing once."""

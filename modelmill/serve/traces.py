@@ -120,16 +120,18 @@ def collector(endpoint: str) -> str:
 def _attributes(ticket: Ticket, engine: str | None) -> dict[str, Any]:
     """By OpenTelemetry's conventions for generative AI, where they have a name."""
     counts = ticket.counts()
-    params = ticket.dialogues[0].request.params
-    reasons = {output.finish_reason or "abort" for each in ticket.dialogues for output in each.answer.outputs}
+    request = ticket.dialogues[0].request
+    params, embeds = request.params, request.pooling is not None
+    outputs = [output for each in ticket.dialogues for output in each.answer.outputs]
+    reasons = {output.finish_reason or ticket.broken_off for output in outputs}
     found: dict[str, Any] = {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": "embeddings" if embeds else "text_completion",
         "gen_ai.request.model": engine,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.choice.count": ticket.weight,
-        "gen_ai.response.finish_reasons": sorted(reasons),
+        "gen_ai.request.max_tokens": None if embeds else params.max_tokens,
+        "gen_ai.request.temperature": None if embeds else params.temperature,
+        "gen_ai.request.top_p": None if embeds else params.top_p,
+        "gen_ai.request.choice.count": None if embeds else ticket.weight,
+        "gen_ai.response.finish_reasons": None if embeds else sorted(reasons),
         "gen_ai.usage.input_tokens": counts["prompt_tokens"],
         "gen_ai.usage.output_tokens": counts["completion_tokens"],
         "modelmill.cached_tokens": counts["cached_tokens"],

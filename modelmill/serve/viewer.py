@@ -19,7 +19,7 @@ from modelmill.core.config import RunConfig, from_dict
 from modelmill.core.errors import RequestError
 from modelmill.runtime.device import pick_device, use_threads
 from modelmill.runtime.stats import Stats
-from modelmill.serve.message import Abort, Ask, Count, Open, Ready
+from modelmill.serve.message import Abort, Ask, Count, Heartbeat, Open, Ping, Ready
 from modelmill.serve.pictures import KIND, Found, Look, Missed
 from modelmill.vision.draw import as_png, as_prompt
 from modelmill.vision.everything import Everything
@@ -100,6 +100,8 @@ class Viewer:
                 running = int(self._current is not None)
                 told = Stats(running, len(self._waiting), 0, 0, len(self.eye.known), self._steps, 0, 0, 0, 0)
                 self._wire.send(Count(message.number, asdict(told)))
+            elif isinstance(message, Ping):
+                self._wire.send(Heartbeat())
         return True
 
     def _forget(self, id: str) -> None:

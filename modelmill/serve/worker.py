@@ -6,6 +6,7 @@ outlives its server. What goes wrong inside a step ends the process: the server 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -40,9 +41,11 @@ from modelmill.serve.message import (
     Count,
     End,
     Failed,
+    Heartbeat,
     Loading,
     Message,
     Open,
+    Ping,
     Ready,
     Refused,
     Told,
@@ -50,6 +53,7 @@ from modelmill.serve.message import (
     encode,
 )
 from modelmill.serve.pictures import KIND
+from modelmill.serve.watchdog import turn
 from modelmill.text.grammar import Guide
 
 BUFFER = 4 << 20
@@ -59,17 +63,20 @@ NO_ROOM = "the engine has no memory left for this request; send fewer or smaller
 
 
 class Wire:
-    """The worker's end of the socket: blocking, one thread reads, one writes."""
+    """The worker's end of the socket: blocking, one thread reads, and messages of any go out whole."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         self._sock = sock
         self._file = sock.makefile("rb", buffering=1 << 16)
+        self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
         """Blocks while the server does not read: the engine is to run no further ahead than that."""
-        self._sock.sendall(encode(message))
+        data = encode(message)
+        with self._lock:
+            self._sock.sendall(data)
 
     def receive(self) -> Message | None:
         """The next message; None when the server is gone."""
@@ -79,6 +86,22 @@ class Wire:
         except (OSError, ValueError):
             return None
         return decode(body) if body else None
+
+
+class Pulse:
+    """Called while a long step goes on: sends a Heartbeat now and then, so that it is not taken for one that hangs."""
+
+    def __init__(self, send: Callable[[Message], None], seconds: float) -> None:
+        """seconds: between two of them."""
+        self._send, self._seconds, self._last = send, seconds, time.monotonic()
+
+    def __call__(self) -> None:
+        """An operation has ended."""
+        now = time.monotonic()
+        if now - self._last >= self._seconds:
+            self._last = now
+            with contextlib.suppress(OSError):  # a server that is gone is noticed elsewhere
+                self._send(Heartbeat())
 
 
 @dataclass(frozen=True)
@@ -95,12 +118,14 @@ class Inbox:
     """Reads the wire on a thread of its own, so that a server that is gone is noticed whatever the engine does.
 
     Grammars are made ready on another thread, so that they stop no step. ``prepare`` is given once the engine is open.
+    While it is ``opening``, this thread answers for the process that it lives; later the engine's own does.
     """
 
-    def __init__(self, wire: Wire, lost: Callable[[], None]) -> None:
+    def __init__(self, wire: Wire, lost: Callable[[], None], opening: bool = False) -> None:
         """lost: called once the server is gone; after it, ``messages`` ends with None."""
         self.messages: queue.SimpleQueue[Message | Come | None] = queue.SimpleQueue()
         self.prepare: Callable[[Request], Guide] | None = None
+        self.opening = opening
         self._wire, self._lost = wire, lost
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
         self._pending: set[str] = set()
@@ -116,6 +141,10 @@ class Inbox:
                 else:
                     self._pending.add(message.request.id)
                     self._pool.submit(self._make, come)
+                continue
+            if isinstance(message, Ping) and self.opening:
+                with contextlib.suppress(OSError):
+                    self._wire.send(Heartbeat())
                 continue
             with self._lock:
                 if isinstance(message, Abort):
@@ -207,15 +236,18 @@ class Worker:
             self.loop.finish(message.id, message.index)
         elif isinstance(message, Ask):
             self._wire.send(Count(message.number, asdict(self.loop.stats())))
+        elif isinstance(message, Ping):
+            self.loop.ping()
+            self._wire.send(Heartbeat())
 
 
 def ready(loop: Loop, path: str) -> Ready:
     """What the server has to know of an open loop."""
     bounds = loop.bounds
-    page_bytes = loop.model.kv.page_bytes(loop.page_size, loop.kv_dtype)  # type: ignore[operator, union-attr]
     return Ready(
-        path, loop.device, bounds.vocab, bounds.longest, loop.num_pages, loop.page_size, page_bytes, bounds.seqs
-    )
+        path, loop.device, bounds.vocab, bounds.longest, loop.num_pages, loop.page_size, loop.page_bytes, bounds.seqs,
+        kept_pages=loop.scheduler.pool.kept,
+    )  # fmt: skip
 
 
 def artifact_of(order: Open, told: Callable[[str, int, int], None]) -> Artifact:
@@ -251,6 +283,9 @@ def view(order: Open, artifact: Artifact, wire: Wire, inbox: Inbox) -> None:
     from modelmill.serve import viewer
 
     eye = viewer.opened(order, artifact)
+    if order.watchdog and eye.device.type == "cpu":
+        eye.beat_with(Pulse(wire.send, turn(order.watchdog)))
+    inbox.opening = False
     wire.send(viewer.ready(eye, str(artifact.path)))
     viewer.Viewer(eye, wire, inbox, order.most_pixels).run()
 
@@ -317,7 +352,7 @@ def main(argv: list[str]) -> int:
     order = wire.receive()
     if not isinstance(order, Open):
         return LOST
-    inbox = Inbox(wire, lost=lambda: os._exit(LOST))
+    inbox = Inbox(wire, lost=lambda: os._exit(LOST), opening=True)
     try:
         told = _progress(wire)
         prepare(str(order.run.get("device", "auto")), told)
@@ -332,6 +367,10 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         return LOST
     inbox.prepare = _Preparing(Path(path), order.template, loop.vocab)
+    if order.watchdog and loop.device == "cpu":
+        # a GPU's steps are short, and its kernels are only launched here
+        loop.beat_with(Pulse(wire.send, turn(order.watchdog)))
+    inbox.opening = False
     wire.send(ready(loop, path))
     Worker(loop, wire, inbox).run()
     return LOST

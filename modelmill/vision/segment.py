@@ -14,6 +14,7 @@ from modelmill.core.errors import RequestError
 from modelmill.nn.still import Still
 from modelmill.ops.cpu.team import ours_alone
 from modelmill.ops.enlarge import boxes_of
+from modelmill.ops.shelf import beating
 from modelmill.vision import masks as shapes
 from modelmill.vision.everything import Crop, Everything, crops_of, cut_off, grid_of
 from modelmill.vision.image import as_image, fitted, pixels
@@ -85,6 +86,10 @@ class Eye:
         self.known = Known(kept)
         self.recorded = Recorded(on=self.device.type == "cuda")
         self.looks = 0  # pictures embedded so far
+
+    def beat_with(self, beat: Callable[[], None]) -> None:
+        """Call ``beat`` after every operation from now on, so that who watches a long picture sees that it goes on."""
+        self.still = replace(self.still, ops=beating(self.still.ops, beat))
 
     def see(self, image: Any) -> Seen:
         """The picture's embedding, from the cache where it was seen before. Raises RequestError."""

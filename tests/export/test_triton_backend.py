@@ -98,6 +98,22 @@ def test_the_same_text_as_the_class(backend: Backend, llm: LLM) -> None:
     until(lambda: idle(backend))
 
 
+def test_counters_are_those_of_the_answers(backend: Backend) -> None:
+    """Tokens that a stop string ended, and prompts that were found in the cache."""
+    until(lambda: idle(backend))
+    loop, before = backend._engine.llm.loop, backend._engine.llm.loop.stats()
+    stops: list[dict[str, Any]] = [{}, {"stop": ["e"]}, {"stop": [" the", "."]}, {"max_tokens": 1}]
+    requests = [Request(text_input="Once upon a time there was", **{**GREEDY, **stops[i % 4]}) for i in range(16)]
+    backend.execute(requests)
+    written = sum(len(request.answer()[1]) for request in requests)
+    until(lambda: idle(backend))
+    after = loop.stats()
+    assert after.output_tokens - before.output_tokens == written
+    prompt = len(backend._engine.llm.tokenizer.encode("Once upon a time there was"))  # type: ignore[union-attr]
+    assert after.prompt_tokens - before.prompt_tokens == 16 * prompt
+    until(lambda: backend._metrics._last["generation_tokens_total"] == after.output_tokens)
+
+
 def test_every_source_and_seeded_sampling(backend: Backend, llm: LLM) -> None:
     ids = llm.tokenizer.encode("Once upon")  # type: ignore[union-attr]
     how = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 20, "repetition_penalty": 1.1}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from modelmill.runtime.pages import PagePool, PageTables, chain, root
 
@@ -14,7 +14,7 @@ COUNT = 6
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holds stand for sequences' references; ``owner`` says who wrote a page last."""
+    """Holds stand for sequences' references; ``content`` says what a page is known for, ``had`` who was ever taken."""
 
     holds = Bundle("holds")
 
@@ -23,14 +23,28 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(COUNT)
         self.held: dict[int, int] = {}
         self.content: dict[int, bytes] = {}
+        self.had: set[int] = set()
+
+    @initialize(kept=st.integers(0, COUNT))
+    def keep(self, kept: int) -> None:
+        self.pool = PagePool(COUNT, kept)
 
     @rule(target=holds)
     def take(self) -> int | None:
+        idle = self.had & self.content.keys() - self.held.keys()
+        left = self.had - self.held.keys() - idle
         page = self.pool.take()
         if page is None:
             assert len(self.held) == COUNT
             return None
         assert page not in self.held, "a page that is held was given away"
+        if left:
+            assert page in left, "a page that was given back is taken first"
+        elif len(idle) < max(self.pool.kept, 1) and len(self.had) < COUNT:
+            assert page not in self.had, "a prefix was forgotten while another page could be had for it"
+        else:
+            assert page in idle, "a page that nobody has had was taken for more prefixes than are kept"
+        self.had.add(page)
         self.held[page] = 1
         self.content.pop(page, None)
         return page
@@ -81,6 +95,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         assert self.pool.available == COUNT - len(self.held)
+        assert self.pool.touched == len(self.had)
+        assert self.pool.idle == len(self.had & self.content.keys() - self.held.keys())
         assert [n for n in self.pool.refs if n] == [self.held[p] for p in sorted(self.held)]
 
 
@@ -100,6 +116,22 @@ def test_least_recently_used_goes_first() -> None:
     assert [pool.take() for _ in range(3)] == [pages[0], pages[2], pages[1]]
     assert pool.take() is None
     assert pool.cached == 0
+
+
+@pytest.mark.parametrize(("kept", "most"), [(None, 40), (12, 13), (1, 2), (0, 2)])
+def test_memory_is_what_is_held_at_once_and_what_is_kept(kept: int | None, most: int) -> None:
+    """However many prefixes come and go, each of two pages."""
+    pool = PagePool(40, kept)
+    for number in range(100):
+        pages = [pool.take(), pool.take()]
+        for place, page in enumerate(pages):
+            assert page is not None
+            pool.publish(page, bytes([number, place]))
+        for page in pages:
+            pool.drop(page or 0)
+    assert pool.touched == most
+    newest = [pool.find(bytes([99, place])) for place in (0, 1)]
+    assert None not in newest, "the latest is found in any case"
 
 
 def test_a_page_that_nobody_holds_cannot_be_dropped() -> None:

@@ -74,6 +74,25 @@ def test_a_request_s_span(running: Running, spans: Any, stream: bool, tokens: in
     assert "key-of-mine" not in written
 
 
+@pytest.mark.parametrize("more", [{"stop": ["e", "a"]}, {"n": 3, "seed": 1}])
+def test_a_span_counts_as_usage_does(running: Running, spans: Any, more: dict[str, Any]) -> None:
+    body = {"model": "stories", "prompt": SECRET, "max_tokens": 30, **more}
+    usage = running.post("/v1/completions", body).json["usage"]
+    told = dict(one(spans).attributes)
+    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert told["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert told["modelmill.cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_an_embedding_s_span_tells_of_no_answer(running: Running, spans: Any) -> None:
+    usage = running.post("/v1/embeddings", {"model": "stories", "input": [SECRET, "b"]}).json["usage"]
+    told = dict(one(spans).attributes)
+    assert told["gen_ai.operation.name"] == "embeddings"
+    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert told["gen_ai.usage.output_tokens"] == 0
+    assert not {"gen_ai.response.finish_reasons", "gen_ai.request.max_tokens"} & told.keys()
+
+
 def test_a_first_token_is_where_it_was() -> None:
     """Seconds to the first token count from the dialogue's start, not from the ticket's, which is made later."""
     answer = SimpleNamespace(first_token_seconds=0.5)

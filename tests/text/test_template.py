@@ -95,6 +95,21 @@ def test_a_worker_killed_while_idle_is_replaced(process):
     assert process._worker is not worker
 
 
+def test_a_worker_that_is_stopped_costs_one_rendering(process, monkeypatch):
+    """Its clock stands still with it, so that the caller's has to end it."""
+    monkeypatch.setattr("modelmill.text.template.WALL_FACTOR", 1.0)
+    monkeypatch.setattr("modelmill.text.template.WALL_GRACE", 0.5)
+    process.render("{{ 1 }}", {})
+    worker = process._worker
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(TemplateError, match="was stopped after"):
+        process.render("{{ 2 }}", {})
+    assert worker.poll() == -signal.SIGKILL
+    monkeypatch.undo()
+    assert process.render("{{ 3 }}", {}) == "3"
+
+
 def test_nothing_is_left_behind():
     process = TemplateProcess()
     process.render("{{ 1 }}", {})

@@ -1,0 +1,402 @@
+"""Workers that hang: noticed, told, ended with all that they started, and replaced. A long step does not hang."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from modelmill.core.types import Request, SamplingParams
+from modelmill.serve import logs
+from modelmill.serve.engine import Engine, NotReady, State
+from modelmill.serve.message import Heartbeat, Message, Open, Ping, encode
+from modelmill.serve.metrics import Metrics
+from modelmill.serve.pictures import Look
+from modelmill.serve.ticket import WorkerLost
+from modelmill.serve.watchdog import FIRST, Watchdog, turn
+from modelmill.serve.worker import Pulse
+from tests.patience import PATIENCE
+from tests.runtime import tiny
+from tests.serve.local import Launcher, ask, language
+from tests.serve.process import Serving
+from tests.serve.seeing import encoded, photo
+from tests.serve.test_worker import Clock, inbox
+from tests.serve.turning import FOR_EVER, Turns, planted, until
+
+LIMIT = 4.0
+TURN = turn(LIMIT)
+WITHIN = int(LIMIT / TURN)
+"""Turns in which a worker may be silent."""
+RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 8, "kv_cache_bytes": 8 << 20}
+STORY = SamplingParams(temperature=0, max_tokens=40)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+async def hung(dog: Watchdog, turns: Turns, count: int) -> bool:
+    """Whether the worker is found to hang after so many more turns."""
+    watch = asyncio.create_task(dog.hung())
+    await turns.spend(count)
+    found = watch.done()
+    watch.cancel()
+    return found
+
+
+def test_silence_beyond_the_limit_is_a_hang() -> None:
+    async def main() -> None:
+        asked: list[None] = []
+        turns = Turns()
+        dog = Watchdog(LIMIT, lambda: asked.append(None), turns)
+        dog.heard()
+        assert not await hung(dog, turns, WITHIN)
+        assert len(asked) == 1, "one question at a time"
+        dog.heard()
+        assert not await hung(dog, turns, WITHIN)
+        assert len(asked) == 2
+        assert await hung(dog, turns, 1)
+
+    asyncio.run(main())
+
+
+def test_what_the_api_does_not_listen_to_is_no_silence() -> None:
+    """It reads a tokenizer before it goes on to read the socket."""
+
+    async def main() -> None:
+        turns = Turns()
+        dog = Watchdog(LIMIT, lambda: None, turns)
+        dog.heard()
+        with dog.deaf():
+            assert not await hung(dog, turns, 3 * WITHIN)
+        assert not await hung(dog, turns, WITHIN)
+        assert await hung(dog, turns, 1)
+
+    asyncio.run(main())
+
+
+def test_a_process_has_longer_for_its_first_sign_of_life_and_0_is_never() -> None:
+    async def main() -> None:
+        turns = Turns()
+        assert not await hung(Watchdog(LIMIT, lambda: None, turns), turns, int(FIRST / TURN))
+        never = Watchdog(0, lambda: None, turns)
+        watch = asyncio.create_task(never.hung())
+        turns.grant(FOR_EVER)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not watch.done()
+        watch.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_long_step_gives_signs_of_life_between_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each operation takes a second; what never comes out of one says nothing."""
+    loop = tiny.loop()
+    clock, sent = Clock(monkeypatch), list[Message]()
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    pulse = Pulse(sent.append, 10.0)
+
+    def second() -> None:
+        clock.now += 1.0
+        pulse()
+
+    loop.beat_with(second)
+    began = clock.now
+    loop.add(Request(id="a", prompt=tuple(range(5, 95)), params=tiny.params(max_tokens=1)))
+    loop.step()
+    took = clock.now - began
+    assert took > 20
+    assert sent == [Heartbeat()] * int(took // 10)
+
+
+def test_answers_are_the_same_with_signs_of_life() -> None:
+    given = tiny.requests(tiny.prompts(8), tiny.params(max_tokens=9))
+    loop, beats = tiny.loop(), list[None]()
+    loop.beat_with(lambda: beats.append(None))
+    assert tiny.run(loop, given) == tiny.run(tiny.loop(), given)
+    assert beats
+
+
+def test_a_process_that_opens_an_engine_answers_for_itself() -> None:
+    """Whatever takes minutes there; once it is open only the engine's own thread does."""
+    ours, box = inbox()
+    with ours:
+        box.opening = True
+        ours.sendall(encode(Ping()))
+        assert ours.recv(100) == encode(Heartbeat())
+        box.opening = False
+        ours.sendall(encode(Ping()))
+        assert box.messages.get(timeout=PATIENCE) == Ping()
+    assert box.messages.get(timeout=PATIENCE) is None
+
+
+class Watched:
+    """An engine whose watchdog's time passes when the test says so."""
+
+    def __init__(self, order: Open, **how: Any) -> None:
+        self.turns, self.metrics = Turns(), Metrics()
+        self.engine = Engine("tiny", order, queue=8, pause=0.001, sleep=self.turns, **how)
+        self.engine.metrics = self.metrics.of("tiny")
+        self.engine.sight.metrics = self.metrics.sight
+
+    async def __aenter__(self) -> Watched:
+        self._task = asyncio.create_task(self.engine.run())
+        await self.engine.settled.wait()
+        assert self.engine.state is State.READY, self.engine.error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.close()
+        await self._task
+
+    async def answer(self, prompt: str) -> str:
+        ticket = self.engine.submit([self.engine.language.request(prompt, STORY)])
+        await ticket.finish()
+        return ticket.dialogues[0].answer.outputs[0].text
+
+    def counted(self, reason: str) -> float:
+        found = self.metrics.registry.get_sample_value(
+            "modelmill:worker_restarts_total", {"model_name": "tiny", "reason": reason}
+        )
+        assert found is not None
+        return found
+
+
+def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stderr", said)
+
+    async def main() -> None:
+        launcher = Launcher()
+        async with (
+            asyncio.timeout(PATIENCE),
+            Watched(Open("tiny", {}, {}, watchdog=LIMIT), start=launcher, read=language) as watched,
+        ):
+            engine = watched.engine
+            first = engine.submit([ask(engine, (5, 6))])
+            await first.finish()
+            launcher.children[0].stepping.clear()
+            ticket = engine.submit([ask(engine, (5, 6))])
+            await watched.turns.spend(WITHIN)
+            assert engine.state is State.READY
+            watched.turns.grant(2)
+            with pytest.raises(WorkerLost, match=r"^the engine tiny gave no sign of life for 4 s while it answered; "):
+                await ticket.finish()
+            assert engine.state is State.RESTARTING
+            with pytest.raises(NotReady):
+                engine.submit([ask(engine, (5, 6))])
+            await until(lambda: engine.state is State.READY)
+            assert engine.restarts == 1
+            assert (watched.counted("hung"), watched.counted("ended")) == (1, 0)
+            second = engine.submit([ask(engine, (5, 6))])
+            await second.finish()
+            ids = [each.dialogues[0].answer.outputs[0].token_ids for each in (first, second)]
+            assert ids[0] == ids[1]
+
+    with logs.to_stderr("warning"):
+        asyncio.run(main())
+    told = [json.loads(line) for line in said.getvalue().splitlines()]
+    assert [line["event"] for line in told] == ["worker hung", "worker ended"]
+    assert (told[0]["engine"], told[0]["seconds"], told[0]["answers"]) == ("tiny", LIMIT, 1)
+
+
+def test_a_long_step_just_under_the_limit_is_left_alone() -> None:
+    """Also again and again: each sign of life begins the count anew."""
+
+    async def main() -> None:
+        launcher = Launcher()
+        async with (
+            asyncio.timeout(PATIENCE),
+            Watched(Open("tiny", {}, {}, watchdog=LIMIT), start=launcher, read=language) as watched,
+        ):
+            engine = watched.engine
+            stepping = launcher.children[0].stepping
+            for _ in range(3):
+                stepping.clear()
+                ticket = engine.submit([ask(engine, (5, 6))])
+                await watched.turns.spend(WITHIN)
+                stepping.set()
+                await ticket.finish()
+            assert (engine.restarts, len(launcher.children)) == (0, 1)
+            assert watched.counted("hung") == 0
+
+    asyncio.run(main())
+
+
+def test_an_engine_with_nothing_to_do_is_asked_and_answers() -> None:
+    """Far more turns than it may be silent for; each waits until the answer has come."""
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(PATIENCE),
+            Watched(Open("tiny", {}, {}, watchdog=LIMIT), start=Launcher(), read=language) as watched,
+        ):
+            heard: list[None] = []
+            hear = watched.engine._hear
+
+            def noted(message: Message) -> None:
+                if isinstance(message, Heartbeat):
+                    heard.append(None)
+                hear(message)
+
+            watched.engine._hear = noted  # type: ignore[method-assign]
+            for _ in range(3 * WITHIN):
+                before = len(heard)
+                await watched.turns.spend(1)
+                await until(lambda: len(heard) > before)  # noqa: B023
+            assert watched.engine.restarts == 0
+
+    asyncio.run(main())
+
+
+async def bounded(work: Awaitable[None]) -> None:
+    """A hang is a failure, not a run that never ends."""
+    async with asyncio.timeout(2 * PATIENCE):
+        await work
+
+
+async def gone(pids: list[int]) -> None:
+    """Until none of these processes is there."""
+    await until(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+async def begun(watched: Watched, **request: Any) -> Any:
+    """A long answer of which some is there."""
+    dialogue = watched.engine.language.request({"prompt": "Once upon a time", **request}, LONG)
+    ticket = watched.engine.submit([dialogue])
+    await ticket.fetch()
+    return ticket
+
+
+async def stopped_in_an_answer(watched: Watched) -> Any:
+    # however far the worker comes before it is stopped, its answer is not heard to the end
+    push = watched.engine._push
+    watched.engine._push = lambda token: push(token) if token.finish is None else None  # type: ignore[method-assign]
+    ticket = await begun(watched)
+    stop(watched.engine.pid or 0)
+    return ticket
+
+
+async def in_a_step_for_ever(watched: Watched) -> Any:
+    return await begun(watched, cache_salt="hang")
+
+
+def test_a_real_worker_that_hangs(stories: Path) -> None:
+    """The same tokens as before come from the next one, which has the same memory."""
+
+    async def main() -> None:
+        async with Watched(Open(str(stories), {}, RUN, watchdog=LIMIT), start=planted) as watched:
+            engine = watched.engine
+            expected, pages = await watched.answer("Once upon"), engine.facts.pages  # type: ignore[union-attr]
+            for count, fault in enumerate((stopped_in_an_answer, in_a_step_for_ever), 1):
+                pid = engine.pid or 0
+                ticket = await fault(watched)
+                watched.turns.grant(WITHIN + 2)
+                with pytest.raises(WorkerLost, match="no sign of life"):
+                    await ticket.finish()
+                await until(lambda: engine.restarts == count)  # noqa: B023
+                assert not alive(pid)
+                await until(lambda: engine.state is State.READY)
+                assert engine.facts.pages == pages  # type: ignore[union-attr]
+                assert watched.counted("hung") == count
+                engine.__dict__.pop("_push", None)
+                assert await watched.answer("Once upon") == expected
+
+    asyncio.run(bounded(main()))
+
+
+def test_a_rank_that_is_stopped_while_nothing_runs(stories: Path) -> None:
+    """The engine's process lives, but cannot answer for its rank; both are ended."""
+
+    async def main() -> None:
+        order = Open(str(stories), {}, {**RUN, "tp": 2}, watchdog=LIMIT)
+        async with Watched(order) as watched:
+            worker = watched.engine.pid or 0
+            (rank,) = psutil.Process(worker).children()
+            stop(rank.pid)
+            watched.turns.grant(WITHIN + 2)
+            await until(lambda: watched.engine.restarts == 1)
+            await gone([worker, rank.pid])
+            assert watched.counted("hung") == 1
+
+    asyncio.run(bounded(main()))
+
+
+def test_a_worker_for_pictures_that_is_stopped(sam: Path) -> None:
+    async def main() -> None:
+        async with Watched(Open(str(sam), {}, RUN, watchdog=LIMIT)) as watched:
+            engine = watched.engine
+            look = Look(
+                "a", prompts=[{"points": [[9, 9]], "labels": [1], "box": None, "mask": None}], image=encoded(photo())
+            )
+            expected = (await engine.look(look).finish()).told["masks"]
+            pid = engine.pid or 0
+            stop(pid)
+            glance = engine.look(look)
+            watched.turns.grant(WITHIN + 2)
+            with pytest.raises(WorkerLost, match="no sign of life"):
+                await glance.finish()
+            await until(lambda: engine.state is State.READY and engine.restarts == 1)
+            assert not alive(pid)
+            assert (await engine.look(look).finish()).told["masks"] == expected
+
+    asyncio.run(bounded(main()))
+
+
+def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Path) -> None:
+    async def main() -> None:
+        turns = Turns()
+        engine = Engine("tiny", Open(str(stories), {}, RUN, watchdog=LIMIT), queue=8, sleep=turns)
+        task = asyncio.create_task(engine.run())
+        await until(lambda: engine.pid is not None)
+        pid = engine.pid or 0
+        stop(pid)
+        turns.grant(int(FIRST / TURN) + 2)
+        await task
+        assert engine.state is State.FAILED
+        assert engine.error == "the worker of tiny gave no sign of life for 300 s"
+        assert not alive(pid)
+
+    asyncio.run(bounded(main()))
+
+
+def test_a_server_with_a_worker_that_is_stopped(stories: Path) -> None:
+    """By the clock, while nobody asks: 503, a line in the log, and the next request is served by another worker."""
+    body = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 9}
+    with Serving(stories, "--watchdog-timeout", 5) as server:
+        expected = server.ask("/v1/completions", body)[1]["choices"][0]["text"]
+        (worker,) = server.workers
+        worker.suspend()
+        assert server.wait(503)["engines"][0]["state"] == "restarting"
+        assert server.wait(200)["engines"][0]["restarts"] >= 1
+        assert server.ask("/v1/completions", body)[1]["choices"][0]["text"] == expected
+        page = server.ask("/metrics")[1]
+        assert 'modelmill:worker_restarts_total{model_name="stories",reason="hung"}' in page
+        assert not worker.is_running()
+        server.process.send_signal(signal.SIGTERM)
+        _, said = server.finish()
+        assert '"event": "worker hung"' in said
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "0.01"])
+def test_a_limit_that_makes_no_sense(value: str, cli: Any) -> None:
+    code, _, said = cli("serve", "a", f"--watchdog-timeout={value}")
+    assert code == 2
+    assert said.startswith("modelmill: --watchdog-timeout must be 0 (never) or at least 0.1 seconds, not ")
