@@ -42,6 +42,7 @@ def verbs() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
+    env.wait_asleep()
     with forgiving():
         try:
             code = execute(list(sys.argv[1:] if argv is None else argv))

@@ -10,6 +10,8 @@ import socket
 import sys
 from typing import Protocol
 
+from modelmill.core import env
+
 
 class Child(Protocol):
     """A running worker."""
@@ -68,6 +70,7 @@ async def launch() -> tuple[socket.socket, Child]:
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
+                env=env.worker(),
             )
         except BaseException:
             ours.close()
