@@ -25,9 +25,7 @@ from modelmill.vision.regions import without_small_regions
 _PIXELS = 1 << 26  # mask pixels enlarged at a time
 _BATCHES = (8, 4, 1)  # pictures that are embedded at once; more gain nothing
 _PAIR = 2  # threads that gain less from torch's loops than they lose at their barriers
-_CHUNK = (
-    8  # prompts that a CPU decodes at a time: of more, each intermediate tensor would be fresh memory of the system's
-)
+_CHUNK = 8  # prompts that a CPU decodes at a time, so that tensors fit into memory that was freed before
 _FEW = 8  # prompts whose decoding is many small kernels, worth a graph of its own
 
 
