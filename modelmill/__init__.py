@@ -25,6 +25,9 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from importlib import import_module
 
+        from modelmill.core import env
+
         module, attribute = _LAZY[name]
-        return getattr(import_module(module), attribute)
+        with env.importing():
+            return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'modelmill' has no attribute {name!r}")

@@ -52,6 +52,7 @@ def examine() -> dict[str, Any]:
     from modelmill import __version__
     from modelmill.core import ram
     from modelmill.eval.report import cpu_name
+    from modelmill.ops.cpu.openmp import waiting
 
     cache, memory = env.cache_dir(), ram.memory()
     return {
@@ -63,6 +64,7 @@ def examine() -> dict[str, Any]:
             "name": cpu_name(),
             "cores": psutil.cpu_count(logical=False),
             "threads": torch.get_num_threads(),
+            "waiting": waiting(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "memory": memory.total,
             "memory_free": memory.free,
@@ -163,6 +165,7 @@ def _show(found: dict[str, Any]) -> None:
         [
             ("modelmill", f"{found['modelmill']} on Python {found['python']}, {found['system']}"),
             ("CPU", f"{cpu['name']}: {cpu['cores']} cores, {cpu['threads']} threads used, {cpu['capability']}"),
+            ("threads wait", cpu["waiting"]),
             ("memory", f"{byte_text(cpu['memory'])}, {byte_text(cpu['memory_free'])} free"),
             ("GPU", "\n".join(gpus) or "none"),
             ("CUDA", found["cuda"]),

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from modelmill.cli.streams import forgiving
-from modelmill.core import env
+from modelmill.core import env, heap
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.find import find, names, nearest
 
@@ -42,6 +42,8 @@ def verbs() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
+    env.wait_asleep()
+    heap.keep_freed()
     with forgiving():
         try:
             code = execute(list(sys.argv[1:] if argv is None else argv))

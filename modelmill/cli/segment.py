@@ -91,12 +91,12 @@ def run(args: Args) -> int:
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
     drawings = Drawings(args.output, args.masks, (*paths, *rough), several)
-    with progress("building") as told:
+    with progress("building", lines=True) as told:
         segmenter = Segmenter(
             args.engine, device=args.device, threads=args.threads, progress=told, **changed(args.build)
         )
     results = []
-    with progress("segmenting", quiet=not several and not args.everything) as told:
+    with progress("segmenting", quiet=not several and not args.everything, lines=True) as told:
         for result in answers(args, segmenter, paths, question, drawings, told):
             if not several and "error" in result:
                 raise RequestError(result["error"])

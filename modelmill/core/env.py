@@ -4,14 +4,26 @@
 MODELMILL_CACHE         folder for pulled models, built engines and compiled kernels (~/.cache/modelmill)
 MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
 TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)
+OMP_WAIT_POLICY         how threads of torch's OpenMP wait: PASSIVE is ours where the user has set none of this line and
+GOMP_SPINCOUNT          the next two, in processes of ours (the command line, workers); read when torch is imported
+KMP_BLOCKTIME           the same for LLVM's and Intel's OpenMP
+MALLOC_*, GLIBC_TUNABLES  glibc's own: where one speaks of malloc's thresholds, ours are not set
 NO_COLOR, CI            plain output without colours and progress bars
 ======================  ==========================================================================
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables that say how threads of OpenMP wait for each other; its runtime reads them when torch is imported."""
+_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
+_read: dict[str, str] = {}  # what was set for an import alone
 
 
 def cache_dir() -> Path:
@@ -47,3 +59,45 @@ def default(**values: str) -> None:
 def child() -> dict[str, str]:
     """A copy of the environment for child processes."""
     return dict(os.environ)
+
+
+def openmp_waiting() -> dict[str, str]:
+    """The variables in force that say how OpenMP's threads wait; empty where its runtime does as it likes."""
+    return {**_read, **{name: os.environ[name] for name in WAITING if name in os.environ}}
+
+
+def wait_asleep() -> None:
+    """Have OpenMP's threads sleep while they wait, in this process and its children; for processes of ours.
+
+    By default they spin for up to 20 ms at each barrier, and where somebody else has one of the cores, that is the core
+    on which the last of them could have come. Nothing is done where the user has decided, or where torch is there.
+    """
+    if not openmp_waiting() and "torch" not in sys.modules:
+        os.environ.update(_PASSIVE)
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """As ``wait_asleep``, for what is imported inside: a user's program and its children keep their environment."""
+    if openmp_waiting() or "torch" in sys.modules:
+        yield
+        return
+    os.environ.update(_PASSIVE)
+    try:
+        yield
+    finally:
+        for name in _PASSIVE:
+            os.environ.pop(name, None)
+        if "torch" in sys.modules:
+            _read.update(_PASSIVE)
+
+
+def malloc_set() -> bool:
+    """Whether the user has told glibc's malloc how it keeps memory."""
+    return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
+
+
+def worker() -> dict[str, str]:
+    """The environment of a process of ours that computes."""
+    named = {name for name in WAITING if name in os.environ}
+    return child() if named else {**child(), **_PASSIVE}

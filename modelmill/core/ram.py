@@ -1,7 +1,8 @@
-"""Memory that this process may use: the machine's, or what a container or a service's limit leaves of it."""
+"""Memory and processors that this process may use: the machine's, or what a container or a service's limit leaves."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -70,6 +71,33 @@ def limits(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[tuple[int, in
                 limit, used = _number(folder / files.limit), _number(folder / files.used)
                 if limit is not None and used is not None:
                     yield limit, max(used - _idle(folder, files), 0)
+
+
+def processors(groups: Path = GROUPS, mount: Path = MOUNT) -> float:
+    """Processors whose time the tightest control group's quota pays for; infinity where there is none.
+
+    A process with more threads than that is stopped, all threads at once, for the rest of each period.
+    """
+    quotas = [math.inf]
+    for line in _text(groups).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            quotas += [
+                _quota(_text(folder / "cpu.max").split())
+                for base in (mount, mount / "unified")
+                for folder in _above(base, path)
+            ]
+        elif "cpu" in controllers.split(","):
+            for folder in (each for base in (mount / "cpu", mount / controllers) for each in _above(base, path)):
+                quotas.append(_quota([_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]))
+    return min(quotas)
+
+
+def _quota(told: list[str]) -> float:
+    """Of "quota period" in microseconds; "max" and −1 are none."""
+    if len(told) == 2 and told[0].isdigit() and told[1].isdigit() and int(told[1]):
+        return int(told[0]) / int(told[1])
+    return math.inf
 
 
 def _above(base: Path, path: str) -> Iterator[Path]:

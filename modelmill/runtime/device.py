@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
 import psutil
 import torch
 
+from modelmill.core import ram
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.ops.cpu import build as kernels
+from modelmill.ops.cpu import openmp
 
 
 def pick_device(name: str) -> str:
@@ -56,11 +59,13 @@ def use_threads(wanted: int | None, ranks: int = 1) -> int:
     """
     count = max((wanted if wanted is not None else available_cores()) // ranks, 1)
     torch.set_num_threads(count)
+    openmp.wait_shortly()
     return count
 
 
 def available_cores() -> int:
-    """Physical cores, no more than the process is allowed to run on."""
+    """Physical cores, no more than the process may run on and than its control group's quota pays for."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     physical = psutil.cpu_count(logical=False) or allowed
-    return max(1, min(allowed, physical))
+    quota = ram.processors()
+    return max(1, min(allowed, physical, allowed if math.isinf(quota) else math.ceil(quota)))

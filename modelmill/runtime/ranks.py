@@ -162,7 +162,7 @@ class Crew:
             )
             process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env.child(), start_new_session=True,
+                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env.worker(), start_new_session=True,
             )  # fmt: skip
         self._processes.append(process)
         self._links.append(ours)

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import psutil
 
+from modelmill.core import env
+
 
 class Child(Protocol):
     """A running worker."""
@@ -80,6 +82,7 @@ async def launch() -> tuple[socket.socket, Child]:
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
+                env=env.worker(),
             )
         except BaseException:
             ours.close()

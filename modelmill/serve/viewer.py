@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from modelmill.core import heap
 from modelmill.core.config import RunConfig, from_dict
 from modelmill.core.errors import RequestError
 from modelmill.runtime.device import pick_device, use_threads
@@ -235,6 +236,7 @@ class Viewer:
             return self.eye.everything(seen, from_dict(Everything, look.everything or {}, "everything"), told)
         finally:
             self._current = None
+            heap.give_back()
 
 
 class _Wrong(RequestError):

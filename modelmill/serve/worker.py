@@ -23,6 +23,7 @@ from typing import Any
 
 from modelmill.artifact.store import Artifact, is_engine, open_artifact
 from modelmill.artifact.verify import verify
+from modelmill.core import heap
 from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.types import Request
@@ -348,6 +349,7 @@ def main(argv: list[str]) -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    heap.keep_freed()
     wire = Wire(socket.socket(fileno=int(argv[0])))
     order = wire.receive()
     if not isinstance(order, Open):

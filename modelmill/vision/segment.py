@@ -26,6 +26,7 @@ from modelmill.vision.regions import without_small_regions
 _PIXELS = 1 << 26  # mask pixels enlarged at a time
 _BATCHES = (8, 4, 1)  # pictures that are embedded at once; more gain nothing
 _PAIR = 2  # threads that gain less from torch's loops than they lose at their barriers
+_CHUNK = 8  # prompts that a CPU decodes at a time, so that tensors fit into memory that was freed before
 _FEW = 8  # prompts whose decoding is many small kernels, worth a graph of its own
 
 
@@ -138,13 +139,12 @@ class Eye:
         """Logits [N, 4, 4·G, 4·G] and predicted IoUs [N, 4] on the device, float32: the single mask, then the three."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         places: list[int] = []
-        for group in alike(prompts):
+        for group, few in self._pieces(prompts):
             part = [prompts[i] for i in group]
             points, labels = arranged(part, seen.size, seen.fitted)
             given = [seen.embedding, points.to(self.device), labels.to(self.device)]
             if part[0].mask is not None:
                 given.append(torch.stack([p.mask for p in part if p.mask is not None])[:, None].to(self.device))
-            few = len(part) <= _FEW
             with self._threads(few):
                 decoded = self.recorded("decode", self._decoded, *given) if few else self._decoded(*given)
             found.append((decoded[0].clone(), decoded[1].clone()))
@@ -153,6 +153,17 @@ class Eye:
             return found[0]
         back = torch.tensor(places, device=self.device).argsort()
         return torch.cat([x for x, _ in found])[back], torch.cat([x for _, x in found])[back]
+
+    def _pieces(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], bool]]:
+        """Indices of prompts that are decoded in one call, and whether these are few.
+
+        A prompt's keys are [4096, 256] float32: those of 64 are 268 MB, which malloc takes from the system and gives
+        back with each operation. Half of the time went into the faults of their pages.
+        """
+        groups = [(list(group), len(group) <= _FEW) for group in alike(prompts)]
+        if self.device.type != "cpu":
+            return groups
+        return [(group[i : i + _CHUNK], few) for group, few in groups for i in range(0, len(group), _CHUNK)]
 
     def _threads(self, few: bool = False) -> contextlib.AbstractContextManager[None]:
         """Torch on one thread of a CPU where its loops are small (few prompts), or where two would wait for each other.

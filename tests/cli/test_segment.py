@@ -11,6 +11,7 @@ import PIL.Image
 import pytest
 import torch
 
+from modelmill.cli import lines
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
@@ -87,6 +88,16 @@ def test_a_mask_as_prompt_and_everything(engine: Path, photos: Path, tmp_path: P
     assert len(json.loads(capsys.readouterr().out)["masks"]) == 1
     assert asked(engine, photos / "0.png", "--everything", "--points-per-side", "2", "--json") == 0
     assert isinstance(json.loads(capsys.readouterr().out)["masks"], list)
+
+
+def test_everything_tells_how_far_it_is_without_a_terminal(
+    engine: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    told: list[tuple[str, float, float]] = []
+    monkeypatch.setattr(lines.Lines, "tell", lambda _, *given: told.append(given))
+    assert asked(engine, photos / "0.png", "--everything", "--points-per-side", "2") == 0
+    assert {("points", 0, 4), ("points", 4, 4)} <= set(told)
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from modelmill.core.ram import Memory, limits, memory
+from modelmill.core.ram import Memory, limits, memory, processors
 
 GIB = 1 << 30
 
@@ -76,3 +77,15 @@ def test_a_limit_of_none_is_none(tmp_path: Path) -> None:
     put(tmp_path / "mount", memory_max="max", memory_current=GIB)
     (tmp_path / "cgroup").write_text("0::/\n")
     assert list(limits(tmp_path / "cgroup", tmp_path / "mount")) == []
+
+
+def test_a_quota_of_processors_counts(tmp_path: Path) -> None:
+    put(tmp_path / "mount/a.slice", cpu_max="150000 100000")
+    put(tmp_path / "mount/a.slice/b.service", cpu_max="max 100000")
+    (tmp_path / "cgroup").write_text("0::/a.slice/b.service\n")
+    assert processors(tmp_path / "cgroup", tmp_path / "mount") == 1.5
+    put(tmp_path / "mount/cpu/docker/x", cpu_cfs_quota_us=50000, cpu_cfs_period_us=100000)
+    put(tmp_path / "mount/cpu", cpu_cfs_quota_us=-1, cpu_cfs_period_us=100000)
+    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/docker/x\n0::/\n")
+    assert processors(tmp_path / "cgroup", tmp_path / "mount") == 0.5
+    assert processors(tmp_path / "none", tmp_path / "mount") == math.inf

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from modelmill.ops.cpu import build, int8_linear
+from modelmill.ops.cpu import build, int8_linear, linear
 from modelmill.ops.cpu.team import ours_alone
 from modelmill.ops.int8_linear import quantize
 
@@ -88,3 +88,33 @@ def test_ours_use_threads_while_torch_uses_one() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("processor", "torchs"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 amx_bf16", True),
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", False),
+        ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", True),
+        ("vendor_id : AuthenticAMD\nflags : avx2", False),
+    ],
+)
+def test_who_multiplies_many_rows(processor: str, torchs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch multiplies waits at OpenMP's barriers: only where it is much faster."""
+    monkeypatch.setattr(build, "_cpu", lambda: processor)
+    assert build.torch_multiplies.__wrapped__() is torchs
+
+
+def test_own_threads_carry_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "torch_multiplies", lambda: False)
+    if build.load().vector_width < 8:
+        pytest.skip("vectors are too narrow here")
+    linear.most_rows.cache_clear()
+    try:
+        args, expected = _product(40)
+        monkeypatch.setattr(torch, "mm", lambda *_, **__: pytest.fail("torch multiplies"))
+        given, weight, scale = args
+        found = int8_linear.run(given.bfloat16(), weight, scale)
+        assert torch.allclose(found.float(), expected, rtol=0.05, atol=0.5)
+    finally:
+        linear.most_rows.cache_clear()

@@ -72,3 +72,11 @@ def test_threads() -> None:
     assert (use_threads(5, 2), use_threads(1, 3)) == (2, 1)
     assert 1 <= available_cores() <= 4096
     use_threads(before)
+
+
+def test_threads_stay_within_the_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelmill.runtime.device.os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr("modelmill.runtime.device.psutil.cpu_count", lambda logical: 64)
+    for quota, cores in ((0.5, 1), (1.5, 2), (float("inf"), 64)):
+        monkeypatch.setattr("modelmill.runtime.device.ram.processors", lambda quota=quota: quota)
+        assert available_cores() == cores

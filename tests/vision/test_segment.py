@@ -59,6 +59,21 @@ def test_prompts_together_are_prompts_alone(eye: Eye, shared: Path) -> None:
         assert [m.score for m in found] == sorted((m.score for m in found), reverse=True)
 
 
+def test_a_cpu_decodes_many_prompts_a_few_at_a_time(eye: Eye, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intermediate tensors of 64 prompts are 268 MB each, fresh pages of the system's for each operation."""
+    seen = eye.see(shared / "data/images/truck.jpg")
+    prompts = [make([(100.0 * i, 50.0 * i)]) for i in range(1, 12)]
+    calls, decoded = [], eye._decoded
+    monkeypatch.setattr(eye, "_decoded", lambda *given: calls.append(len(given[1])) or decoded(*given))
+    logits, scores = eye.decode(seen, prompts)
+    assert max(calls) <= 8
+    assert sum(calls) == 11
+    for i in (0, 7, 8, 10):
+        alone, score = eye.decode(seen, [prompts[i]])
+        assert torch.allclose(alone[0], logits[i], atol=1e-3)
+        assert torch.allclose(score[0], scores[i], atol=1e-5)
+
+
 def test_a_picture_seen_before_is_not_computed_again(eye: Eye, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = eye.see(shared / "data/images/truck.jpg")
     monkeypatch.setattr(eye.model, "embed", None)

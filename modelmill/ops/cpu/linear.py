@@ -1,7 +1,7 @@
 """Dense products in C++ (linear.cpp).
 
-In float32 and float16 every number of rows is served here, and a row gives the same bits alone and in a batch; in
-bfloat16 torch's product is faster from 17 rows on.
+Every number of rows is served here, and a row gives the same bits alone and in a batch; but in bfloat16 torch's product
+is faster from 17 rows on where the processor multiplies matrices (``build.torch_multiplies``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def most_rows(dtype: torch.dtype) -> int:
     """Rows up to which these kernels beat torch's product."""
     library = build.load()
     narrow = isinstance(library, str) or library.vector_width < 8
-    return build.FEW_ROWS if narrow or dtype is torch.bfloat16 else 1 << 62
+    return build.FEW_ROWS if narrow or (dtype is torch.bfloat16 and build.torch_multiplies()) else 1 << 62
 
 
 @functools.cache

@@ -1,12 +1,12 @@
 // The team of worker threads behind threads.h.
 //
 // One word, the gate, holds the number of the job, whether it is open, and how many workers are inside. A worker enters
-// only an open job that it has not seen; the caller closes the gate when no piece is left and waits for those inside.
+// only an open job that it has not seen; the caller closes the gate when no piece is left and waits for those inside:
+// for a moment spinning, then asleep, since one that has lost its core may get the caller's.
 // Between jobs workers spin for a moment, since the next job of a decode step comes within microseconds, and then sleep.
 #include "threads.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <time.h>
 #if defined(__linux__)
@@ -21,12 +21,15 @@ namespace mill {
 namespace {
 
 constexpr uint64_t kOpen = 1u << 31, kInside = kOpen - 1;
+constexpr int kTurns = 1000;      // pauses in which the caller looks for those inside to leave, before it sleeps
 constexpr int64_t kSpin = 60000;  // nanoseconds that a worker looks for the next job before it sleeps
 
 struct Team {
     alignas(64) std::atomic<uint64_t> gate;    // job number << 32 | open | workers inside
     alignas(64) std::atomic<uint32_t> signal;  // what sleeping workers wait on
     std::atomic<bool> sleeping;                // somebody does, or did and has not been woken since
+    alignas(64) std::atomic<uint32_t> left;    // what a sleeping caller waits on
+    std::atomic<bool> waiting;                 // it does
     alignas(64) std::atomic<bool> taken;       // by a caller
     void (*run)(void*, int);
     void* self;
@@ -41,6 +44,7 @@ int (*torch_threads)() = nullptr;                                             //
 void (*torch_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;  // GOMP_parallel
 int (*torch_member)() = nullptr;                                              // omp_get_thread_num
 thread_local bool beside_torch = false;
+bool torch_faster = true;  // with many rows of bfloat16
 
 struct Errand {
     void (*run)(void*, int);
@@ -106,9 +110,27 @@ void* work(void* argument) {
         if (!fresh(gate, seen)) continue;
         seen = static_cast<uint32_t>(gate >> 32);
         if (member < team.limit) team.run(team.self, member);
-        team.gate.fetch_sub(1, std::memory_order_release);
+        if (((team.gate.fetch_sub(1) - 1) & (kOpen | kInside)) == 0 && team.waiting.load()) {
+            team.left.fetch_add(1);
+            wake(team.left);
+        }
     }
     return nullptr;
+}
+
+// Until nobody is inside the closed job.
+void wait_for_all() {
+    for (int turns = 0; turns < kTurns; turns++) {
+        if (!(team.gate.load(std::memory_order_acquire) & kInside)) return;
+        pause();
+    }
+    for (;;) {
+        const uint32_t left = team.left.load();
+        team.waiting.store(true);
+        if (!(team.gate.load() & kInside)) break;
+        sleep_while(team.left, left);
+    }
+    team.waiting.store(false);
 }
 
 // In a forked child there are no workers; they are started again when they are needed.
@@ -116,6 +138,7 @@ void forget() {
     team.gate = 0;
     team.signal = 0;
     team.sleeping = false;
+    team.waiting = false;
     team.taken = false;
     team.workers = 0;
 }
@@ -144,6 +167,8 @@ int threads() {
     return count < kMostThreads ? count : kMostThreads;
 }
 
+bool torch_multiplies(int64_t rows, int dtype) { return torch_faster && dtype == 1 && rows > 16; }
+
 BesideTorch::BesideTorch(bool on) { beside_torch = on && torch_parallel && torch_member; }
 BesideTorch::~BesideTorch() { beside_torch = false; }
 
@@ -165,11 +190,8 @@ bool summon(void (*run)(void*, int), void* self, int members) {
         wake(team.signal);
     }
     run(self, 0);
-    team.gate.fetch_and(~kOpen, std::memory_order_relaxed);
-    for (int turns = 0; team.gate.load(std::memory_order_acquire) & kInside; turns++) {
-        pause();
-        if (turns > 1000) sched_yield();  // whoever is inside may need this very core
-    }
+    team.gate.fetch_and(~kOpen);
+    wait_for_all();
     team.taken.store(false, std::memory_order_release);
     return true;
 }
@@ -178,6 +200,9 @@ bool summon(void (*run)(void*, int), void* self, int members) {
 
 // How many threads the caller's thread may use from now on, whatever torch has been told; 0: as torch.
 extern "C" void modelmill_team(int64_t count) { mill::told = static_cast<int>(count); }
+
+// Whether torch's products of many bfloat16 rows are faster than ours here (build.py decides).
+extern "C" void modelmill_torch_multiplies(int yes) { mill::torch_faster = yes != 0; }
 
 // Hands over omp_get_max_threads, GOMP_parallel and omp_get_thread_num of the OpenMP runtime in use, null for none:
 // torch.set_num_threads decides for us too.

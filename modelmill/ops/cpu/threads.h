@@ -27,8 +27,8 @@ class BesideTorch {
     explicit BesideTorch(bool on);
     ~BesideTorch();
 };
-// Rows of bfloat16 from which torch computes the products (ops/cpu/linear.py).
-inline bool torch_multiplies(int64_t rows, int dtype) { return dtype == 1 && rows > 16; }
+// Whether torch computes products of so many rows (ops/cpu/linear.py): of bfloat16, from 17 on, on some processors.
+bool torch_multiplies(int64_t rows, int dtype);
 
 // f(begin, end) over [0, items) in pieces of `step`. Each thread walks its own share from the start, so that what it
 // prefetches is what it reads next, and then helps the others: a thread that the system has put aside delays nobody by

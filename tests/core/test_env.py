@@ -1,0 +1,97 @@
+"""How OpenMP's threads wait: each entry point says it before torch is imported, and a user's own word stands.
+
+GNU's runtime tells its settings when it is loaded (OMP_DISPLAY_ENV): what is looked at is what is in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from modelmill.core import env
+from modelmill.serve import child
+
+LIBRARY = "from modelmill import LLM; import os; print('children', os.environ.get('OMP_WAIT_POLICY'))"
+COMMAND = "import sys; sys.argv = ['modelmill', 'doctor', '--json']; from modelmill.cli.main import main; main()"
+
+
+def spins(code: str, **more: str) -> tuple[str | None, str]:
+    """GOMP_SPINCOUNT as the runtime tells it, and what the program prints. Skips where the runtime is not GNU's."""
+    clean = {name: value for name, value in env.child().items() if name not in env.WAITING}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={**clean, "OMP_DISPLAY_ENV": "VERBOSE", **more}, capture_output=True, text=True, check=True
+    )
+    told = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if told is None:
+        pytest.skip("this torch has no GNU OpenMP")
+    return told[1], done.stdout
+
+
+@pytest.mark.parametrize("code", [LIBRARY, COMMAND], ids=["library", "command line"])
+def test_threads_sleep_at_once(code: str) -> None:
+    count, printed = spins(code)
+    assert count == "0"
+    assert '"waiting": "OMP_WAIT_POLICY=PASSIVE"' in printed or "children None" in printed, "the user's children"
+
+
+def test_a_users_own_word_stands() -> None:
+    count, printed = spins(COMMAND, GOMP_SPINCOUNT="77")
+    assert count == "77"
+    assert '"waiting": "GOMP_SPINCOUNT=77"' in printed
+    assert spins(LIBRARY, OMP_WAIT_POLICY="ACTIVE")[0] not in (None, "0")
+
+
+def test_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, str]] = []
+
+    async def start(*_: Any, **options: Any) -> None:
+        told.append(options["env"])
+        raise OSError
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    for name in env.WAITING:
+        monkeypatch.delenv(name, raising=False)
+    for value in (None, "ACTIVE"):
+        if value:
+            monkeypatch.setenv("OMP_WAIT_POLICY", value)
+        with pytest.raises(OSError):
+            asyncio.run(child.launch())
+    assert [each["OMP_WAIT_POLICY"] for each in told] == ["PASSIVE", "ACTIVE"]
+
+
+LATE = """
+import time, torch
+from modelmill.ops.cpu import openmp
+from modelmill.runtime.device import use_threads
+x = torch.randn(1 << 22)
+
+def spun():
+    torch.set_num_threads(2)
+    found = []
+    for _ in range(9):
+        x.add(1)
+        before = time.process_time()
+        time.sleep(0.03)
+        found.append(time.process_time() - before)
+    return sorted(found)
+
+before = spun()
+use_threads(2)
+print(before[-1], spun()[4], openmp.waiting())
+"""
+
+
+def test_where_torch_was_first_its_threads_spin_no_longer() -> None:
+    before, after, told = spins(LATE)[1].split(maxsplit=2)
+    if float(before) < 0.001:
+        pytest.skip("threads do not spin here: more of them than processors")
+    assert float(after) < float(before) / 4, "seconds of processor time while the process sleeps"
+    assert told.startswith("spin for microseconds")
+    *_, told = spins(LATE, GOMP_SPINCOUNT="200000")[1].split(maxsplit=2)
+    assert told.strip() == "GOMP_SPINCOUNT=200000", "a user's own word stands"
