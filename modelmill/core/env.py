@@ -1,11 +1,13 @@
 """The only reader of the environment. Each variable is named here with its meaning.
 
-======================  ==========================================================================
-MODELMILL_CACHE         folder for pulled models, built engines and compiled kernels (~/.cache/modelmill)
-MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
-TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)
-NO_COLOR, CI            plain output without colours and progress bars
-======================  ==========================================================================
+=====================  ===========================================================================
+MODELMILL_CACHE        folder for pulled models, built engines and compiled kernels (~/.cache/modelmill)
+MODELMILL_<FLAG>       any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
+MODELMILL_CPU_KERNELS  auto (default): the compiled CPU kernels of the package, else compiled here; prebuilt: the first
+                       alone; native: the second alone; none: torch computes
+TRITON_INTERPRET       1: Triton kernels run in its interpreter on the CPU (for tests)
+NO_COLOR, CI           plain output without colours and progress bars
+=====================  ===========================================================================
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ def flag(name: str) -> str | None:
 def triton_interpret() -> bool:
     """Whether Triton kernels are to run in the interpreter."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"
+
+
+def cpu_kernels() -> str:
+    """Which compiled CPU kernels are to be used; "auto" where MODELMILL_CPU_KERNELS is unset."""
+    return os.environ.get("MODELMILL_CPU_KERNELS") or "auto"
 
 
 def compiler() -> str | None:

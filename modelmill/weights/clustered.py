@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -22,7 +23,7 @@ from modelmill.ops.int4_linear import codes_of, pack_codes
 from modelmill.ops.rms_norm_quant import quantized
 from modelmill.ops.shelf import Ops
 from modelmill.weights._clusters import gathered, groups_of, repeated, settled, spread
-from modelmill.weights.held import cut
+from modelmill.weights.held import Expansion, cut
 
 MODES = ("exact", "folded", "dynamic")
 Info = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -49,6 +50,8 @@ class Held:
     bits: int
     kind: str = "clustered"
     grain: int = 1
+
+    EXPANDS: ClassVar[Expansion] = Expansion("clustered_linear", torch.float32)
 
     @staticmethod
     def pack(
@@ -226,6 +229,9 @@ class Held:
         assert step is not None, "steps of their own"
         wide = q.double() * step.double().repeat_interleave(self.group, 1)
         return gathered(wide, self.order, self.columns).to(x.dtype)
+
+    def expanded(self, dtype: torch.dtype) -> Held:  # noqa: ARG002  products are taken in float32
+        return replace(self, weight=self.codes().float())
 
     def to(self, device: str) -> Held:
         moved = {name: t.to(device) for name, t in self.tensors().items() if name != "sizes"}

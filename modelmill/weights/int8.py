@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.shelf import Ops
-from modelmill.weights.held import cut
+from modelmill.weights.held import Expansion, cut, filled
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Held:
     scale: torch.Tensor
     kind: str = "int8"
     grain: int = 1
+
+    EXPANDS: ClassVar[Expansion] = Expansion("int8_linear", None)
 
     @staticmethod
     def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:  # noqa: ARG004  int8 is the same for every dtype
@@ -48,6 +51,9 @@ class Held:
 
     def dense(self) -> torch.Tensor:
         return self.weight.float() * self.scale[:, None]
+
+    def expanded(self, dtype: torch.dtype) -> Held:
+        return replace(self, weight=filled(self.weight.to(dtype)))
 
     def to(self, device: str) -> Held:
         return Held(self.weight.to(device), self.scale.to(device))
