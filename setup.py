@@ -21,6 +21,7 @@ from types import ModuleType
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 KERNELS = Path("modelmill/ops/cpu")
 COMPILERS = ("g++", "clang++", "c++")
@@ -128,4 +129,13 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", platform_tag(sorted(folder.glob("*.so")), self._levels[1])
 
 
-setup(cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel})
+class SourceArchive(sdist):
+    """Whole folders (MANIFEST.in), but for what running and building leaves in them."""
+
+    def prune_file_list(self) -> None:
+        super().prune_file_list()
+        for left_over in (r"(^|/)__pycache__/", r"\.py[cod]$", r"\.so$", r"(^|/)\.[a-z]+_cache/"):
+            self.filelist.exclude_pattern(left_over, is_regex=True)
+
+
+setup(cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel, "sdist": SourceArchive})

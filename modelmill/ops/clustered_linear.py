@@ -37,8 +37,8 @@ def clustered_linear(
     """q: [T, P] int8, P a multiple of group, group one of 32. weight: [N, P] int8 or [N, P/2] uint8 (as int4_linear).
 
     scale, offset: [N, G] float16 or float32, G = P / group; offset with packed weights only. step: [G] or [T, G]
-    float32. constant: [N] float32. bias: [N] of ``dtype``. Returns [T, N] of ``dtype``. weight may be float32 [N, P]
-    that holds the codes (expanded).
+    float32. constant: [N] float32. bias: [N] of ``dtype``. Returns [T, N] of ``dtype``. weight may be float32
+    [G, group, N] that holds the codes (expanded).
     """
     wide = torch.promote_types(step.dtype, torch.float32)
     columns = q.shape[1]
@@ -72,15 +72,14 @@ def _expanded_product(
     more: tuple[torch.Tensor | None, ...],
     wide: torch.dtype,
 ) -> torch.Tensor:
-    """The same numbers, rounded in the same places, with all groups in one call. codes: [N, P] float32."""
-    rows, groups = q.shape[0], q.shape[1] // group
-    mine = q.view(rows, groups, group).transpose(0, 1)
-    grids = codes.view(codes.shape[0], groups, group).transpose(0, 1)
-    product = integer_sums(mine, grids).to(wide) * scale.T.to(wide)[:, None]
+    """The same numbers, rounded in the same places, with all groups in one call. codes: [G, group, N] float32."""
+    rows = q.shape[0]
+    mine = q.view(rows, -1, group).transpose(0, 1)
+    product = integer_sums(mine, codes.mT).to(wide) * scale.T.to(wide)[:, None]
     if offset is not None:
         product += mine.sum(-1, keepdim=True).to(wide) * offset.T.to(wide)[:, None]
     product *= step.to(wide).expand(rows, -1).T[..., None]
-    out = torch.zeros(rows, codes.shape[0], dtype=wide, device=q.device)
+    out = torch.zeros(rows, codes.shape[2], dtype=wide, device=q.device)
     for part in product:  # one after another: sums are rounded
         out += part
     for each in more:

@@ -13,11 +13,8 @@ from modelmill.nn.linear import Linear
 from modelmill.ops.cpu import build as kernels
 from modelmill.ops.shelf import Ops
 from modelmill.parallel.mesh import ALONE, Mesh
-from modelmill.weights.held import Expanded, HeldWeight, expansion_of
+from modelmill.weights.held import EXPANDED_SHARE, Expanded, HeldWeight, expansion_of
 from modelmill.weights.stacked import Held as Stacked
-
-# Of the memory that is free at load: the rest is for the KV cache (memory.CPU_SHARE) and for steps.
-SHARE = 0.6
 
 _log = log.get(__name__)
 
@@ -50,7 +47,7 @@ def prepare_weights(model: nn.Module, ops: Ops, dtype: torch.dtype, device: str,
     """
     if device != "cpu":
         return
-    done = expand(model, ops, dtype, int(ram.memory().free * SHARE) // mesh.size)
+    done = expand(model, ops, dtype, int(ram.memory().free * EXPANDED_SHARE) // mesh.size)
     if mesh.rank:
         return
     for line in (slow_reason(ops), done.note):

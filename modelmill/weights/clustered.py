@@ -231,7 +231,8 @@ class Held:
         return gathered(wide, self.order, self.columns).to(x.dtype)
 
     def expanded(self, dtype: torch.dtype) -> Held:  # noqa: ARG002  products are taken in float32
-        return replace(self, weight=self.codes().float())
+        groups = self.codes().view(len(self.weight), -1, self.group)
+        return replace(self, weight=groups.permute(1, 2, 0).float().contiguous())
 
     def to(self, device: str) -> Held:
         moved = {name: t.to(device) for name, t in self.tensors().items() if name != "sizes"}

@@ -19,6 +19,9 @@ from modelmill.ops.eight_bit import Wanted
 from modelmill.ops.linear import AMX_COLUMNS
 from modelmill.ops.shelf import Ops
 
+# Of the memory that is free at load, what expanded weights may take: the rest is for the KV cache and for steps.
+EXPANDED_SHARE = 0.6
+
 # shape and dtype of each stored tensor, by suffix
 PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -130,7 +133,7 @@ def expansion_of(weight: HeldWeight) -> Expansion | None:
     return None if isinstance(weight, Expanded) else found
 
 
-def expanded_size(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[str, int] | None:
+def expanded_size(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[str, int] | None:
     """(op, bytes) of a weight of this kind, as ``expansion_of`` tells of one that exists; None: nothing is expanded."""
     found: Expansion | None = getattr(_kind(kind), "EXPANDS", None)
     return None if found is None else (found.op, shape[0] * shape[1] * (found.dtype or dtype).itemsize)
