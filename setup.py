@@ -116,10 +116,11 @@ class PlatformWheel(bdist_wheel):
     """Tags a wheel that carries kernels with the platform they are for; any Python 3 reads them."""
 
     def finalize_options(self) -> None:
-        super().finalize_options()
         self._levels = compiler()
         if self._levels is not None and _prebuilt().levels_of(self._levels[1]):
-            self.root_is_pure = False
+            # the package then goes where machine code belongs (platlib), and the wheel is not one for any machine
+            self.distribution.has_ext_modules = lambda: True
+        super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
         if self.root_is_pure:
