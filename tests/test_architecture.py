@@ -22,7 +22,7 @@ MAY = {
     "artifact": {"core", "weights"},
     "models": {"core", "ops", "nn", "checkpoint.rename"},
     "runtime": {"core", "parallel", "ops", "weights", "nn", "artifact"},
-    "vision": {"core", "ops", "nn", "artifact", "runtime.load", "runtime.graph"},
+    "vision": {"core", "ops", "nn", "artifact", "runtime.expand", "runtime.load", "runtime.graph"},
     "quant": {"core", "ops", "weights", "nn"},
     "build": {
         *("core", "checkpoint", "weights", "nn", "quant", "artifact", "ops"),

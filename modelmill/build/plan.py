@@ -36,6 +36,7 @@ from modelmill.ops import shelf
 from modelmill.quant.layered import Layered
 from modelmill.quant.recipe import Recipe, make_recipe
 from modelmill.quant.still import Rounded, still_reason, still_recipe
+from modelmill.weights.held import EXPANDED_SHARE, expanded_size
 
 PACKING = "rows/1"
 Progress = Callable[[str, int, int], None]
@@ -128,6 +129,19 @@ class Plan:
         return sum(piece.nbytes for piece in self.pieces)
 
     @property
+    def expanded_bytes(self) -> int:
+        """Bytes that weights take beside what is stored where no compiled kernel serves them on this CPU.
+
+        They are expanded once at load, as far as memory goes (``runtime.expand``).
+        """
+        if self.config.target != "cpu":
+            return 0
+        chosen = shelf.resolve("cpu", self.config.kernels).chosen
+        sizes = [expanded_size(p.held, p.shape, self.dtype) for p in self.pieces if p.held is not None]
+        total = sum(size for op, size in filter(None, sizes) if chosen[op] == "torch")
+        return min(total, int(EXPANDED_SHARE * max(ram.memory().total - self.weight_bytes, 0)))
+
+    @property
     def build_bytes(self) -> int:
         """Peak of the build itself: the largest tensor as read, in float32 and as packed, and the next one as read.
 
@@ -159,15 +173,16 @@ class Plan:
     def memory(self) -> dict[str, Any]:
         """Now and at run time, in bytes; the largest batch × length that fits, or why it does not."""
         total, free = device_memory(self.config.target)
+        expanded = self.expanded_bytes
         if self.kind != LANGUAGE:
             room = (total, free)
-            return still_memory(self.sizes, self.weight_bytes, self.build_bytes, room, self.dtype.itemsize)
+            return still_memory(self.sizes, self.weight_bytes + expanded, self.build_bytes, room, self.dtype.itemsize)
         workspace = 4 * 8192 * max(self.sizes.inner * 2, self.sizes.hidden * 4) * self.dtype.itemsize
-        left = int(total * 0.9) - self.weight_bytes - workspace
+        left = int(total * 0.9) - self.weight_bytes - expanded - workspace
         tokens = max(left, 0) // self.token_bytes
         full = tokens // self.max_model_len
         if left <= 0:
-            needed, there = byte_text(self.weight_bytes + workspace), byte_text(total)
+            needed, there = byte_text(self.weight_bytes + expanded + workspace), byte_text(total)
             verdict = f"does not fit: weights and workspace need {needed}, the device has {there}; try -q int8"
         elif full < 1:
             verdict = f"{self.max_model_len} tokens do not fit; the longest that do: --max-model-len {tokens}"
@@ -177,6 +192,7 @@ class Plan:
             "device_total": total,
             "device_free": free,
             "weights": self.weight_bytes,
+            "expanded": expanded,
             "build_peak": self.build_bytes,
             "kv_per_token": self.token_bytes,
             "kv_per_token_8bit": self._kv.page_bytes(1, KV_DTYPES["int8"]),

@@ -193,6 +193,11 @@ def show_plan(plan: dict[str, Any]) -> None:
             ("device", f"{byte_text(memory['device_total'])}, {byte_text(memory['device_free'])} free now"),
             ("while building", byte_text(memory["build_peak"])),
             ("weights at run time", byte_text(memory["weights"])),
+            *(
+                [("expanded at start", f"{byte_text(memory['expanded'])}: this CPU has no compiled kernels for them")]
+                if memory.get("expanded")
+                else []
+            ),
             ("workspace at run time", byte_text(memory["workspace"])),
             ("KV cache per token", cache),
             ("fits", memory["fits"]),

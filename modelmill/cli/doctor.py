@@ -72,6 +72,7 @@ def examine() -> dict[str, Any]:
         "gpus": _gpus(torch),
         "cuda": torch.version.cuda,
         "compiler": _compiler(),
+        "cpu_kernels": _cpu_kernels(),
         "kernels": _kernels(torch),
         "cache": {"path": str(cache), "disk_free": _disk_free(cache)},
         "missing": _missing(torch),
@@ -123,6 +124,16 @@ def _kernels(torch: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def _cpu_kernels() -> dict[str, str | None]:
+    """Which compiled kernels serve the CPU; where there are none, why not."""
+    from modelmill.ops.cpu import build
+
+    found = build.load()
+    if isinstance(found, str):
+        return {"origin": None, "path": None, "reason": found}
+    return {"origin": found.origin, "path": str(found.path), "reason": None}
+
+
 def _compiler() -> str | None:
     named = env.compiler()
     return next((path for path in (shutil.which(name) for name in (named, *COMPILERS) if name) if path), None)
@@ -137,8 +148,9 @@ def _missing(torch: Any) -> list[dict[str, Any]]:
     for name, (needs, get) in EXTRAS.items():
         if find_spec(name) is None and (on_gpu or name not in ("triton", "pynvml")):
             absent.append({"name": name, "needs": needs, "get": get})
-    if _compiler() is None:
-        absent.append({"name": "a C++ compiler", "needs": "native CPU kernels", "get": "apt install g++ (or set CXX)"})
+    if _cpu_kernels()["origin"] is None and _compiler() is None:
+        get = "apt install g++ (or set CXX), or install a wheel for this machine"
+        absent.append({"name": "a C++ compiler", "needs": "compiled CPU kernels", "get": get})
     return absent
 
 
@@ -153,6 +165,12 @@ def _disk_free(path: Any) -> int | None:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def _kernels_line(found: dict[str, str | None]) -> str:
+    if found["origin"] is None:
+        return f"none, so that torch computes, several times slower: {found['reason']}"
+    return f"{found['origin']}: {found['path']}"
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -170,6 +188,7 @@ def _show(found: dict[str, Any]) -> None:
             ("GPU", "\n".join(gpus) or "none"),
             ("CUDA", found["cuda"]),
             ("compiler", found["compiler"] or "none"),
+            ("CPU kernels", _kernels_line(found["cpu_kernels"])),
             ("cache", f"{found['cache']['path']}, {byte_text(found['cache']['disk_free'] or 0)} free on its disk"),
             ("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)),
         ]

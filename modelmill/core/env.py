@@ -1,16 +1,6 @@
 """The only reader of the environment. Each variable is named here with its meaning.
 
-======================  ==========================================================================
-MODELMILL_CACHE         folder for pulled models, built engines and compiled kernels (~/.cache/modelmill)
-MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
-TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)
-OMP_WAIT_POLICY         how threads of torch's OpenMP wait: PASSIVE is ours where the user has set none of this line and
-GOMP_SPINCOUNT          the next two, in processes of ours (the command line, workers); read when torch is imported
-KMP_BLOCKTIME           the same for LLVM's and Intel's OpenMP
-MALLOC_*, GLIBC_TUNABLES  glibc's own: where one speaks of malloc's thresholds, ours are not set
-NO_COLOR, CI            plain output without colours and progress bars
-======================  ==========================================================================
-"""
+======================  ==================================================================="""
 
 from __future__ import annotations
 
@@ -43,6 +33,11 @@ def flag(name: str) -> str | None:
 def triton_interpret() -> bool:
     """Whether Triton kernels are to run in the interpreter."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"
+
+
+def cpu_kernels() -> str:
+    """Which compiled CPU kernels are to be used; "auto" where MODELMILL_CPU_KERNELS is unset."""
+    return os.environ.get("MODELMILL_CPU_KERNELS") or "auto"
 
 
 def compiler() -> str | None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from modelmill.ops.case import Case, nbytes
+from modelmill.ops.eight_bit import integer_sums
 from modelmill.ops.int4_linear import codes_of, pack_codes
 
 # Sums of about unit size; the parts that cancel (zero-points) are several times larger.
@@ -36,10 +37,13 @@ def clustered_linear(
     """q: [T, P] int8, P a multiple of group, group one of 32. weight: [N, P] int8 or [N, P/2] uint8 (as int4_linear).
 
     scale, offset: [N, G] float16 or float32, G = P / group; offset with packed weights only. step: [G] or [T, G]
-    float32. constant: [N] float32. bias: [N] of ``dtype``. Returns [T, N] of ``dtype``.
+    float32. constant: [N] float32. bias: [N] of ``dtype``. Returns [T, N] of ``dtype``. weight may be float32
+    [G, group, N] that holds the codes (expanded).
     """
     wide = torch.promote_types(step.dtype, torch.float32)
     columns = q.shape[1]
+    if weight.is_floating_point():
+        return _expanded_product(q, weight, scale, offset, group, step, (constant, bias), wide).to(dtype)
     codes = weight if weight.dtype is torch.int8 else codes_of(weight, columns)
     out = torch.zeros(q.shape[0], codes.shape[0], dtype=wide, device=q.device)
     # float32 holds every sum of up to 2²⁴; beyond, float64 does
@@ -56,6 +60,31 @@ def clustered_linear(
     for more in (constant, bias):
         out = out if more is None else out + more.to(wide)
     return out.to(dtype)
+
+
+def _expanded_product(
+    q: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    step: torch.Tensor,
+    more: tuple[torch.Tensor | None, ...],
+    wide: torch.dtype,
+) -> torch.Tensor:
+    """The same numbers, rounded in the same places, with all groups in one call. codes: [G, group, N] float32."""
+    rows = q.shape[0]
+    mine = q.view(rows, -1, group).transpose(0, 1)
+    product = integer_sums(mine, codes.mT).to(wide) * scale.T.to(wide)[:, None]
+    if offset is not None:
+        product += mine.sum(-1, keepdim=True).to(wide) * offset.T.to(wide)[:, None]
+    product *= step.to(wide).expand(rows, -1).T[..., None]
+    out = torch.zeros(rows, codes.shape[2], dtype=wide, device=q.device)
+    for part in product:  # one after another: sums are rounded
+        out += part
+    for each in more:
+        out = out if each is None else out + each.to(wide)
+    return out
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

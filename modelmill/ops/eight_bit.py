@@ -9,6 +9,8 @@ import torch
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # An amax below this is taken for it, so that the scale of a row of zeros can be divided by.
 LEAST = 1e-6
+# Products of two int8 numbers, at most 2¹⁴ each, that float32 adds up without rounding.
+EXACT_COLUMNS = 1 << 10
 
 
 class Quantized(NamedTuple):
@@ -48,3 +50,16 @@ def by_row(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tens
     wide = x.float()
     scale = wide.abs().amax(-1).clamp(min=LEAST) / LARGEST[kind]
     return rounded(wide / scale[..., None], kind), scale
+
+
+def integer_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., T, K] int8 · weight [..., N, K]ᵀ, int8 or the same integers as float32: [..., T, N] float64, exact.
+
+    float64 holds every such sum; float32 holds those of ``EXACT_COLUMNS`` products, and is read twice as fast.
+    """
+    if weight.dtype is not torch.float32:
+        return x.double() @ weight.double().mT
+    wide = x.float()
+    starts = range(0, x.shape[-1], EXACT_COLUMNS)
+    parts = [wide[..., a : a + EXACT_COLUMNS] @ weight[..., a : a + EXACT_COLUMNS].mT for a in starts]
+    return sum((part.double() for part in parts[1:]), parts[0].double())

@@ -44,7 +44,9 @@ def unpacked(
     columns: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The weights [N, columns]."""
+    """The weights [N, columns]; those that are floating point have been unpacked before."""
+    if weight.is_floating_point():
+        return weight.to(dtype)
     values = codes_of(weight, columns).to(dtype)
     step = spread(scale, group, columns, dtype)
     return (values - ZERO) * step if offset is None else values * step + spread(offset, group, columns, dtype)

@@ -41,7 +41,9 @@ def unpacked(
     columns: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The weights [N, columns]."""
+    """The weights [N, columns]; those that are floating point have been unpacked before."""
+    if weight.is_floating_point():
+        return weight.to(dtype)
     values = weight[:, :columns].to(dtype) * spread(scale, group, columns, dtype)
     return values if offset is None else values + spread(offset, group, columns, dtype)
 

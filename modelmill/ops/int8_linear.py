@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.linear import linear
@@ -18,8 +19,10 @@ def int8_linear(
     """x: [T, K] float; weight: [N, K] int8; scale: [N] float32; bias: [N] of x's dtype. Returns [T, N] of x's dtype.
 
     The product with the integers is taken in x's dtype (small integers are exact in bfloat16 and float16), the
-    scale is applied to the float32 sums.
+    scale is applied to the float32 sums. weight may already be of x's dtype and filled up with zeros (expanded).
     """
+    if weight.shape[1] > x.shape[-1]:
+        x = F.pad(x, (0, weight.shape[1] - x.shape[-1]))
     out = linear(x, weight.to(x.dtype)).float() * scale
     if bias is not None:
         out = out + bias

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
-from modelmill.ops.eight_bit import by_row
+from modelmill.ops.eight_bit import by_row, integer_sums
 from modelmill.ops.int8_linear import quantize
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -25,11 +25,9 @@ def w8a8_linear(
     """x: [T, K] int8; weight: [N, K] int8; scale: [N], x_scale: [T] or [1] float32; bias: [N]. Returns [T, N].
 
     (Σ x · w) · x_scale · scale + bias, rounded to ``dtype`` once. The sums are whole numbers, exact up to 2³¹; from
-    then on all is float32 (float64 where the scales are).
+    then on all is float32 (float64 where the scales are). weight may be float32 that holds the integers (expanded).
     """
-    # float64 holds every such sum exactly and is multiplied fast everywhere
-    total = x.double() @ weight.double().T
-    out = total.to(scale.dtype) * x_scale[:, None] * scale
+    out = integer_sums(x, weight).to(scale.dtype) * x_scale[:, None] * scale
     if bias is not None:
         out = out + bias
     return out.to(dtype)

@@ -32,6 +32,7 @@ from modelmill.runtime.check import Bounds
 from modelmill.runtime.device import devices, use_threads
 from modelmill.runtime.device import pick_device as pick_device
 from modelmill.runtime.entry import Entry
+from modelmill.runtime.expand import prepare_weights
 from modelmill.runtime.eyes import Eyes
 from modelmill.runtime.flight import Flight
 from modelmill.runtime.ledger import Ledger
@@ -77,6 +78,7 @@ class Loop:
         self.dtype = memory.activation_dtype(model)
         self.kv_dtype = held_dtype(config.kv_cache_dtype, self.dtype)
         self.ops = resolve(self.device, config.kernels, tuning)
+        prepare_weights(model, self.ops, self.dtype, self.device, mesh)
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
         self.max_model_len = fit.longest(model, config, max_model_len)
         self.page_size = config.page_size

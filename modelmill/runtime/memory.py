@@ -14,6 +14,7 @@ from modelmill.nn.step import Step
 from modelmill.ops.shelf import Ops
 from modelmill.parallel.mesh import ALONE, Mesh
 from modelmill.runtime import prompt_graph
+from modelmill.weights.held import expanded_tensors
 
 CPU_SHARE = 0.3
 _GIB = 1 << 30
@@ -172,13 +173,13 @@ def activation_dtype(model: nn.Module) -> torch.dtype:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights, shared ones counted once."""
+    """Bytes of all weights, shared ones counted once, and of what they were expanded to."""
     seen: dict[int, int] = {}
     for module in model.modules():
         tensors = [*module.buffers(recurse=False)]
         held = getattr(module, "held", None)
         if held is not None:
-            tensors += list(held.tensors().values())
+            tensors += [*held.tensors().values(), *expanded_tensors(held)]
         for t in tensors:
             seen[t.data_ptr()] = t.numel() * t.element_size()
     return sum(seen.values())

@@ -9,6 +9,7 @@ from modelmill.artifact.store import Artifact
 from modelmill.core.find import find
 from modelmill.nn.still import Still
 from modelmill.ops.shelf import resolve
+from modelmill.runtime.expand import prepare_weights
 from modelmill.runtime.load import load
 from modelmill.vision.known import KEPT_BYTES
 from modelmill.vision.segment import Eye
@@ -28,4 +29,6 @@ def open_eye(artifact: Artifact, device: str, kernels: Mapping[str, str] | None 
     model = load(artifact, device)
     family = find("modelmill.models", manifest.model_type)
     assert family is not None, "load has found it"
-    return Eye(model, Still(ops), family.MEAN, family.STD, kept)
+    eye = Eye(model, Still(ops), family.MEAN, family.STD, kept)
+    prepare_weights(model, ops, eye.dtype, device)
+    return eye

@@ -102,6 +102,9 @@ class Grouped(ABC):
         wide = self._wide()
         return wide if self.order is None else wide[:, self.order.argsort()]
 
+    def expanded(self, dtype: torch.dtype) -> Self:  # noqa: ARG002  products are taken in float32
+        return replace(self, weight=self._wide())
+
     def to(self, device: str) -> Self:
         offset = None if self.offset is None else self.offset.to(device)
         order = None if self.order is None else self.order.to(device)

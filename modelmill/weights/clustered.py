@@ -23,7 +23,7 @@ from modelmill.ops.int4_linear import codes_of, pack_codes
 from modelmill.ops.rms_norm_quant import quantized
 from modelmill.ops.shelf import Ops
 from modelmill.weights._clusters import gathered, groups_of, repeated, settled, spread
-from modelmill.weights.held import Layout, cut
+from modelmill.weights.held import Expansion, Layout, cut
 
 MODES = ("exact", "folded", "dynamic")
 Info = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -57,6 +57,7 @@ class Held:
         **dict.fromkeys(("order", "zero", "sizes"), (1, (torch.int32,))),
         **dict.fromkeys(("factor", "step", "constant"), (1, (torch.float32,))),
     }
+    EXPANDS: ClassVar[Expansion] = Expansion("clustered_linear", torch.float32)
 
     @staticmethod
     def pack(
@@ -249,6 +250,10 @@ class Held:
         assert step is not None, "steps of their own"
         wide = q.double() * step.double().repeat_interleave(self.group, 1)
         return gathered(wide, self.order, self.columns).to(x.dtype)
+
+    def expanded(self, dtype: torch.dtype) -> Held:  # noqa: ARG002  products are taken in float32
+        groups = self.codes().view(len(self.weight), -1, self.group)
+        return replace(self, weight=groups.permute(1, 2, 0).float().contiguous())
 
     def to(self, device: str) -> Held:
         moved = {name: t.to(device) for name, t in self.tensors().items() if name != "sizes"}

@@ -10,6 +10,7 @@ import torch
 from modelmill.ops.eight_bit import Quantized
 from modelmill.ops.shelf import Ops
 from modelmill.weights import w8a8
+from modelmill.weights.held import Expansion
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Held(w8a8.Held):
     kind: str = "fp8"
 
     VALUES: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    EXPANDS: ClassVar[Expansion] = Expansion("fp8_linear", torch.float32)
+    EXPANDS_FLOATS: ClassVar[Expansion] = EXPANDS
 
     def multiplied(self, x: Quantized, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         return ops.fp8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)

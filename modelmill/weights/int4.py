@@ -16,6 +16,7 @@ from modelmill.ops.groups import RUN, spread
 from modelmill.ops.int4_linear import ZERO, codes_of, pack_codes, packed_bytes, unpacked
 from modelmill.ops.shelf import Ops
 from modelmill.weights._grouped import Grouped, Info, in_order
+from modelmill.weights.held import Expansion
 
 GROUP = 128
 
@@ -32,6 +33,7 @@ class Held(Grouped):
     kind: str = "int4"
 
     STORED: ClassVar[torch.dtype] = torch.uint8
+    EXPANDS: ClassVar[Expansion] = Expansion("int4_linear", torch.float32)
 
     @staticmethod
     def pack(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.shelf import Ops
-from modelmill.weights.held import Layout, cut
+from modelmill.weights.held import Expansion, Layout, cut, filled
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Held:
     grain: int = 1
 
     LAYOUT: ClassVar[Layout] = {"weight": (2, (torch.int8,)), "scale": (1, (torch.float32,))}
+    EXPANDS: ClassVar[Expansion] = Expansion("int8_linear", None)
 
     @staticmethod
     def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:  # noqa: ARG004  int8 is the same for every dtype
@@ -55,6 +56,9 @@ class Held:
 
     def dense(self) -> torch.Tensor:
         return self.weight.float() * self.scale[:, None]
+
+    def expanded(self, dtype: torch.dtype) -> Held:
+        return replace(self, weight=filled(self.weight.to(dtype)))
 
     def to(self, device: str) -> Held:
         return Held(self.weight.to(device), self.scale.to(device))

@@ -15,6 +15,7 @@ from modelmill.ops.groups import RUN
 from modelmill.ops.int8_group_linear import filled, unpacked
 from modelmill.ops.shelf import Ops
 from modelmill.weights._grouped import Grouped, in_order
+from modelmill.weights.held import Expansion
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Held(Grouped):
     kind: str = "int8_group"
 
     STORED: ClassVar[torch.dtype] = torch.int8
+    EXPANDS: ClassVar[Expansion] = Expansion("int8_group_linear", torch.float32)
 
     @staticmethod
     def from_codes(

@@ -16,7 +16,7 @@ from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.eight_bit import LARGEST, Quantized, Wanted, rounded
 from modelmill.ops.rms_norm_quant import quantized
 from modelmill.ops.shelf import Ops
-from modelmill.weights.held import Layout, cut
+from modelmill.weights.held import Expansion, Layout, cut, filled
 
 Info = dict[str, tuple[tuple[int, ...], torch.dtype]]
 BY_TOKEN, AS_THEY_ARE = 0.0, -1.0  # what input_scale holds where it is no scale
@@ -44,6 +44,8 @@ class Held:
         "scale": (1, (torch.float32,)),
         "input_scale": (1, (torch.float32,)),
     }
+    EXPANDS: ClassVar[Expansion] = Expansion("w8a8_linear", torch.float32)
+    EXPANDS_FLOATS: ClassVar[Expansion] = Expansion("int8_linear", None)
 
     @classmethod
     def pack(
@@ -141,6 +143,11 @@ class Held:
 
     def dense(self) -> torch.Tensor:
         return self.weight.float() * self.scale[:, None]
+
+    def expanded(self, dtype: torch.dtype) -> Self:
+        how = self.EXPANDS_FLOATS if self.floats else self.EXPANDS
+        wide = self.weight.to(how.dtype or dtype)
+        return replace(self, weight=filled(wide) if how.dtype is None else wide)
 
     def to(self, device: str) -> Self:
         factor = None if self.factor is None else self.factor.to(device)

@@ -127,6 +127,8 @@ def test_doctor(cli: Cli) -> None:
     code, told, _ = cli("doctor", "--json")
     assert code == 0
     assert {"cpu", "gpus", "packages", "kernels", "missing", "compiler"} <= set(told)
+    kernels = told["cpu_kernels"]
+    assert (kernels["origin"] is None) == (kernels["reason"] is not None)
     assert all("torch" in each["available"] for each in told["kernels"])
     assert "Kernels" in cli("doctor")[1]
 

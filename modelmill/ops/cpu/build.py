@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels of this folder once for this machine, and loads them.
+"""Loads the C++ kernels of this folder: those that came with the package (prebuilt.py), or compiled for this machine.
 
 One shared object holds all of them. Its name in the cache is a digest of everything that decides its code: the sources,
 the flags, the compiler's version and this CPU's instruction sets, so that a cache carried to another machine is never
@@ -19,28 +19,21 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from modelmill.core import env
-from modelmill.core.errors import MissingDependency
+from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.ops.cpu import prebuilt
 
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fPIC",
-    "-fvisibility=default",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-w",
-)
+FLAGS = (*prebuilt.COMMON_FLAGS, "-march=native")
 COMPILERS = ("g++", "clang++", "c++")
+COMPILED_HERE = "compiled here"
+# What MODELMILL_CPU_KERNELS may say; auto: brought along, else compiled here.
+CHOICES = ("auto", "prebuilt", "native", "none")
 FOLDER = Path(__file__).resolve().parent
 # Rows of activations of a decode step: there bandwidth counts, and calls are too short to release Python's lock.
 FEW_ROWS = 16
@@ -51,12 +44,16 @@ _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": cty
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels. Calls through ``quick`` keep Python's lock (microseconds); ``long`` releases it."""
+    """The loaded kernels. Calls through ``quick`` keep Python's lock (microseconds); ``long`` releases it.
+
+    origin: for people, "compiled here" or the level that was brought along.
+    """
 
     path: Path
     quick: ctypes.PyDLL
     long: ctypes.CDLL
     vector_width: int
+    origin: str = COMPILED_HERE
 
 
 def available(device: str) -> str | None:
@@ -83,11 +80,33 @@ def function(name: str, signature: str, *, long: bool = False) -> Callable[..., 
 
 @functools.cache
 def load() -> Library | str:
-    """The library, built if this machine has none yet; a string says why it cannot be had."""
+    """The library that the package brings for this processor, else one compiled now if this machine has none yet.
+
+    A string says why there is none. Raises UsageError where MODELMILL_CPU_KERNELS says something unknown.
+    """
+    choice = _choice()
+    if choice == "none":
+        return "MODELMILL_CPU_KERNELS=none switches them off"
+    reasons = []
+    if choice in ("auto", "prebuilt"):
+        for level, path in prebuilt.stored():
+            try:
+                return replace(open_library(path), origin=f"prebuilt for {level.name}")
+            except _Unavailable as problem:
+                reasons.append(str(problem))
+        if choice == "prebuilt":
+            return "; ".join(reasons) or f"this installation has none for this processor in {prebuilt.FOLDER}"
     try:
         return open_library(compiled(machine_flags()))
     except _Unavailable as problem:
-        return str(problem)
+        return "; ".join([*reasons, str(problem)])
+
+
+def _choice() -> str:
+    choice = env.cpu_kernels()
+    if choice not in CHOICES:
+        raise UsageError(f"MODELMILL_CPU_KERNELS must be one of {', '.join(CHOICES)}, not {choice!r}")
+    return choice
 
 
 def machine_flags() -> tuple[str, ...]:
@@ -128,6 +147,9 @@ def compiled(flags: tuple[str, ...]) -> Path:
 
 def missing() -> bool:
     """Whether ``load`` would have to compile, which takes half a minute."""
+    choice = _choice()
+    if choice in ("none", "prebuilt") or (choice == "auto" and any(prebuilt.stored())):
+        return False
     try:
         return not _target(machine_flags(), *_compiler()).exists()
     except _Unavailable:
@@ -170,7 +192,7 @@ def _compiler() -> tuple[str, str]:
             return path, shown.stdout
     if named:
         raise _Unavailable(f"the compiler {named!r} that CXX names does not run")
-    raise _Unavailable("no C++ compiler is here; install g++ or clang++")
+    raise _Unavailable("no C++ compiler is here; install g++ or clang++ (apt install g++)")
 
 
 def _sources() -> list[Path]:
@@ -181,7 +203,7 @@ def _key(flags: tuple[str, ...], compiler: str, version: str) -> str:
     digest = hashlib.sha256()
     for part in (*flags, compiler, version, _cpu()):
         digest.update(part.encode() + b"\0")
-    for path in (*_sources(), *sorted(FOLDER.glob("*.h"))):
+    for path in prebuilt.native_sources(FOLDER):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 

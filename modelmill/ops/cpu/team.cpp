@@ -213,3 +213,20 @@ extern "C" void modelmill_threads(void* max_threads, void* parallel, void* membe
     static const int registered = pthread_atfork(nullptr, nullptr, mill::forget);
     (void)registered;
 }
+
+#if defined(MILL_PORTABLE) && defined(__GLIBC__)
+// Kernels that a wheel brings (prebuilt.py) run on systems older than the one that compiled them: pthreads by the symbols
+// that every glibc has, and destructors of thread_local objects without libstdc++, which would ask for newer ones.
+#if defined(__x86_64__)
+__asm__(".symver pthread_create,pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_sigmask,pthread_sigmask@GLIBC_2.2.5");
+#elif defined(__aarch64__)
+__asm__(".symver pthread_create,pthread_create@GLIBC_2.17");
+__asm__(".symver pthread_sigmask,pthread_sigmask@GLIBC_2.17");
+#endif
+extern "C" int __cxa_thread_atexit_impl(void (*)(void*), void*, void*);
+extern "C" __attribute__((visibility("hidden"))) int __cxa_thread_atexit(void (*destroy)(void*), void* object,
+                                                                         void* library) {
+    return __cxa_thread_atexit_impl(destroy, object, library);
+}
+#endif

@@ -1,0 +1,167 @@
+"""Kernels that a wheel brings: chosen by what the processor has, keyed to their sources, never trusted blindly."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from modelmill.core import env
+from modelmill.core.errors import UsageError
+from modelmill.ops.cpu import build, prebuilt
+
+V2 = "fpu sse sse2 pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm"
+V3 = f"{V2} avx avx2 f16c fma movbe bmi1 bmi2 abm xsave"
+V4 = f"{V3} avx512f avx512dq avx512cd avx512bw avx512vl"
+BF16 = f"{V4} avx512_vnni avx512_bf16"
+
+
+def cpuinfo(flags: str, vendor: str = "GenuineIntel", family: int = 6, others: str | None = None) -> str:
+    """As Linux shows two processors; others: the flags of the second one."""
+    texts = [flags, flags if others is None else others]
+    return "".join(
+        f"processor\t: {n}\nvendor_id\t: {vendor}\ncpu family\t: {family}\nflags\t\t: {text}\n\n"
+        for n, text in enumerate(texts)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "best"),
+    [
+        (cpuinfo("fpu sse sse2 pni"), None),
+        (cpuinfo(V2), "x86-64-v2"),
+        (cpuinfo(V3), "x86-64-v3"),
+        (cpuinfo(V3.replace(" fma", "")), "x86-64-v2"),
+        (cpuinfo(V3, "AuthenticAMD", 23), "x86-64-v3"),
+        (cpuinfo(V4), "x86-64-v4"),
+        (cpuinfo(f"{V4} avx512_vnni"), "x86-64-v4-vnni"),
+        (cpuinfo(BF16), "x86-64-v4-vnni"),  # Intel's multiply floats faster
+        (cpuinfo(BF16, "AuthenticAMD", 25), "x86-64-v4-zen4"),
+        (cpuinfo(BF16, "AuthenticAMD", 26), "x86-64-v4-bf16"),
+        (cpuinfo(BF16, "AuthenticAMD", 25, others=V3), "x86-64-v3"),  # cores of two kinds: what both have
+        ("", None),
+        ("processor\t: 0\n\n", None),
+    ],
+)
+def test_the_best_level_that_every_core_can_run(text: str, best: str | None) -> None:
+    found = prebuilt.usable(text, "x86_64")
+    assert next((level.name for level in found), None) == best
+    flags = set(text.replace(":", " ").split())
+    assert all(level.needs <= flags for level in found)
+    assert prebuilt.usable(text, "riscv64") == []
+
+
+def test_arm_has_one_level() -> None:
+    text = "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU implementer\t: 0x41\n\n"
+    assert [level.name for level in prebuilt.usable(text, "aarch64")] == ["armv8-a"]
+    assert prebuilt.usable(text.replace("asimd", ""), "aarch64") == []
+
+
+def test_needs_cover_the_instructions_that_the_compiler_is_told_of() -> None:
+    names = {"-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16"}
+    for level in prebuilt.LEVELS:
+        extra = [flag for flag in level.flags if flag.startswith("-m") and not flag.startswith("-march")]
+        assert {names[flag] for flag in extra} <= level.needs, level.name
+        march = next(flag for flag in level.flags if flag.startswith("-march=")).removeprefix("-march=")
+        assert level.name.startswith(march)
+        assert "native" not in march
+
+
+def _copy(folder: Path) -> Path:
+    folder.mkdir()
+    for path in prebuilt.native_sources():
+        shutil.copy(path, folder)
+    return folder
+
+
+def test_other_sources_are_another_file(tmp_path: Path) -> None:
+    level, folder = prebuilt.LEVELS[0], _copy(tmp_path / "sources")
+    assert prebuilt.file_name(level, folder) == prebuilt.file_name(level)
+    assert len({prebuilt.file_name(each) for each in prebuilt.LEVELS}) == len(prebuilt.LEVELS)
+    header = folder / "simd.h"
+    header.write_text(header.read_text() + "// another word\n")
+    assert prebuilt.file_name(level, folder) != prebuilt.file_name(level)
+
+
+def test_a_file_of_other_sources_is_never_found(tmp_path: Path) -> None:
+    level = prebuilt.levels_of("x86_64")[-1]
+    right, stale = prebuilt.file_name(level), f"{level.name}-{'0' * 24}.so"
+    (tmp_path / stale).touch()
+    assert list(prebuilt.stored(cpuinfo(BF16), "x86_64", tmp_path)) == []
+    (tmp_path / right).touch()
+    assert [path.name for _, path in prebuilt.stored(cpuinfo(BF16), "x86_64", tmp_path)] == [right]
+    assert list(prebuilt.stored(cpuinfo("sse"), "x86_64", tmp_path)) == []
+    assert list(prebuilt.stored(cpuinfo(BF16), "x86_64", tmp_path / "none")) == []
+
+
+def test_glibc_is_read_from_the_symbols() -> None:
+    assert prebuilt.glibc_needed(b"\0GLIBC_2.2.5\0GLIBC_2.27\0GLIBC_2.4\0") == (2, 27)
+    assert prebuilt.glibc_needed(b"\x7fELF") is None
+
+
+# -- which kernels are used
+
+
+@pytest.fixture
+def brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that stands for the kernels of this installation."""
+    path = tmp_path / "brought.so"
+    path.write_bytes(b"no shared object")
+    monkeypatch.setattr(prebuilt, "stored", lambda: iter([(prebuilt.LEVELS[-1], path)]))
+    return path
+
+
+def _choose(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    monkeypatch.setattr(env, "cpu_kernels", lambda: choice)
+
+
+def _library(path: Path) -> build.Library:
+    return build.Library(path, None, None, 4)  # type: ignore[arg-type]
+
+
+def test_what_was_brought_along_needs_no_compiler(brought: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _choose(monkeypatch, "auto")
+    monkeypatch.setattr(build, "open_library", _library)
+    monkeypatch.setattr(build, "compiled", lambda flags: pytest.fail("nothing is compiled"))
+    found = build.load.__wrapped__()
+    assert isinstance(found, build.Library)
+    assert (found.path, found.origin) == (brought, "prebuilt for armv8-a")
+    assert not build.missing()
+
+
+def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
+    brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _choose(monkeypatch, "auto")
+    monkeypatch.setattr(env, "compiler", lambda: "no-such-compiler")
+    reason = build.load.__wrapped__()
+    assert isinstance(reason, str)
+    assert str(brought) in reason
+    assert "'no-such-compiler'" in reason
+    assert "\n" not in reason
+    made, real = tmp_path / "made.so", build.open_library
+    monkeypatch.setattr(build, "compiled", lambda flags: made)
+    monkeypatch.setattr(build, "open_library", lambda path: _library(path) if path == made else real(path))
+    found = build.load.__wrapped__()
+    assert isinstance(found, build.Library)
+    assert (found.path, found.origin) == (made, build.COMPILED_HERE)
+
+
+def test_the_choice_is_the_users(brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "open_library", _library)
+    monkeypatch.setattr(build, "compiled", lambda flags: tmp_path / "made.so")
+    for choice, path in (("auto", brought), ("prebuilt", brought), ("native", tmp_path / "made.so")):
+        _choose(monkeypatch, choice)
+        found = build.load.__wrapped__()
+        assert isinstance(found, build.Library)
+        assert found.path == path
+    _choose(monkeypatch, "none")
+    assert "MODELMILL_CPU_KERNELS=none" in build.load.__wrapped__()
+    assert not build.missing()
+    monkeypatch.setattr(prebuilt, "stored", lambda: iter(()))
+    _choose(monkeypatch, "prebuilt")
+    assert "this installation has none" in build.load.__wrapped__()
+    _choose(monkeypatch, "fastest")
+    with pytest.raises(UsageError, match="must be one of auto, prebuilt, native, none"):
+        build.load.__wrapped__()
