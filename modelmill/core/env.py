@@ -47,3 +47,8 @@ def default(**values: str) -> None:
 def child() -> dict[str, str]:
     """A copy of the environment for child processes."""
     return dict(os.environ)
+
+
+def plain() -> bool:
+    """Whether output is to be without colours and progress bars."""
+    return bool(os.environ.get("NO_COLOR") or os.environ.get("CI"))
