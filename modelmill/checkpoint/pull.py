@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.checkpoint.folder import TOKENIZER_FILES
+from modelmill.core import disk
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
 
 Progress = Callable[[int, int], None]
@@ -141,6 +142,8 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
     try:
         huggingface_hub.snapshot_download(repository, revision=revision, local_dir=str(folder), allow_patterns=wanted)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in disk.REFUSALS:
+            raise
         raise _unreachable(repository, error) from None
     single = [name for name in wanted if name.endswith(".gguf")]
     return folder / single[0] if single else folder

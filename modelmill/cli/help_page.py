@@ -115,7 +115,9 @@ def _parts(module: ModuleType) -> tuple[list[str], list[str]]:
     """Paragraphs of a verb's text, and the lines of its examples as they stand."""
     text, _, examples = getattr(module, "MORE", "").partition(EXAMPLES)
     about = [" ".join(each.split()) for each in text.split("\n\n") if each.strip()]
-    return [module.HELP, *about], [line.strip() for line in examples.splitlines() if line.strip()]
+    return [*filter(None, [getattr(module, "HELP", "")]), *about], [
+        line.strip() for line in examples.splitlines() if line.strip()
+    ]
 
 
 def _table(rows: Sequence[Row], width: int) -> str:

@@ -15,13 +15,13 @@ from types import ModuleType
 from typing import Any
 
 from modelmill.cli.streams import forgiving
-from modelmill.core import env
+from modelmill.core import disk, env
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.find import find, names, nearest
 
 SUPPORT = (
     *("main", "options", "output", "values", "engine", "eyes", "figures", "far", "drawn"),
-    *("bench_ops", "bench_serve", "serve_ray", "streams", "lines", "help_page"),
+    *("bench_ops", "bench_serve", "serve_ray", "streams", "lines", "help_page", "terminal"),
 )
 """Modules of this folder that are no verbs."""
 
@@ -67,6 +67,11 @@ def execute(argv: list[str]) -> int:
         return _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except OSError as error:
+        told = disk.told(error)
+        if told is None:
+            raise
+        return _fail(told, 1)
     except Exception as error:
         # typer carries click inside itself in its newer versions, so click's errors are known by their shape only.
         if not hasattr(error, "format_message"):

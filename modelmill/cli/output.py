@@ -103,17 +103,19 @@ def _number_like(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def progress(label: str, *, quiet: bool = False, lines: bool = False, every: float | None = None) -> Iterator[Progress]:
+def progress(
+    label: str, *, quiet: bool = False, lines: bool = False, every: float | None = None, delay: float = 0.0
+) -> Iterator[Progress]:
     """A line that moves on stderr while the block runs, if stderr is a terminal; yields the function that moves it.
 
     lines: without a terminal (or plain) a line on stderr every ten seconds (or ``every``) and more, and one for each
-    compilation.
+    compilation. delay: seconds before a terminal's line is drawn.
     """
     if quiet or plain() or not sys.stderr.isatty():
         with _told_in_lines(label, every) if lines and not quiet else contextlib.nullcontext(lambda *_: None) as told:
             yield told
         return
-    display = TerminalLine(label)
+    display = TerminalLine(label, delay)
     try:
         yield reporter(label, display)
     finally:

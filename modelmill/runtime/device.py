@@ -36,7 +36,8 @@ def prepare(name: str, told: Callable[[str, int, int], None]) -> None:
 
     told: (stage, done, total), so that who waits knows for what.
     """
-    if pick_device(name) == "cpu" and kernels.missing():
+    loaded = getattr(kernels.load, "cache_info", None)
+    if pick_device(name) == "cpu" and not (loaded is not None and loaded().currsize) and kernels.missing():
         told(COMPILING, 0, 1)
         kernels.load()
 
