@@ -66,7 +66,8 @@ def run(args: Args) -> int:
     """Print the plan, build, print the acceptance summary. A refused engine raises AcceptanceError."""
     if args.output is None and not args.dry_run:
         raise UsageError("-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan alone)")
-    with progress("planning", quiet=args.json, lines=True) as told:
+    every = QUIET_SECONDS if args.quiet else None
+    with progress("planning", quiet=args.json, lines=True, every=every) as told:
         from modelmill.artifact.store import check_place, is_engine  # inside, since torch takes seconds to import
         from modelmill.build.plan import make_plan
         from modelmill.checkpoint.open import open_checkpoint
