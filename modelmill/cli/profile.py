@@ -55,6 +55,8 @@ def run(args: Args) -> int:
 
     if args.batch < 1 or args.prompt < 1 or args.lines < 0:
         raise UsageError("--batch and --prompt must be at least 1, --lines at least 0")
+    if args.trace is not None:
+        chrome.check_place(args.trace)  # before anything is measured
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
