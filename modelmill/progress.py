@@ -132,6 +132,7 @@ class TerminalLine:
         task.total = total if counted else None
         share = f"{100 * done / total:3.0f} %" if counted else ""
         self._bars.update(self._task, description=stage, completed=done if counted else 0, share=share)
+        task.finished_time = None  # of a stage that is whole; the seconds and the spinner are of all the work
 
     def close(self) -> None:
         """As Display."""
