@@ -57,10 +57,11 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
     return made
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Tty:
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
+    """stderr as a terminal; called in the test itself, since pytest sets stderr anew behind the fixtures."""
     for name in ("CI", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", tty := Tty())
     return tty
 
@@ -87,14 +88,12 @@ def test_short_work_in_a_notebook_shows_nothing(notebook: Notebook) -> None:
     assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
-def test_a_terminal_shows_one_stage_at_a_time_and_it_vanishes(terminal: Tty) -> None:
+def test_a_terminal_shows_one_stage_at_a_time_and_it_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
     with shown("opening") as report:
         report("weights", 97, 100)
         report("acceptance", 0, 1)
         until(lambda: "acceptance" in terminal.getvalue())
-        line = TerminalLine("other")
-        assert len(line._bars.tasks) == 1
-        line.close()
     told = terminal.getvalue()
     assert told.rstrip("\n").rpartition("\n")[2].endswith("\x1b[2K"), "the last thing is that the line is erased"
 
@@ -111,7 +110,8 @@ def test_stages_take_each_others_place() -> None:
     line.close()
 
 
-def test_plain_output_is_plain(terminal: Tty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_output_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
     with shown("opening") as report:
         report("weights", 1, 2)
@@ -141,8 +141,9 @@ def test_opening_an_engine_says_that_kernels_compile(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: Notebook
 ) -> None:
     """In a notebook, where fifteen seconds looked dead."""
-    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
     load: Callable[[], Any] = kernels.load
+    load()  # nothing is compiled here
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
     seen: list[bool] = []
 
     def compiling() -> Any:
@@ -159,7 +160,11 @@ def test_opening_an_engine_says_that_kernels_compile(
     assert all(output[-1] == "" for output in notebook.outputs)
 
 
-def test_progress_can_be_turned_off_or_taken(shared: Path, tmp_path: Path, notebook: Notebook) -> None:
+def test_progress_can_be_turned_off_or_taken(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: Notebook
+) -> None:
+    kernels.load()
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
     told: list[tuple[Any, ...]] = []
     folder = shared / "data/models/stories260K"
     LLM(folder, device="cpu", progress=False).close()

@@ -4,7 +4,7 @@
 MODELMILL_CACHE         folder for pulled models, built engines and compiled kernels (~/.cache/modelmill)
 MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
 TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)
-NO_COLOR, CI            plain output without colours and progress bars
+NO_COLOR, CI, TERM=dumb plain output without colours and progress bars
 ======================  ==========================================================================
 """
 
@@ -51,4 +51,5 @@ def child() -> dict[str, str]:
 
 def plain() -> bool:
     """Whether output is to be without colours and progress bars."""
-    return bool(os.environ.get("NO_COLOR") or os.environ.get("CI"))
+    dumb = os.environ.get("TERM") == "dumb"  # it cannot move its cursor
+    return dumb or bool(os.environ.get("NO_COLOR") or os.environ.get("CI"))
