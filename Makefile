@@ -9,9 +9,13 @@ PROMPT ?= What is a watermill? Answer in two sentences.
 .PHONY: demo demo-sam quantization test test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance lint clean
 
 demo: $(VENV)/.core
-	$(BIN)/modelmill pull smollm2 -o $(OUT)/models
-	test -e $(DEMO_ENGINE) || $(BIN)/modelmill build $(OUT)/models/SmolLM2-135M-Instruct.Q4_1.gguf -o $(DEMO_ENGINE) --dtype bfloat16 -q int8
-	$(BIN)/modelmill run $(DEMO_ENGINE) --prompt "$(PROMPT)" --temperature 0 --max-tokens 120
+	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
+	@test -e $(DEMO_ENGINE) || $(BIN)/modelmill build $(OUT)/models/SmolLM2-135M-Instruct.Q4_1.gguf -o $(DEMO_ENGINE) --dtype bfloat16 -q int8 --quiet
+	@printf '> %s\n' "$(PROMPT)"
+	@$(BIN)/modelmill run $(DEMO_ENGINE) --prompt "$(PROMPT)" --temperature 0 --max-tokens 120
+	@printf '%s\n' 'Go on with:' \
+	  '  $(BIN)/modelmill chat $(DEMO_ENGINE)' \
+	  '  source $(BIN)/activate    # puts modelmill on the PATH of this shell, then: modelmill --help'
 
 # WEIGHTS: mobile_sam.pt, sam_vit_b/l/h .pth or .safetensors; IMAGE: a photo; POINT: x,y in it, without it everything
 SAM_ENGINE = $(OUT)/$(basename $(notdir $(WEIGHTS))).engine
@@ -94,14 +98,14 @@ quantization: $(VENV)/.test
 	$(BIN)/python -m tools.quantization
 
 $(VENV)/bin/python:
-	$(PYTHON) tools/setup_venv.py create $(VENV)
+	@$(PYTHON) tools/setup_venv.py create $(VENV)
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python tools/setup_venv.py install $(VENV)
+	@$(BIN)/python tools/setup_venv.py install $(VENV)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python tools/setup_venv.py install $(VENV) test,eval,report,serve
+	@$(BIN)/python tools/setup_venv.py install $(VENV) test,eval,report,serve
 	@touch $@ $(VENV)/.core
 
 clean:

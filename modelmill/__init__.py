@@ -31,3 +31,8 @@ def __getattr__(name: str) -> Any:
         with env.importing():
             return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'modelmill' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names too that are imported on first use, so that completion finds them."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

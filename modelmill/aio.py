@@ -6,15 +6,21 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+import numpy as np
 
 from modelmill.answer import Answer, Delta
-from modelmill.core.errors import ModelmillError
-from modelmill.core.types import SamplingParams
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.errors import ModelmillError, UsageError
+from modelmill.core.options import BUILD, RUN, EngineOptions, accept_options, check_known
+from modelmill.core.types import MEAN, SamplingParams
 from modelmill.dialogue import Dialogue
+from modelmill.inputs import listed, stack_embeddings
 from modelmill.language import Messages, Prompt
-from modelmill.llm import LLM
+from modelmill.llm import LLM, Progress
 
 _Listener = Callable[[Delta | BaseException | None], None]
 
@@ -23,10 +29,24 @@ class AsyncLLM:
     """``async for delta in engine.stream(prompt)``; leaving the loop early aborts the request.
 
     Takes what LLM takes. All calls but ``close`` belong to an asyncio event loop; several loops may share one engine.
+    ``async with AsyncLLM(path) as engine:`` closes it at the end; a closed one refuses every call with a UsageError.
     """
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.llm = LLM(model, **options)
+    @accept_options(RunConfig, BuildConfig)
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tensor_parallel_size: int | None = None,
+        chat_template: str | Path | None = None,
+        progress: Progress | bool | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        check_known(options, (*RUN, *BUILD), type(self).__name__)
+        own: dict[str, Any] = {
+            "tensor_parallel_size": tensor_parallel_size, "chat_template": chat_template, "progress": progress,
+        }  # fmt: skip
+        self.llm = LLM(model, **own, **options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[str, Dialogue] = {}
         self._listeners: dict[str, _Listener] = {}
@@ -54,7 +74,7 @@ class AsyncLLM:
 
         with self._door:  # behind the last command nobody would be heard
             if self._closed or not self._thread.is_alive():
-                raise ModelmillError("the engine was closed")
+                raise UsageError(f"this {type(self).__name__} ({self.llm.path}) is closed; open the engine again")
             self._commands.put(lambda: self._add(dialogue, tell))
         try:
             while (item := await news.get()) is not None:
@@ -74,6 +94,24 @@ class AsyncLLM:
         assert answer is not None, "a stream ends with a delta"
         return answer
 
+    async def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = MEAN, dimensions: int | None = None
+    ) -> np.ndarray:
+        """Vectors [N, H] float32 of length 1, as ``LLM.embed`` gives them; all prompts share a batch."""
+        requests = [self.llm.embedding_request(prompt, pooling) for prompt in listed(prompts)]
+        tasks = [asyncio.create_task(self._last(request)) for request in requests]
+        try:
+            return stack_embeddings(await asyncio.gather(*tasks), dimensions)
+        finally:
+            for task in tasks:  # of which one has failed, or the asker has gone
+                task.cancel()
+
+    async def _last(self, dialogue: Dialogue) -> Answer:
+        async with contextlib.aclosing(self.follow(dialogue)) as deltas:
+            async for _ in deltas:
+                pass
+        return dialogue.answer
+
     def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ones are ignored."""
         self._commands.put(lambda: self._drop(request_id))
@@ -85,6 +123,21 @@ class AsyncLLM:
             self._commands.put(None)
         self._thread.join()
         self.llm.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    async def __aenter__(self) -> Self:
+        self.llm.loop  # noqa: B018 -- a closed one cannot be entered
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)  # a step that runs ends first, and must not hold the event loop
+
+    def __repr__(self) -> str:
+        return repr(self.llm).replace(type(self.llm).__name__, type(self).__name__, 1)
 
     # -- on the engine's thread -------------------------------------------------------------------------------------
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from modelmill.core.errors import RequestError
 from modelmill.core.types import Logprob
 
 
@@ -12,7 +16,8 @@ from modelmill.core.types import Logprob
 class Completion:
     """One of the n answers. token_ids include the token that ended it, text does not.
 
-    finish_reason: stop, length or abort. stop_reason: the stop string or token id that matched. score: of a beam.
+    finish_reason: stop; length (max_tokens, or the end of what the engine reads, whichever comes first); or abort.
+    stop_reason: the stop string or token id that matched. score: of a beam.
     """
 
     index: int
@@ -56,3 +61,19 @@ class Delta:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     answer: Answer
+
+
+def unit_vector(state: bytes, dimensions: int | None = None) -> np.ndarray:
+    """A pooled state (``Answer.embedding``) cut to its first ``dimensions`` and brought to length 1, [H] float32.
+
+    Raises RequestError where it has fewer dimensions, or no direction.
+    """
+    x = np.frombuffer(state, dtype="<f4").astype(np.float64)
+    if dimensions is not None:
+        if dimensions > len(x):
+            raise RequestError(f"dimensions={dimensions} exceeds the {len(x)} of this engine's states")
+        x = x[:dimensions]
+    length = math.sqrt(float(x @ x))
+    if not length > 0 or not math.isfinite(length):
+        raise RequestError("input has a state without a direction (all zeros); give another, or more dimensions")
+    return (x / length).astype("<f4")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import numpy as np
 
 from modelmill.answer import Answer, Delta
 from modelmill.artifact.manifest import check_kind
@@ -16,51 +17,100 @@ from modelmill.artifact.store import is_engine
 from modelmill.core import log
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.env import cache_dir
-from modelmill.core.errors import RequestError, UsageError
-from modelmill.core.types import SamplingParams
+from modelmill.core.errors import UsageError
+from modelmill.core.options import (
+    BUILD,
+    RUN,
+    EngineOptions,
+    accept_options,
+    check_known,
+    describe_options,
+)
+from modelmill.core.size import byte_text
+from modelmill.core.types import MEAN, SamplingParams
 from modelmill.dialogue import Dialogue
+from modelmill.inputs import each_params, listed, one_params, stack_embeddings
 from modelmill.language import Language, Messages, Prompt
+from modelmill.progress import shown
+from modelmill.runtime.device import prepare
 from modelmill.runtime.loop import Loop
 
 if TYPE_CHECKING:
     from modelmill.build.plan import Plan
 
 _log = log.get(__name__)
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total)."""
+DELAY = 1.0
+"""Seconds before answers that are made show a bar."""
 
 
 class LLM:
-    """An engine, opened: ``generate``, ``chat`` and ``stream``.
+    """An engine, opened: ``generate``, ``chat``, ``stream`` and ``embed``.
 
-    model: an engine folder, or a checkpoint, which is built into the cache first (and said on stderr). dtype,
-    quantization and the other fields of BuildConfig apply to that build; the fields of RunConfig to this start.
-    tensor_parallel_size: RunConfig's tp. openai_defaults: where the checkpoint says nothing of sampling, a request that
-    says nothing either is drawn as OpenAI's API would; by default as ``core.generation`` says.
+    ``with LLM(path) as llm:`` closes it at the end; a closed one refuses every call with a UsageError. Not thread-safe.
 
-    Raises the errors of the artifact, checkpoint and runtime rooms; UsageError for an unknown option.
+    Args:
+        model: An engine folder; or a checkpoint, which is built into the cache first (and said on stderr).
+        tensor_parallel_size: Another name for ``tp``.
+        chat_template: In place of the engine's own: a shipped one's name (vicuna, chatml), a file, or its text.
+        progress: Called with (stage, done, total) while it is built, compiled for and opened. None: shown on a
+            terminal and in a notebook; False: nowhere.
+        openai_defaults: Where the checkpoint says nothing of sampling, a request that says nothing either is drawn as
+            OpenAI's API would; by default as ``core.generation`` says.
+        options: Fields of RunConfig and BuildConfig, by name. They are listed below.
+
+    Raises:
+        UnknownOption: An option that there is not; a TypeError.
+        UsageError: An option that makes no sense here, such as a build's for an engine.
+        ModelmillError: What the checkpoint, the engine and the device may have against it.
     """
 
+    @accept_options(RunConfig, BuildConfig)
     def __init__(
         self,
         model: str | Path,
         *,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         chat_template: str | Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress | bool | None = None,
         openai_defaults: bool = False,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        build, run = _split({"tp": tensor_parallel_size, **options})
+        check_known(options, (*RUN, *BUILD), type(self).__name__)
+        if tensor_parallel_size is not None:
+            options = {"tp": tensor_parallel_size, **options}
         engine = Path(model)
+        self.path = engine
+        self._loop: Loop | None = None
+        if callable(progress):
+            self._open(engine, chat_template, options, progress, openai_defaults)
+        else:
+            with shown(f"opening {engine.name}", wanted=progress) as report:
+                self._open(engine, chat_template, options, report, openai_defaults)
+
+    def _open(
+        self,
+        engine: Path,
+        chat_template: str | Path | None,
+        options: EngineOptions,
+        progress: Progress,
+        openai_defaults: bool,
+    ) -> None:
+        build = {name: value for name, value in options.items() if name in BUILD}
+        run = {name: value for name, value in options.items() if name in RUN}
+        config = RunConfig(**run)  # type: ignore[arg-type]
+        prepare(config.device, progress)
         if not is_engine(engine):
-            engine = cached_engine(engine, BuildConfig(**build), progress)
+            engine = cached_engine(engine, BuildConfig(**build), progress)  # type: ignore[arg-type]
         elif build:
             raise UsageError(
                 f"{', '.join(build)}: decided when an engine is built, and {engine} is one already; "
                 "leave it out, or give the checkpoint"
             )
         self.path = engine
-        self.loop = Loop.open(engine, RunConfig(**run))
-        artifact = self.loop.artifact
+        self._loop = loop = Loop.open(engine, config)
+        artifact = loop.artifact
         assert artifact is not None, "a loop that was opened from a folder keeps its artifact"
         self.language = language = Language(
             engine, artifact.manifest, artifact.tokenizer_files(), chat_template, local=True, openai=openai_defaults
@@ -69,13 +119,55 @@ class LLM:
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
         if (unused := language.generation.warning()) is not None:
             _log.warning("%s", unused)
-        self.loop.entry.guides = lambda request: language.guide(request, self.loop.vocab)
+        vocab = loop.vocab  # not the loop, which would hold itself
+        loop.entry.guides = lambda request: language.guide(request, vocab)
         self._running: dict[str, Dialogue] = {}
         self._news: dict[str, deque[Delta]] = {}
 
+    @property
+    def loop(self) -> Loop:
+        """The engine's loop. Raises UsageError once it is closed."""
+        if self._loop is None:
+            raise UsageError(f"this {type(self).__name__} ({self.path}) is closed; open the engine again")
+        return self._loop
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._loop is None
+
     def close(self) -> None:
-        """End the other ranks, where there are any; the engine answers no more then."""
-        self.loop.close()
+        """Give weights and KV cache free and end the other ranks, where there are any. Closing twice is closing once.
+
+        Streams that are open end with the UsageError that every later call gets.
+        """
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+
+    def __enter__(self) -> Self:
+        self.loop  # noqa: B018 -- a closed one cannot be entered
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._loop is None:
+            return f"{type(self).__name__}({str(self.path)!r}, closed)"
+        loop, manifest = self._loop, self.language.manifest
+        sizes = [entry["bytes"] for name, entry in manifest.files.items() if name.startswith("weights/")]
+        facts = {
+            "model_type": manifest.model_type,
+            "dtype": str(loop.dtype).removeprefix("torch."),
+            "quantization": manifest.build.get("quantization", "none"),
+            "device": str(loop.device),
+            **({"tp": loop.config.tp} if loop.config.tp > 1 else {}),
+            "weights": byte_text(sum(sizes)),
+            "max_model_len": loop.max_model_len,
+        }
+        told = ", ".join(f"{name}={value!r}" for name, value in facts.items())
+        return f"{type(self).__name__}({str(self.path)!r}, {told})"
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -89,11 +181,14 @@ class LLM:
         """Answer raw prompts: texts, {"prompt": text}, {"prompt_token_ids": ids} or lists of ids, all in one batch.
 
         An object may add a "cache_salt": requests of different salts share no cached prefix.
-        Returns one Answer a prompt, in order. progress: a bar on stderr; default: on a terminal, for more than one.
+        Returns one Answer a prompt, in order. An answer ends at ``max_tokens`` or where prompt and answer fill what the
+        engine reads (``max_model_len``), whichever comes first: ``finish_reason`` is "length" then.
+
+        progress: a bar; default: on a terminal (stderr) and in a notebook, where it takes longer than a second.
         """
-        listed = _listed(prompts)
+        asked = listed(prompts)
         requests = [
-            self.request(prompt, given) for prompt, given in zip(listed, _each(params, len(listed)), strict=True)
+            self.request(prompt, given) for prompt, given in zip(asked, each_params(params, len(asked)), strict=True)
         ]
         return self._answer(requests, progress)
 
@@ -109,7 +204,7 @@ class LLM:
         talks = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         requests = [
             self.chat_request(talk, given, **template)  # type: ignore[arg-type]
-            for talk, given in zip(talks, _each(params, len(talks)), strict=True)
+            for talk, given in zip(talks, each_params(params, len(talks)), strict=True)
         ]
         return self._answer(requests, progress)
 
@@ -119,21 +214,46 @@ class LLM:
         """Deltas of one answer as they come. Closing the iterator aborts the request."""
         return self._pump([self.request(prompt, params, **template)])
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = MEAN,
+        dimensions: int | None = None,
+        progress: bool | None = None,
+    ) -> np.ndarray:
+        """Vectors [N, H] float32 of texts, of length 1, as the server's /v1/embeddings gives them.
+
+        prompts: as ``generate`` takes them. pooling: of the final hidden states, "mean" or "last". dimensions: only the
+        first so many, brought to length 1 again. Raises RequestError.
+        """
+        requests = [self.embedding_request(prompt, pooling) for prompt in listed(prompts)]
+        return stack_embeddings(self._answer(requests, progress), dimensions)
+
+    def embedding_request(self, prompt: Prompt, pooling: str = MEAN) -> Dialogue:
+        """A prompt whose embedding is wanted, as a request that has not been added yet. Raises RequestError."""
+        asked = self.request(prompt, SamplingParams(max_tokens=0)).request
+        return Dialogue(replace(asked, pooling=pooling), None, None)
+
     def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> Dialogue:
         """A prompt in any form, or a conversation, as a request that has not been added yet. Raises RequestError."""
-        return self.language.request(prompt, _one(params), **template)
+        self.loop  # noqa: B018 -- a closed one makes none
+        return self.language.request(prompt, one_params(params), **template)
 
     def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> Dialogue:
         """One conversation as a request. Raises UsageError where the engine has no chat template."""
-        return self.language.chat_request(messages, _one(params), **template)
+        self.loop  # noqa: B018 -- a closed one makes none
+        return self.language.chat_request(messages, one_params(params), **template)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _answer(self, dialogues: Sequence[Dialogue], progress: bool | None) -> list[Answer]:
-        with _bar(progress, len(dialogues)) as advance:
+        done = 0
+        with shown("prompts", wanted=progress, delay=0.0 if progress else DELAY) as report:
             for delta in self._pump(dialogues):
                 if delta.answer.finished:
-                    advance()
+                    done += 1
+                    report("prompts", done, len(dialogues))
         return [d.answer for d in dialogues]
 
     def _pump(self, dialogues: Sequence[Dialogue]) -> Iterator[Delta]:
@@ -158,8 +278,8 @@ class LLM:
         finally:
             for id in own:
                 self._news.pop(id, None)
-                if self._running.pop(id, None) is not None:
-                    self.loop.abort(id)
+                if self._running.pop(id, None) is not None and self._loop is not None:
+                    self._loop.abort(id)
 
     def advance(self, running: dict[str, Dialogue]) -> list[Delta]:
         """One step of the loop: what it adds to the ``running`` dialogues; ended ones are taken out of the dict."""
@@ -231,57 +351,19 @@ def cached_engine(
         check_kind(checkpoint, plan.kind, kind)
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"
     if not is_engine(engine):
+        prepare("cpu" if config.target == "cpu" else "auto", progress or (lambda *_: None))
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
         sys.stderr.writelines(f"modelmill: warning: {each}\n" for each in plan.warnings)
         build_engine(checkpoint, engine, config, progress=progress, tune=False, plan=plan)
     return engine
 
 
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options for a build and for this start. max_model_len and kernels concern the start of an engine."""
-    run_names = {f.name for f in fields(RunConfig)}
-    build_names = {f.name for f in fields(BuildConfig)} - run_names
-    unknown = sorted(set(options) - run_names - build_names)
-    if unknown:
-        raise UsageError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(run_names | build_names))}")
-    build = {k: v for k, v in options.items() if k in build_names}
-    return build, {k: v for k, v in options.items() if k in run_names}
+LLM.__doc__ = f"""{LLM.__doc__}
+    Options of a start:
 
+{describe_options(RunConfig)}
 
-def _listed(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    prompts = list(prompts)
-    whole = bool(prompts) and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts)
-    return [prompts] if whole else prompts
+    Options of a build, where a checkpoint is given:
 
-
-def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams | None) for one in params):
-        raise RequestError("sampling takes SamplingParams, one for all prompts or a list with one a prompt")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one a prompt")
-    return list(params)
-
-
-def _one(params: SamplingParams | None) -> SamplingParams | None:
-    """Of one prompt. Raises RequestError for what is none."""
-    if not isinstance(params, SamplingParams | None):
-        raise RequestError(f"sampling takes SamplingParams, not {type(params).__name__}")
-    return params
-
-
-@contextlib.contextmanager
-def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar over requests; by default on a terminal and for more than one."""
-    if not (wanted if wanted is not None else total > 1 and sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("prompts", total=total)
-        yield lambda: progress.advance(task)
+{describe_options(BuildConfig, leave=RUN)}
+    """

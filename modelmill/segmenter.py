@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
@@ -13,27 +13,45 @@ from modelmill.artifact.store import is_engine, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import BuildConfig, from_dict
 from modelmill.core.errors import RequestError, UsageError
-from modelmill.runtime.device import pick_device, use_threads
+from modelmill.core.options import SegmenterOptions, accept_options, check_known, describe_options
+from modelmill.core.size import byte_text
+from modelmill.progress import Report, shown
+from modelmill.runtime.device import pick_device, prepare, use_threads
 from modelmill.vision.draw import as_prompt
 from modelmill.vision.everything import Everything
 from modelmill.vision.image import BLACK, as_image, open_image
 from modelmill.vision.open import KIND, open_eye
 from modelmill.vision.prompts import Prompt, check_inside, make
-from modelmill.vision.segment import Mask, Seen
+from modelmill.vision.segment import Eye, Mask, Seen
+
+OWN = ("device", "kernels", "threads")
+"""Fields of the configs that are parameters of their own here."""
 
 
 class Segmenter:
     """An engine that segments images, opened: ``set_image`` once, ``predict`` many times; ``everything``.
 
-    model: an engine folder, or a checkpoint (.pth, .safetensors, folder), which is built into the cache first. device:
-    "auto", "cpu", "cuda" or "cuda:N". kernels: OP → variant. threads: of a CPU. build: fields of BuildConfig, for a
-    checkpoint only. An image is a path, bytes, a PIL image or an array [H, W, 3] uint8; the embeddings of the last
-    eight are kept by their content. Not thread-safe.
+    An image is a path, bytes, a PIL image or an array [H, W, 3] uint8; the embeddings of the last eight are kept by
+    their content. ``with Segmenter(path) as segmenter:`` closes it at the end; a closed one refuses every call with a
+    UsageError. Not thread-safe.
 
-    Raises the errors of the artifact and checkpoint rooms, UsageError for an engine of another kind or an option that
-    makes no sense, RequestError (a UsageError) for an image or a prompt that is no good.
+    Args:
+        model: An engine folder, or a checkpoint (.pth, .safetensors, folder), which is built into the cache first.
+        device: auto, cpu, cuda or cuda:N.
+        kernels: OP → variant.
+        threads: Of a CPU.
+        progress: Called with (stage, done, total) while it is built, compiled for and opened. None: shown on a
+            terminal and in a notebook; False: nowhere.
+        build: Fields of BuildConfig, by name, for a checkpoint only. They are listed below.
+
+    Raises:
+        UnknownOption: An option that there is not; a TypeError.
+        UsageError: An engine of another kind, or an option that makes no sense; RequestError, which is one, for an
+            image or a prompt that is no good.
+        ModelmillError: What the checkpoint, the engine and the device may have against it.
     """
 
+    @accept_options(BuildConfig)
     def __init__(
         self,
         model: str | Path,
@@ -41,27 +59,70 @@ class Segmenter:
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
         threads: int | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
-        **build: Any,
+        progress: Callable[[str, int, int], None] | bool | None = None,
+        **build: Unpack[SegmenterOptions],
     ) -> None:
-        engine = Path(model)
-        place = pick_device(device)
+        check_known(build, SegmenterOptions.__annotations__, type(self).__name__)
+        self.path, self.device = Path(model), pick_device(device)
+        self._eye: Eye | None = None
+        self._seen: Seen | None = None
+        if callable(progress):
+            self._open(kernels, threads, build, progress)
+        else:
+            with shown(f"opening {self.path.name}", wanted=progress) as report:
+                self._open(kernels, threads, build, report)
+
+    def _open(
+        self, kernels: Mapping[str, str] | None, threads: int | None, build: SegmenterOptions, progress: Report
+    ) -> None:
+        engine = self.path
+        prepare(self.device, progress)
         if not is_engine(engine):
             from modelmill.llm import cached_engine
 
-            engine = cached_engine(engine, from_dict(BuildConfig, build, "Segmenter"), progress, KIND)
+            engine = cached_engine(engine, BuildConfig(**build), progress, KIND)
         elif build:
             raise UsageError(
                 f"{', '.join(build)}: decided when an engine is built, and {engine} is one already; "
                 "leave it out, or give the checkpoint"
             )
         artifact = open_artifact(engine)
-        if place == "cpu":
+        if self.device == "cpu":
             use_threads(threads)
-        self.eye = open_eye(artifact, place, kernels)
+        eye = open_eye(artifact, self.device, kernels)
         verify(artifact)
-        self.path, self.device, self.manifest = engine, place, artifact.manifest
-        self._seen: Seen | None = None
+        self.path, self.manifest, self._eye = engine, artifact.manifest, eye
+
+    @property
+    def eye(self) -> Eye:
+        """The opened model. Raises UsageError once it is closed."""
+        if self._eye is None:
+            raise UsageError(f"this {type(self).__name__} ({self.path}) is closed; open the engine again")
+        return self._eye
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._eye is None
+
+    def close(self) -> None:
+        """Give the weights and the kept embeddings free. Closing twice is closing once."""
+        self._eye = self._seen = None
+
+    def __enter__(self) -> Self:
+        self.eye  # noqa: B018 -- a closed one cannot be entered
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._eye is None:
+            return f"{type(self).__name__}({str(self.path)!r}, closed)"
+        build, files = self.manifest.build, self.manifest.files
+        weights = byte_text(sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights/")))
+        told = f"dtype={build['dtype']!r}, quantization={build['quantization']!r}, device={self.device!r}"
+        return f"{type(self).__name__}({str(self.path)!r}, {told}, weights={weights!r})"
 
     def set_image(self, image: Any) -> tuple[int, int]:
         """Look at an image: its embedding is computed, or taken from the cache. Returns its (width, height)."""
@@ -101,6 +162,7 @@ class Segmenter:
         return self.eye.predict_all(where, prompts, multimask)
 
     def _at(self, seen: Seen | None) -> Seen:
+        self.eye  # noqa: B018 -- a closed one has no image
         where = seen or self._seen
         if where is None:
             raise UsageError("there is no image yet: call set_image(image) before predict")
@@ -141,3 +203,10 @@ class Segmenter:
     def generate_masks(self, image: Any, options: Everything | None = None, **changes: Any) -> list[Mask]:
         """``everything``, by the name that SAM's automatic generator has made known."""
         return self.everything(image, options, **changes)
+
+
+Segmenter.__doc__ = f"""{Segmenter.__doc__}
+    Options of a build, where a checkpoint is given:
+
+{describe_options(BuildConfig, leave=OWN)}
+    """

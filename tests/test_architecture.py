@@ -32,9 +32,14 @@ MAY = {
     "answer": {"core"},
     "dialogue": {"core", "text", "answer"},
     "language": {"core", "text", "artifact.manifest", "dialogue", "vision.square"},
-    "llm": {"core", "runtime", "artifact", "answer", "dialogue", "language", "build", "accept", "checkpoint"},
-    "segmenter": {"core", "vision", "runtime.device", "artifact", "llm"},
-    "aio": {"core", "answer", "dialogue", "language", "llm"},
+    "progress": {"core"},
+    "inputs": {"core", "answer", "language"},
+    "llm": {
+        *("core", "progress", "runtime", "artifact", "answer", "dialogue", "language", "inputs"),
+        *("build", "accept", "checkpoint"),
+    },
+    "segmenter": {"core", "progress", "vision", "runtime.device", "artifact", "llm"},
+    "aio": {"core", "answer", "dialogue", "language", "inputs", "llm"},
     "serve": {"core", "text", "vision", "artifact", "runtime", "answer", "dialogue", "language", "llm"},
     "export": {"core", "artifact", "runtime.stats", "answer", "dialogue", "language", "aio"},
     "eval": {
@@ -72,7 +77,7 @@ FOREIGN_HOME = {
     "opentelemetry": ("serve/traces.py",),
     "llguidance": ("text/grammar.py",),
     "typer": ("cli",),
-    "rich": ("cli", "eval", "llm.py"),
+    "rich": ("cli", "eval", "progress.py"),
 }
 
 

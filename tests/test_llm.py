@@ -394,5 +394,6 @@ def test_asyncio_streams_abort_and_errors(engine: Path, llm: LLM) -> None:
         assert (await many.generate("Once upon a time", GREEDY)).outputs[0].text == expected
 
     asyncio.run(main())
+    loop = many.llm.loop
     many.close()
-    assert not many.llm.loop.has_work
+    assert not loop.has_work

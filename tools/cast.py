@@ -21,8 +21,10 @@ def main() -> int:
     console = Console(record=True, width=WIDTH, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
     for command in commands:
         console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-        for line in (done.stdout + done.stderr).rstrip().splitlines():
+        done = subprocess.run(
+            command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        for line in done.stdout.rstrip().splitlines():
             console.print(
                 Text(line.rstrip()[:WIDTH] if not line.startswith(" ") or line.strip() else ""), soft_wrap=False
             )

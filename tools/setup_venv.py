@@ -9,6 +9,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import venv
 from pathlib import Path
 
@@ -26,14 +28,73 @@ def main() -> int:
         venv.create(folder, with_pip=True, symlinks=True)
         return 0
     extras = sys.argv[3] if len(sys.argv) > 3 else ""
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     gpu = shutil.which("nvidia-smi") is not None
-    if not gpu:
-        subprocess.run([*pip, CPU_TORCH], check=True)
     wanted = ",".join(filter(None, [extras, "gpu" if gpu else ""]))
     target = f"{ROOT}[{wanted}]" if wanted else str(ROOT)
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), "-e", target], check=True)
+    steps = [] if gpu else [[*pip, CPU_TORCH]]
+    steps.append([*pip, "-c", str(ROOT / "constraints.txt"), "-e", target])
+    print(f"setting up {folder} (Python {sys.version.split()[0]}) by pip: a minute or two, the first time", flush=True)
+    began, count = time.monotonic(), 0
+    for step in steps:
+        log = run_pip(step, began)
+        if log is None:
+            return 1
+        count += sum(len(line.split()) - 2 for line in log if line.startswith("Successfully installed"))
+    print(f"{folder} is ready: {count} packages installed in {time.monotonic() - began:.0f} s", flush=True)
     return 0
+
+
+def run_pip(command: list[str], began: float) -> list[str] | None:
+    """Run pip; what it does is one line that moves on a terminal, and a line now and then elsewhere.
+
+    Returns its output; None where it failed, which is told.
+    """
+    doing, ended, log = ["starting"], threading.Event(), list[str]()
+    teller = threading.Thread(target=_tell, args=(doing, ended, began), daemon=True)
+    teller.start()
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+            assert pip.stdout is not None
+            for line in pip.stdout:
+                log.append(line.rstrip())
+                doing[0] = activity(line) or doing[0]
+    finally:
+        ended.set()
+        teller.join()
+    if pip.returncode == 0:
+        return log
+    errors = [line for line in log if line.startswith("ERROR")] or log[-5:]
+    print("\n".join(errors), f"\npip failed ({pip.returncode}): {' '.join(command[1:])}", file=sys.stderr)
+    return None
+
+
+def activity(line: str) -> str | None:
+    """What a line of pip's says that it does now; None where it says nothing of that."""
+    words = line.split()
+    if not words:
+        return None
+    if words[0] == "Downloading" and len(words) > 1:
+        size = line[line.rindex("(") :].strip() if "(" in line else ""
+        return f"downloading {words[1].rpartition('/')[2].split('-')[0]} {size}".strip()
+    if words[0] in ("Collecting", "Using") and len(words) > 1:
+        return f"looking for {words[1]}" if words[0] == "Collecting" else None
+    if line.startswith("Installing collected packages"):
+        return f"installing {len(line.partition(':')[2].split(','))} packages"
+    return None
+
+
+def _tell(doing: list[str], ended: threading.Event, began: float) -> None:
+    moving, pause = sys.stdout.isatty(), 0.25 if sys.stdout.isatty() else 30.0
+    while not ended.wait(pause):
+        line = f"pip: {doing[0]}, {time.monotonic() - began:.0f} s"
+        width = shutil.get_terminal_size().columns - 1
+        sys.stdout.write(f"\r\x1b[K{line[:width]}" if moving else f"{line}\n")
+        sys.stdout.flush()
+        pause = pause if moving else 2 * pause
+    if moving:
+        sys.stdout.write("\r\x1b[K")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

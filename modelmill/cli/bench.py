@@ -260,8 +260,7 @@ def _startup(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import is_engine, open_artifact
     from modelmill.eval.report import device_name
     from modelmill.eval.startup import measure
-    from modelmill.runtime.device import use_threads
-    from modelmill.runtime.loop import pick_device
+    from modelmill.runtime.device import pick_device, prepare, use_threads
 
     # A checkpoint is built first: its build is no part of a start.
     given = _engine(args)
@@ -270,6 +269,7 @@ def _startup(args: Args) -> dict[str, Any]:
     if device == "cpu":
         use_threads(args.run.threads)
     with progress("startup", quiet=args.json) as told:
+        prepare(device, told)  # compiling, once on a machine, is no part of a start
         found = measure(engine, changed(args.run), input_length=args.input_len, runs=args.runs or RUNS, progress=told)
     build = open_artifact(engine).manifest.build
     facts = {"engine": str(args.engine), "device": device_name(device), "dtype": build["dtype"]}

@@ -44,7 +44,7 @@ def measure_ops(args: Any) -> dict[str, Any]:
     from modelmill.eval.op_bench import Wanted, bench
     from modelmill.eval.report import device_name
     from modelmill.ops import shelf
-    from modelmill.runtime.device import pick_device, use_threads
+    from modelmill.runtime.device import pick_device, prepare, use_threads
 
     device = pick_device(args.run.device)
     if device == "cpu":
@@ -54,7 +54,8 @@ def measure_ops(args: Any) -> dict[str, Any]:
     ops = (*shelf.OPS, *shelf.SPANS)
     wanted = Wanted(tuple(args.op), tuple(args.variant), args.case, args.runs)
     done: list[Timed] = []
-    with torch.inference_mode(), progress("ops", quiet=args.json) as told:
+    with torch.inference_mode(), progress("ops", quiet=args.json, lines=True) as told:
+        prepare(device, told)
         ceilings = measure(device, [dtype])
         for each in bench(ceilings, dtype, wanted):
             done.append(each)

@@ -35,6 +35,8 @@ MORE = """Examples:
 STILL = ("dtype", "quantization", "activation_scales", "weight_scales", "target", "kernels", "seed")
 """The options that concern an engine which segments images."""
 
+QUIET_SECONDS = 60.0
+"""With --quiet, seconds between lines where there is no terminal."""
 OF_CALIBRATION = ("calibration_samples", "calibration_length")
 
 
@@ -50,6 +52,8 @@ class Args(Common):
     output: Path | None = option(
         None, "engine folder to write; it appears when it is complete", flags=("-o", "--output"), metavar="ENGINE"
     )
+    force: bool = option(False, "replace an engine that stands at -o already", flags=("--force",))
+    quiet: bool = option(False, "say what was built in one line, without the plan and the tables", flags=("--quiet",))
     dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
     delta: Path | None = option(None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA")
     check: bool = option(True, "judge the engine against the float32 reference before it appears")
@@ -60,17 +64,23 @@ class Args(Common):
 
 def run(args: Args) -> int:
     """Print the plan, build, print the acceptance summary. A refused engine raises AcceptanceError."""
-    from modelmill.artifact.store import is_engine
-    from modelmill.build.plan import make_plan
-    from modelmill.checkpoint.open import open_checkpoint
-
     if args.output is None and not args.dry_run:
         raise UsageError("-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan alone)")
-    source, vision = args.eyes.with_checkpoint(args.checkpoint)
-    if is_engine(source):
-        raise UsageError(f"{source} is an engine already; give the checkpoint that it was built from")
-    checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
-    with progress("planning", quiet=args.json, lines=True) as told:
+    every = QUIET_SECONDS if args.quiet else None
+    with progress("planning", quiet=args.json, lines=True, every=every) as told:
+        from modelmill.artifact.store import check_place, is_engine  # inside, since torch takes seconds to import
+        from modelmill.build.plan import make_plan
+        from modelmill.checkpoint.open import open_checkpoint
+        from modelmill.runtime.device import prepare
+
+        source, vision = args.eyes.with_checkpoint(args.checkpoint)
+        if is_engine(source):
+            raise UsageError(f"{source} is an engine already; give the checkpoint that it was built from")
+        there = args.output is not None and not args.dry_run and check_place(args.output)
+        checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
+        if there and not args.force and args.build.quantization == "auto":  # whose plan alone takes minutes
+            raise UsageError(f"{args.output} is an engine already; choose another -o, or replace it with --force")
+        prepare("cpu" if args.build.target == "cpu" else "auto", told)
         made = make_plan(checkpoint, args.build, told)
     check_concerns(args.build, still=made.kind != "language")
     plan = made.describe()
@@ -79,13 +89,44 @@ def run(args: Args) -> int:
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
         return 0
-    if not args.json:
-        show_plan(plan)
+    if there and not args.force:
+        return _already(args, made)
+    return _build(args, source, vision, made)
+
+
+def _already(args: Args, made: Plan) -> int:
+    """What is there is left alone: it is what was asked for, or UsageError says in what it is not."""
+    from modelmill.artifact.store import open_artifact
+    from modelmill.build.existing import differences
+
+    assert args.output is not None
+    with progress("comparing with what is there", quiet=args.json, lines=True) as told:
+        odd = differences(made, args.output, check=args.check, progress=told)
+    if odd:
+        more = f" and {len(odd) - 2} more" if len(odd) > 2 else ""
+        raise UsageError(
+            f"{args.output} is an engine already, and another one ({'; '.join(odd[:2])}{more}); "
+            "choose another -o, or replace it with --force"
+        )
+    if args.json:
+        report = open_artifact(args.output).acceptance()
+        done = {"engine": str(args.output), "seconds": 0.0, "plan": made.describe(), "acceptance": report}
+        emit_json({**done, "tuning": None})
+    else:
+        print(f"{args.output} is already built from this checkpoint with these options (--force builds it again)")
+    return 0
+
+
+def _build(args: Args, source: Path, vision: Any, made: Plan) -> int:
     from modelmill.llm import build_engine
 
+    assert args.output is not None
+    plan = made.describe()
+    if not args.json and not args.quiet:
+        show_plan(plan)
     began = time.perf_counter()
     try:
-        with progress("building", lines=not args.json) as told:
+        with progress("building", lines=not args.json, every=QUIET_SECONDS if args.quiet else None) as told:
             how: dict[str, Any] = {
                 "delta": args.delta,
                 "vision": vision,
@@ -99,7 +140,7 @@ def run(args: Args) -> int:
         note("stopped; the same command goes on from here")
         raise
     seconds = time.perf_counter() - began
-    _warn_of_template(checkpoint)
+    _warn_of_template(made.checkpoint)
     if made.generation is not None and (unused := made.generation.warning()) is not None:
         note(unused)
     tuned = _tuned(made, args)
@@ -107,6 +148,9 @@ def run(args: Args) -> int:
         tuning = None if tuned is None else {"device": tuned.device, "choices": tuned.choices, "facts": tuned.facts}
         done = {"engine": str(args.output), "seconds": seconds, "plan": plan, "acceptance": report, "tuning": tuning}
         emit_json(done)
+        return 0
+    if args.quiet:
+        print(f"{args.output} is ready ({seconds:.1f} s): {in_short(report)}")
         return 0
     show_acceptance(report)
     if tuned is not None:
@@ -279,6 +323,15 @@ def show_acceptance(report: dict[str, Any]) -> None:
     recipe = report.get("recipe") or []
     show_recipe(recipe, any(each["before"] != each["after"] for each in recipe))
     show_modules([_of_parts(row) for row in report.get("layers", [])])
+
+
+def in_short(report: dict[str, Any]) -> str:
+    """The acceptance report in a few words."""
+    if not report or report.get("accepted") is None:
+        return (report or {}).get("reason", "built without acceptance")
+    size = byte_text(report["bytes"]) if "bytes" in report else ""
+    words = [f"accepted ({report.get('verdict')})", f"{len(report.get('layers', []))} modules compared", size]
+    return ", ".join(filter(None, words))
 
 
 def _of_parts(row: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine import ENGINE_HELP, SAMPLING_HELP, CacheBuild, open_llm
 from modelmill.cli.options import Common, config
 from modelmill.cli.output import emit_json, note
-from modelmill.cli.run import Interrupt, tell_speed, with_limit
+from modelmill.cli.run import Interrupt, first_token, tell_room, tell_speed, with_limit
+from modelmill.cli.terminal import Wrapper, hidden_keys, wrapper
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import RequestError, TemplateError, UsageError
 from modelmill.core.types import SamplingParams
@@ -35,7 +36,7 @@ Examples:
 COMMANDS = """/system TEXT   set the system message (alone: show it)
 /image FILE    show a picture with the next message (engines that read pictures)
 /reset         forget the conversation
-/save FILE     write the conversation as JSON
+/save FILE     write the conversation as JSON (/save! FILE replaces a file)
 /help          this list
 /exit          leave (also Ctrl-D)"""
 
@@ -62,7 +63,7 @@ def run(args: Args) -> int:
     if (args.engine is None) == (args.url is None):
         raise UsageError("give one of ENGINE and --url URL")
     llm, params = _far(args) if args.engine is None else _near(args, args.engine)
-    talk = Talk(llm, params, args.system, stream=args.stream, silent=args.json)
+    talk = Talk(llm, params, args.system, stream=args.stream, silent=args.json, asked=args.sampling)
     for image in args.image:
         talk.show(image)
     if sys.stdin.isatty() and not args.json:
@@ -111,12 +112,23 @@ class Talk:
     """A conversation: its messages, and what each line of the user does to them."""
 
     def __init__(
-        self, llm: LLM | Far, params: SamplingParams, system: str | None, *, stream: bool = True, silent: bool = False
+        self,
+        llm: LLM | Far,
+        params: SamplingParams,
+        system: str | None,
+        *,
+        stream: bool = True,
+        silent: bool = False,
+        asked: SamplingParams | None = None,
     ) -> None:
+        """asked: what the user gave, of ``params``; where an answer cannot be as long as that, it is said once."""
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent
         self.messages: list[dict[str, Any]] = []
         self._shown: list[str] = []
+        self._saved: set[Path] = set()
+        # of a server's engine it is not known how much it reads
+        self._asked = asked if hasattr(llm, "loop") else None
         if system is not None:
             self._set_system(system)
 
@@ -146,8 +158,8 @@ class Talk:
             self._say(next((each["content"] for each in self.messages if each["role"] == "system"), "(none)"))
         elif name == "image":
             self._show(rest)
-        elif name == "save":
-            self._save(rest)
+        elif name in ("save", "save!"):
+            self._save(rest, replace=name == "save!")
         else:
             self._say(f"there is no command /{name}; /help tells them")
         return True
@@ -172,13 +184,20 @@ class Talk:
         rest = [each for each in self.messages if each["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest]
 
-    def _save(self, name: str) -> None:
+    def _save(self, name: str, replace: bool) -> None:
+        """Write the conversation; over a file only where this talk wrote it, or where ``replace`` is asked for."""
         if not name:
             self._say("/save needs a file name")
             return
+        file = Path(name).expanduser()
         try:
-            Path(name).expanduser().write_text(json.dumps(self.messages, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            over = replace or file.resolve() in self._saved
+            with file.open("w" if over else "x", encoding="utf-8") as sink:
+                sink.write(json.dumps(self.messages, indent=1, ensure_ascii=False) + "\n")
+            self._saved.add(file.resolve())
             self._say(f"(saved to {name})")
+        except FileExistsError:
+            self._say(f"{name} exists; /save! {name} replaces it")
         except OSError as error:
             self._say(f"cannot write {name}: {error.strerror}")
 
@@ -210,22 +229,35 @@ class Talk:
         began = time.perf_counter()
         parts: list[str] = []
         answer: Answer | None = None
-        with Interrupt() as interrupt:
+        wrapped = wrapper() or Wrapper(lambda: sys.maxsize)
+        with Interrupt() as interrupt, hidden_keys(), first_token(self.llm) as came:
             stream: Any = self.llm.stream(messages, self.params)
             for delta in stream:
+                if answer is None:
+                    if self.stream:
+                        came()
+                    self._tell_room(delta.answer)
                 answer = delta.answer
                 parts.append(delta.text)
                 if self.stream:
-                    self._write(delta.text)
+                    self._write(wrapped.feed(delta.text))
                 if interrupt.asked:
                     stream.close()
                     break
         if not self.stream:
-            self._write("".join(parts))
-        self._write(" [stopped]\n" if interrupt.asked else "\n")
+            self._write(wrapped.feed("".join(parts)))
+        self._write(wrapped.end() + (" [stopped]\n" if interrupt.asked else "\n"))
         if answer is not None and not self.silent:
             tell_speed([answer], time.perf_counter() - began)
         return "".join(parts)
+
+    def _tell_room(self, answer: Answer) -> None:
+        """Once: the room for answers becomes less with every turn."""
+        if self._asked is not None and len(answer.prompt_token_ids) + (self._asked.max_tokens or 0) > (
+            self.llm.loop.max_model_len  # type: ignore[union-attr]
+        ):
+            tell_room(self.llm, self._asked, [answer])
+            self._asked = None
 
     def _write(self, text: str) -> None:
         if not self.silent:

@@ -67,8 +67,8 @@ def run(args: Args) -> int:
     check_sizes(artifact.manifest, checkpoint)
     # rounded keys are no fault of the engine's
     settings = replace(args.run, enable_prefix_caching=False, cuda_graphs=False, kv_cache_dtype="activations")
-    llm = LLM(args.engine, **changed(settings))
-    with progress("comparing") as told:
+    with progress("comparing", lines=True) as told:
+        llm = LLM(args.engine, progress=told, **changed(settings))
         ids = sample_ids(artifact)
         result = align(llm, checkpoint, lambda: compare_engine(llm.loop, checkpoint, ids, progress=told))
     emit_json(result) if args.json else _show(result, args.all)
@@ -82,13 +82,14 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     from modelmill.accept.segment import compare_segmentation
     from modelmill.build.kinds import described
     from modelmill.cli.build import show_acceptance
-    from modelmill.runtime.device import pick_device
+    from modelmill.runtime.device import pick_device, prepare
     from modelmill.vision.open import open_eye
 
     if args.plot is not None or args.all:
         raise UsageError("--plot and --all are for language models; of an encoder --json tells every module")
-    eye = open_eye(artifact, pick_device(args.run.device), args.run.kernels)
-    with progress("comparing") as told:
+    with progress("comparing", lines=True) as told:
+        prepare(args.run.device, told)
+        eye = open_eye(artifact, pick_device(args.run.device), args.run.kernels)
         result = compare_segmentation(artifact, eye, described(checkpoint), progress=told)
     emit_json(result) if args.json else show_acceptance(result)
     if not args.json and not result["accepted"]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.cli.options import Common
-from modelmill.cli.output import emit_json, facts, table
+from modelmill.cli.output import emit_json, facts, progress, table
 from modelmill.core import env, packages
 from modelmill.core.config import option
 from modelmill.core.size import byte_text
@@ -39,7 +39,11 @@ class Args(Common):
 
 def run(args: Args) -> int:
     """Tell the environment; exit code 1 where a needed package is missing."""
-    found = {**examine(), **({} if args.engine is None else {"engine": examine_engine(args.engine)})}
+    with progress("looking around", lines=True) as told:
+        from modelmill.runtime.device import prepare
+
+        prepare("cpu", told)
+        found = {**examine(), **({} if args.engine is None else {"engine": examine_engine(args.engine)})}
     emit_json(found) if args.json else _show(found)
     return 1 if any(not each["needs"] for each in found["missing"]) else 0
 

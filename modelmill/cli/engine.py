@@ -57,9 +57,9 @@ def open_llm(model: Path, build: CacheBuild, run: RunConfig, **more: Any) -> LLM
 
     A dtype or recipe that is given together with an engine is refused by LLM. more: LLM's own options.
     """
-    from modelmill.llm import LLM
+    with progress(f"opening {model.name}", lines=True) as told:
+        from modelmill.llm import LLM  # inside, since torch takes seconds to import
 
-    with progress("building") as told:
         given = {name: value for name, value in more.items() if value is not None}
         return LLM(model, progress=told, **changed(build), **changed(run), **given)
 

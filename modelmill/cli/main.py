@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from modelmill.cli.streams import forgiving
-from modelmill.core import env, heap
+from modelmill.core import disk, env, heap
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.find import find, names, nearest
 
 SUPPORT = (
     *("main", "options", "output", "values", "engine", "eyes", "figures", "far", "drawn"),
-    *("bench_ops", "bench_serve", "serve_ray", "streams", "lines"),
+    *("bench_ops", "bench_serve", "serve_ray", "streams", "lines", "help_page", "terminal"),
 )
 """Modules of this folder that are no verbs."""
 
@@ -30,7 +31,9 @@ ORDER = (
 )
 """The order of the help page; a verb that is not named here stands behind these."""
 
-ELSEWHERE = {"quantize": "build -q", "quantise": "build -q", "eval": "perplexity", "generate": "run"}
+ABOUT = "Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it."
+
+ELSEWHERE = {"quantize": "build -q", "quantise": "build -q", "eval": "perplexity", "generate": "run", "help": "--help"}
 """Verbs of other programs, and what does it here."""
 
 
@@ -66,12 +69,18 @@ def execute(argv: list[str]) -> int:
         return _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except OSError as error:
+        told = disk.told(error)
+        if told is None:
+            raise
+        return _fail(told, 1)
     except Exception as error:
         # typer carries click inside itself in its newer versions, so click's errors are known by their shape only.
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
-            return 2  # typer has printed the help page
+            print(error.format_message(), file=sys.stderr)
+            return 2
         return _fail(_reworded(error, argv), 2)
 
 
@@ -93,9 +102,12 @@ def _app(verb: str | None) -> Any:
     """The typer application with the flags of one verb; of the others only name and help."""
     import typer
 
+    from modelmill.cli.help_page import command_class, group_class, top_page, verb_page
+
     app = typer.Typer(
         name="modelmill",
-        help="Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it.",
+        help=ABOUT,
+        cls=group_class(lambda width: top_page(ABOUT, _listed_verbs(), width)),
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
@@ -107,7 +119,8 @@ def _app(verb: str | None) -> Any:
         module = find("modelmill.cli", name)
         assert module is not None
         call = _call(module) if completing or name == verb else _placeholder
-        app.command(name, help=_long_help(module), short_help=module.HELP, context_settings=_settings())(call)
+        page = command_class(partial(verb_page, name, module))
+        app.command(name, cls=page, help=module.HELP, short_help=module.HELP, context_settings=_settings())(call)
     return app
 
 
@@ -115,7 +128,6 @@ def _settings() -> dict[str, Any]:
     return {
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda word: word.replace("_", "-"),
-        "max_content_width": 110,
     }
 
 
@@ -125,10 +137,10 @@ def _call(module: ModuleType) -> Callable[..., int]:
     return call_of(module.Args, module.run)
 
 
-def _long_help(module: ModuleType) -> str:
-    """A verb's help page: its one line, and the examples of its module, as they stand."""
-    more = getattr(module, "MORE", "")
-    return f"{module.HELP}\n\n{more}" if more else module.HELP
+def _listed_verbs() -> list[tuple[str, str]]:
+    """Every verb with its one line."""
+    modules = [(name, find("modelmill.cli", name)) for name in verbs()]
+    return [(name.replace("_", "-"), module.HELP) for name, module in modules if module is not None]
 
 
 def _placeholder() -> None:
@@ -167,6 +179,8 @@ def _reworded(error: Any, argv: list[str]) -> str:
         hint = nearest(option.replace("_", "-"), known)
         text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
     text = (text[:1].lower() + text[1:]).replace("Value error, ", "", 1)
+    if type(error).__name__ == "MissingParameter":
+        text += _form_of(argv)
     given = _given_by(error)
     if given:
         text = text.replace("for '--", f"in {given} for '--", 1)
@@ -174,6 +188,15 @@ def _reworded(error: Any, argv: list[str]) -> str:
         text += "; the prompt goes behind --prompt"
     verb = next((word for word in argv if not word.startswith("-")), "")
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
+
+
+def _form_of(argv: list[str]) -> str:
+    """How the verb is called, for who left something out."""
+    from modelmill.cli.help_page import form
+
+    verb = _verb(argv)
+    module = find("modelmill.cli", verb) if verb else None
+    return "" if verb is None or module is None else f"; the form is: {form(verb, module)}"
 
 
 def _given_by(error: Any) -> str | None:

@@ -11,6 +11,7 @@ others are further names of it), ``positional``, ``metavar``, ``required``, ``hi
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -210,6 +211,12 @@ def _metavar(flag: Flag) -> str | None:
     return {"pairs": "KEY=VALUE", "ints": "N,N,…"}.get(flag.shape)
 
 
+def help_of(flag: Flag) -> str:
+    """A flag's help with its choices and its default."""
+    text = _with_default(flag)
+    return f"{text}; one of {', '.join(map(str, flag.choices))}" if flag.choices else text
+
+
 def _with_default(flag: Flag) -> str:
     if flag.default in (None, (), {}, "") or (flag.kind is bool and not flag.negatable):
         return flag.help
@@ -225,9 +232,10 @@ def call_of(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
     """A function with the signature that typer reads; it gathers the values into ``args`` and runs."""
 
     def call(**given: Any) -> int:
+        from modelmill.cli.help_page import form
         from modelmill.cli.values import gather
 
-        chosen = gather(args, given)
+        chosen = gather(args, given, lambda: form(run.__module__.rpartition(".")[2], sys.modules[run.__module__]))
         try:
             return run(chosen)
         except BrokenPipeError as error:  # of a process of ours: typer would end without a word

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from modelmill.core import env
+from modelmill.progress import Announcer, TerminalLine, parse_report, reporter
 
 Progress = Callable[..., None]
 """Called with (stage, done, total) or (done, total)."""
@@ -40,8 +41,7 @@ def note(text: str) -> None:
 
 def plain() -> bool:
     """Whether output is to be without colours and progress bars."""
-    names = env.child()
-    return bool(names.get("NO_COLOR") or names.get("CI"))
+    return env.plain()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
@@ -103,56 +103,38 @@ def _number_like(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def progress(label: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Progress]:
-    """A bar on stderr while the block runs, if stderr is a terminal; yields the function that moves it.
+def progress(
+    label: str, *, quiet: bool = False, lines: bool = False, every: float | None = None, delay: float = 0.0
+) -> Iterator[Progress]:
+    """A line that moves on stderr while the block runs, if stderr is a terminal; yields the function that moves it.
 
-    lines: without a terminal (or plain) a line on stderr every ten seconds and more.
+    lines: without a terminal (or plain) a line on stderr every ten seconds (or ``every``) and more, and one for each
+    compilation. delay: seconds before a terminal's line is drawn.
     """
     if quiet or plain() or not sys.stderr.isatty():
-        with _told_in_lines(label) if lines and not quiet else contextlib.nullcontext(lambda *_: None) as told:
+        with _told_in_lines(label, every) if lines and not quiet else contextlib.nullcontext(lambda *_: None) as told:
             yield told
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    layout = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*layout, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def move(*told: Any) -> None:
-            stage, numbers = _stage(label, told)
-            if len(numbers) < 2:
-                return
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=numbers[1])
-            bars.update(tasks[stage], completed=numbers[0], total=numbers[1])
-
-        yield move
+    display = TerminalLine(label, delay)
+    try:
+        yield reporter(label, display)
+    finally:
+        display.close()
 
 
 @contextlib.contextmanager
-def _told_in_lines(label: str) -> Iterator[Progress]:
+def _told_in_lines(label: str, every: float | None) -> Iterator[Progress]:
     from modelmill.cli.lines import Lines
 
-    told = Lines(label, note)
+    told, announcer = Lines(label, note, *(() if every is None else (every,))), Announcer(sys.stderr.write)
 
     def move(*given: Any) -> None:
-        stage, numbers = _stage(label, given)
+        stage, numbers = parse_report(label, given)
         if len(numbers) >= 2:
+            announcer.update(stage, *numbers[:2])
             told.tell(stage, *numbers[:2])
 
     try:
         yield move
     finally:
         told.end()
-
-
-def _stage(label: str, told: Sequence[Any]) -> tuple[str, list[float]]:
-    """(stage, done, total) or (done, total): the stage, which is ``label`` where none is named, and the numbers."""
-    stage = str(told[0]) if told and isinstance(told[0], str) else label
-    return stage, [each for each in told if isinstance(each, (int, float))]

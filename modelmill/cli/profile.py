@@ -51,14 +51,18 @@ def run(args: Args) -> int:
     from modelmill.eval.ceilings import in_words, measure, rates
     from modelmill.eval.profile import Work, profile
     from modelmill.eval.report import device_name
-    from modelmill.runtime.device import pick_device, use_threads
+    from modelmill.runtime.device import pick_device, prepare, use_threads
 
     if args.batch < 1 or args.prompt < 1 or args.lines < 0:
         raise UsageError("--batch and --prompt must be at least 1, --lines at least 0")
+    if args.trace is not None:
+        chrome.check_place(args.trace)  # before anything is measured
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
-    ceilings = measure(device, [])  # before the engine takes the memory
+    with progress("measuring the device", lines=True) as told:
+        prepare(args.run.device, told)
+        ceilings = measure(device, [])  # before the engine takes the memory
     loop = open_llm(args.engine, args.build, args.run).loop
     ceilings = replace(ceilings, products=rates(device, [loop.dtype]))
     build = loop.artifact.manifest.build  # type: ignore[union-attr]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from modelmill.cli.options import Common
 from modelmill.cli.output import emit_json, note, progress
+from modelmill.core import disk
 from modelmill.core.config import option
+from modelmill.core.errors import CheckpointError
 from modelmill.core.size import byte_text
 
 HELP = "Fetch a checkpoint: the demo model by its short name, or any model of the Hugging Face hub."
@@ -33,8 +35,15 @@ def run(args: Args) -> int:
     from modelmill.checkpoint.pull import pull
     from modelmill.core.env import cache_dir
 
-    with progress(f"pulling {args.name}") as told:
-        path = pull(args.name, args.output or cache_dir() / "models", told)
+    folder = args.output or cache_dir() / "models"
+    with progress(f"pulling {args.name}", lines=True) as told:
+        try:
+            path = pull(args.name, folder, told)
+        except OSError as error:
+            if error.errno not in disk.REFUSALS:
+                raise
+            other = "choose another -o" if args.output else "name a folder with -o, or another cache in MODELMILL_CACHE"
+            raise CheckpointError(f"cannot write {folder}: {error.strerror}; {other}") from None
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     count = sum(each.stat().st_size for each in files)
     if args.json:

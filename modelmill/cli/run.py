@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.engine import ENGINE_HELP, SAMPLING_HELP, CacheBuild, open_llm
 from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, note
+from modelmill.cli.output import emit_json, note, progress
 from modelmill.cli.streams import reader_left
+from modelmill.cli.terminal import wrapper
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.types import SamplingParams
@@ -40,6 +42,8 @@ JOBS = ("messages", "prompt_token_ids", "prompt", "text")
 OF_ALL = {each.name for each in fields(SamplingParams)} | {"image", "images", "system", "cache_salt", "max_new_tokens"}
 """Said on the command line for all lines of a file."""
 
+DELAY = 1.0
+"""Seconds without a token before a terminal shows that one is waited for."""
 MAX_TOKENS = 512
 """The longest answer where neither --max-tokens nor the engine's generation_config says otherwise."""
 
@@ -82,7 +86,7 @@ def run(args: Args) -> int:
     if args.dump is not None:
         _dump(llm, asks, *args.dump)
     if args.file is None and not args.json and params.n == 1:
-        return _stream(llm, asks[0], params)
+        return _stream(llm, asks[0], params, args.sampling)
     return _batch(args, llm, asks, params)
 
 
@@ -158,20 +162,55 @@ def with_pictures(text: str, images: Sequence[Path]) -> Any:
     return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
 
 
-def _stream(llm: LLM, ask: Any, params: SamplingParams) -> int:
+@contextlib.contextmanager
+def first_token(llm: Any) -> Iterator[Callable[[], None]]:
+    """Show that the first token is being waited for, until the function that it yields is called.
+
+    A GPU's kernels are compiled when they are first met, which may take longer than all of an answer.
+    """
+    on_gpu = str(getattr(getattr(llm, "loop", None), "device", "")).startswith("cuda")
+    label = "first token (kernels are compiled at their first use)" if on_gpu else "first token"
+    with contextlib.ExitStack() as waiting:
+        waiting.enter_context(progress(label, lines=True, delay=DELAY))
+        yield waiting.close
+
+
+def tell_room(llm: Any, asked: SamplingParams, answers: Sequence[Answer]) -> None:
+    """One line on stderr where an answer cannot be as long as it was asked for."""
+    longest, prompts = llm.loop.max_model_len, [len(answer.prompt_token_ids) for answer in answers]
+    room = longest - max(prompts)
+    for name, tokens in (("--max-tokens", asked.max_tokens), ("--min-tokens", asked.min_tokens)):
+        short = sum(tokens is not None and prompt + tokens > longest for prompt in prompts)
+        if tokens is None or not short:
+            continue
+        whose = "the answer ends" if len(prompts) == 1 else f"{short} of {len(prompts)} answers end"
+        took = "the prompt takes" if len(prompts) == 1 else "the longest prompt takes"
+        note(
+            f"{name} {tokens}: {whose} at {room} tokens at the latest, since the engine reads {longest} in all and "
+            f"{took} {max(prompts)}"
+        )
+        return
+
+
+def _stream(llm: LLM, ask: Any, params: SamplingParams, asked: SamplingParams) -> int:
     began = time.perf_counter()
     answer: Answer | None = None
     tell_sampling(llm, params)
-    with Interrupt() as interrupt:
+    wrapped = wrapper()
+    with Interrupt() as interrupt, first_token(llm) as came:
         stream = llm.stream(ask, params)
         for delta in stream:
+            if answer is None:
+                came()
+                tell_room(llm, asked, [delta.answer])
             answer = delta.answer
-            sys.stdout.write(delta.text or _ids(llm, delta.token_ids))
+            text = delta.text or _ids(llm, delta.token_ids)
+            sys.stdout.write(text if wrapped is None else wrapped.feed(text))
             sys.stdout.flush()
             if interrupt.asked or reader_left():
                 stream.close()  # type: ignore[attr-defined]
                 break
-    sys.stdout.write("\n")
+    sys.stdout.write("\n" if wrapped is None else f"{wrapped.end()}\n")
     sys.stdout.flush()
     if answer is not None:
         tell_speed([answer], time.perf_counter() - began)
@@ -196,6 +235,7 @@ def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int
             answers.update(zip(places, found, strict=True))
     seconds = time.perf_counter() - began
     ordered = [answers[place] for place in range(len(asks))]
+    tell_room(llm, args.sampling, ordered)
     if args.json:
         told = [as_json(answer, seconds) for answer in ordered]
         emit_json(told if args.file is not None else told[0])

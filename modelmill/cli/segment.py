@@ -84,14 +84,14 @@ class Args(Common):
 
 def run(args: Args) -> int:
     """Segment, draw, tell. 1 where a picture of several could not be read; a single one raises."""
-    from modelmill.segmenter import Segmenter
-
     question = _question(args)
     paths = expand(args.images)
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
     drawings = Drawings(args.output, args.masks, (*paths, *rough), several)
-    with progress("building", lines=True) as told:
+    with progress(f"opening {args.engine.name}", lines=True) as told:
+        from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
+
         segmenter = Segmenter(
             args.engine, device=args.device, threads=args.threads, progress=told, **changed(args.build)
         )

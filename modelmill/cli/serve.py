@@ -162,7 +162,7 @@ def _keys(file: Path | None) -> list[str]:
 def _names(args: Args) -> list[str]:
     """A name for each engine."""
     if not args.engines:
-        raise UsageError("give at least one ENGINE")
+        raise UsageError("give at least one ENGINE, for example: modelmill serve model.engine --port 8000")
     names = list(args.served_model_name) or [path.resolve().name.removesuffix(".engine") for path in args.engines]
     if not all(name.strip() for name in names):
         raise UsageError("--served-model-name must not be empty")

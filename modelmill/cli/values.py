@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,8 +19,10 @@ T = TypeVar("T")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 
 
-def gather(args: type[T], given: Mapping[str, Any]) -> T:
+def gather(args: type[T], given: Mapping[str, Any], form: Callable[[], str] | None = None) -> T:
     """An ``args`` from typer's values (None: not given), the --config file and the defaults.
+
+    form: how the verb is called, for who left something out.
 
     Raises UsageError, in one line, for a value of the wrong kind, an unknown key in the file, or a missing flag.
     """
@@ -36,7 +38,8 @@ def gather(args: type[T], given: Mapping[str, Any]) -> T:
         values = {**_from_file(flags, values["config"]), **values}
     for flag in flags:
         if flag.required and flag.name not in values:
-            raise UsageError(f"{flag.label} is missing: {flag.help}")
+            more = "" if form is None else f"; the form is: {form()}"
+            raise UsageError(f"{flag.label} is missing: {flag.help}{more}")
     return _build(args, values)
 
 

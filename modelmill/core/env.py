@@ -1,6 +1,18 @@
 """The only reader of the environment. Each variable is named here with its meaning.
 
-======================  ==================================================================="""
+======================  ==========================================================================
+MODELMILL_CACHE         folder for pulled models, built engines and compiled kernels (~/.cache/modelmill)
+MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
+MODELMILL_CPU_KERNELS   auto (default): the compiled CPU kernels of the package, else compiled here; prebuilt: the
+                        first alone; native: the second alone; none: torch computes
+TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)
+OMP_WAIT_POLICY         how threads of torch's OpenMP wait: PASSIVE is ours where the user has set none of this line and
+GOMP_SPINCOUNT          the next two, in processes of ours (the command line, workers); read when torch is imported
+KMP_BLOCKTIME           the same for LLVM's and Intel's OpenMP
+MALLOC_*, GLIBC_TUNABLES  glibc's own: where one speaks of malloc's thresholds, ours are not set
+NO_COLOR, CI, TERM=dumb plain output without colours and progress bars
+======================  ==========================================================================
+"""
 
 from __future__ import annotations
 
@@ -96,3 +108,9 @@ def worker() -> dict[str, str]:
     """The environment of a process of ours that computes."""
     named = {name for name in WAITING if name in os.environ}
     return child() if named else {**child(), **_PASSIVE}
+
+
+def plain() -> bool:
+    """Whether output is to be without colours and progress bars."""
+    dumb = os.environ.get("TERM") == "dumb"  # it cannot move its cursor
+    return dumb or bool(os.environ.get("NO_COLOR") or os.environ.get("CI"))

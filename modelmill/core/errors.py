@@ -4,7 +4,8 @@
 
     ModelmillError                 one line: what was wrong, what to do
     ├── UsageError                 a flag, an argument or a combination that makes no sense (a ValueError)
-    │   └── RequestError           one request asks for something impossible; the engine goes on
+    │   ├── RequestError           one request asks for something impossible; the engine goes on
+    │   └── UnknownOption          a keyword that a class of ours does not know (a TypeError as well)
     ├── CheckpointError            a checkpoint cannot be used
     │   ├── CorruptCheckpoint      a file lies about itself, is truncated, or holds NaN/Inf
     │   ├── TensorMismatch         tensors missing or left over, or of the wrong shape or dtype
@@ -36,6 +37,10 @@ class UsageError(ModelmillError, ValueError):
 
 class RequestError(UsageError):
     """A single request is impossible; the engine is unharmed."""
+
+
+class UnknownOption(UsageError, TypeError):
+    """A keyword argument that a class for Python does not know."""
 
 
 GRAMMAR_LOST = "the answer could not be held to its grammar any further: too much work; ask for a simpler one"

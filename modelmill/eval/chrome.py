@@ -10,6 +10,8 @@ from typing import Any
 
 from modelmill.core.errors import UsageError
 
+_BEGINS = b'{"traceEvents"'
+
 
 @dataclass(frozen=True)
 class Event:
@@ -58,8 +60,22 @@ def lanes(events: Sequence[Event]) -> list[list[Event]]:
     return found
 
 
+def check_place(path: Path) -> None:
+    """Raises UsageError where a file stands that is no trace; a former one is replaced."""
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            former = file.read(len(_BEGINS)) == _BEGINS
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; choose another file") from None
+    if not former:
+        raise UsageError(f"{path} exists and is no trace; choose another file, or remove it")
+
+
 def write(path: Path, traced: Mapping[str, Any]) -> None:
-    """Raises UsageError where the file cannot be written."""
+    """Raises UsageError where the file cannot be written, or another file stands there."""
+    check_place(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(traced), encoding="utf-8")

@@ -18,11 +18,13 @@ def dump(loop: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, T
     """Run ``ids`` as a prompt and write the outputs of all modules whose names match the glob ``pattern``.
 
     A module's output has a row for each token; where it gives several tensors they are NAME.0, NAME.1, … . ids
-    themselves are written as ``ids`` [T] int64. Raises UsageError where nothing matches or the file cannot be written.
+    themselves are written as ``ids`` [T] int64. A former dump is replaced. Raises UsageError where nothing matches, the
+    file cannot be written, or another file stands there.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    check_place(path)
     known = [name for name, _ in loop.model.named_modules() if name]
     if not any(fnmatch(name, pattern) for name in known):
         hint = nearest(pattern, known)
@@ -38,6 +40,21 @@ def dump(loop: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, T
     except (OSError, SafetensorError) as error:  # the latter of a folder, for one
         raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
     return tensors
+
+
+def check_place(path: Path) -> None:
+    """Raises UsageError where a file stands that is no dump: a checkpoint is as well a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        return
+    try:
+        with safe_open(str(path), "pt") as file:
+            former = "ids" in file.keys()  # noqa: SIM118 -- it is no dict
+    except (OSError, SafetensorError):
+        former = False
+    if not former:
+        raise UsageError(f"{path} exists and is no dump; choose another file, or remove it")
 
 
 def _joined(kept: dict[str, list[Any]]) -> dict[str, Tensor]:

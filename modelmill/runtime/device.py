@@ -30,13 +30,18 @@ def pick_device(name: str) -> str:
     return "cuda:0" if name == "cuda" else name
 
 
+COMPILING = "compiling kernels for this machine, once"
+"""The stage that ``prepare`` tells."""
+
+
 def prepare(name: str, told: Callable[[str, int, int], None]) -> None:
     """Have the CPU's kernels compiled where the device is one and this machine has none yet. Raises as pick_device.
 
     told: (stage, done, total), so that who waits knows for what.
     """
-    if pick_device(name) == "cpu" and kernels.missing():
-        told("compiling kernels", 0, 1)
+    loaded = getattr(kernels.load, "cache_info", None)
+    if pick_device(name) == "cpu" and not (loaded is not None and loaded().currsize) and kernels.missing():
+        told(COMPILING, 0, 1)
         kernels.load()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import math
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field
 
+from modelmill.answer import unit_vector
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MEAN
 from modelmill.serve.schema import WHOLE, Ids, Shape
@@ -54,13 +53,5 @@ def vector(state: bytes, dimensions: int | None, packed: bool) -> list[float] | 
 
     Raises RequestError where it has fewer dimensions, or no direction.
     """
-    x = np.frombuffer(state, dtype="<f4").astype(np.float64)
-    if dimensions is not None:
-        if dimensions > len(x):
-            raise RequestError(f"dimensions={dimensions} exceeds the {len(x)} of this engine's states")
-        x = x[:dimensions]
-    length = math.sqrt(float(x @ x))
-    if not length > 0 or not math.isfinite(length):
-        raise RequestError("input has a state without a direction (all zeros); give another, or more dimensions")
-    unit = (x / length).astype("<f4")
+    unit = unit_vector(state, dimensions)
     return base64.b64encode(unit.tobytes()).decode() if packed else unit.tolist()

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,12 @@ def _progress(wire: Wire, seconds: float = 0.1) -> Callable[[str, int, int], Non
     return told
 
 
+def _announce(told: Callable[[str, int, int], None], stage: str, done: int, total: int) -> None:
+    """Tell the server, and who reads the terminal or the log: it takes long and comes before all else."""
+    sys.stderr.write(f"modelmill: {stage}\n")
+    told(stage, done, total)
+
+
 def main(argv: list[str]) -> int:
     """``python -m modelmill.serve.worker FD``."""
     # whoever started the server tells the server; it tells us by closing the socket
@@ -357,7 +364,7 @@ def main(argv: list[str]) -> int:
     inbox = Inbox(wire, lost=lambda: os._exit(LOST), opening=True)
     try:
         told = _progress(wire)
-        prepare(str(order.run.get("device", "auto")), told)
+        prepare(str(order.run.get("device", "auto")), partial(_announce, told))
         artifact = artifact_of(order, told)
         if artifact.manifest.kind == KIND:
             view(order, artifact, wire, inbox)

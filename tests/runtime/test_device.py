@@ -8,7 +8,7 @@ import pytest
 
 from modelmill.core.errors import UsageError
 from modelmill.ops.cpu import build as kernels
-from modelmill.runtime.device import prepare
+from modelmill.runtime.device import COMPILING, prepare
 
 
 def test_who_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_who_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     for missing in (True, False):
         monkeypatch.setattr(kernels, "missing", lambda: missing)  # noqa: B023
         prepare("cpu", lambda *stage: told.append(stage))
-    assert (told, made) == ([("compiling kernels", 0, 1)], [1])
+    assert (told, made) == ([(COMPILING, 0, 1)], [1])
     with pytest.raises(UsageError, match="--device"):
         prepare("tpu", lambda *_: None)
 

@@ -58,6 +58,15 @@ def test_equal_to_transformers_in_float32(running: Running, states: list[torch.T
         np.testing.assert_allclose(found, each["embedding"], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_python_gets_the_same(running: Running, llm: LLM, states: list[torch.Tensor], pooling: str) -> None:
+    found = llm.embed(TEXTS, pooling=pooling)
+    expected = [unit(state[-1] if pooling == "last" else state.mean(0)) for state in states]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+    served = [each["embedding"] for each in embed(running, TEXTS, pooling=pooling, dimensions=16)["data"]]
+    np.testing.assert_allclose(llm.embed(TEXTS, pooling=pooling, dimensions=16), served, rtol=0, atol=2e-6)
+
+
 def test_ids_are_texts(running: Running, llm: LLM) -> None:
     ids = [llm.language.ids(text) for text in TEXTS]
     texts = [each["embedding"] for each in embed(running, TEXTS)["data"]]

@@ -1,0 +1,133 @@
+"""The options of the classes for Python: named, typed and described by the fields of RunConfig and BuildConfig.
+
+The types below are what editors and mypy see; ``accept_options`` gives the same names to ``help()`` and to completion.
+A test keeps both equal to the configs. What is not given is left out, so that a default can be told from a wish.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import TypedDict, TypeVar
+
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.errors import UnknownOption
+from modelmill.core.find import nearest
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class RunOptions(TypedDict, total=False):
+    """How an engine is started: the fields of RunConfig."""
+
+    device: str
+    tp: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_mixed_tokens: int | None
+    gpu_memory_utilization: float
+    kv_cache_bytes: int | None
+    kv_cache_dtype: str
+    page_size: int
+    enable_prefix_caching: bool
+    cuda_graphs: bool
+    threads: int | None
+    kernels: Mapping[str, str]
+    seed: int
+
+
+class BuildOptions(TypedDict, total=False):
+    """How a checkpoint is built: the fields of BuildConfig that RunConfig has not."""
+
+    dtype: str
+    quantization: str
+    quantize_head: bool
+    tower: str
+    method: str
+    group_size: int
+    symmetric: bool
+    max_kl: float | None
+    max_ppl_increase: float | None
+    layer_recipes: Mapping[str, str]
+    bits: str
+    mode: str
+    copies: int | None
+    activation_scales: str
+    weight_scales: str
+    alpha: str
+    max_layer_error: float | None
+    calibration: str | None
+    calibration_samples: int
+    calibration_length: int
+    target: str
+
+
+class EngineOptions(RunOptions, BuildOptions, total=False):
+    """Of a start, and of the build where a checkpoint is given."""
+
+
+class SegmenterOptions(BuildOptions, total=False):
+    """Of the build where a checkpoint is given; the rest of BuildConfig."""
+
+    max_model_len: int | None
+    kv_cache_dtype: str
+    seed: int
+
+
+RUN = tuple(each.name for each in fields(RunConfig))
+BUILD = tuple(each.name for each in fields(BuildConfig) if each.name not in RUN)
+"""Options that only a build reads."""
+
+
+def accept_options(*configs: type, leave: Iterable[str] = ()) -> Callable[[Init], Init]:
+    """For an ``__init__`` with ``**options``: its signature names the fields of ``configs`` in their place.
+
+    leave: fields that are no options, or have a parameter of their own.
+    """
+    left = set(leave)
+
+    def named(init: Init) -> Init:
+        signature = inspect.signature(init)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        known = {p.name for p in own} | left
+        for config in configs:
+            hints = typing.get_type_hints(config)
+            for each in fields(config):
+                if each.name in known:
+                    continue
+                known.add(each.name)
+                default = each.default if each.default_factory is MISSING else each.default_factory()
+                own.append(
+                    inspect.Parameter(
+                        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name]
+                    )
+                )
+        init.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return init
+
+    return named
+
+
+def describe_options(config: type, leave: Iterable[str] = ()) -> str:
+    """A line for each field of a config, for a docstring: its name, what it is, its default."""
+    lines = []
+    for each in fields(config):
+        if each.name not in leave:
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            about = each.metadata.get("help", "")
+            lines.append(f"    {each.name}: {about}." + ("" if "default:" in about else f" Default: {default!r}."))
+    return "\n".join(lines)
+
+
+def check_known(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raises UnknownOption for a name that is none, with the nearest one that is."""
+    listed = sorted(known)
+    unknown = sorted(set(given) - set(listed))
+    if not unknown:
+        return
+    hints = [f"{name}; did you mean {hint}?" if (hint := nearest(name, listed)) else name for name in unknown]
+    tail = "" if any(hint.endswith("?") for hint in hints) else f"; known are {', '.join(listed)}"
+    raise UnknownOption(f"{where}: unknown option {', '.join(hints)}{tail}")

@@ -1,0 +1,213 @@
+"""What a piece of work is doing, shown to who waits: a line that moves on a terminal and in a notebook.
+
+One line at a time: a stage that begins takes the place of the one before, and at the end the line vanishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from modelmill.core import env
+
+Report = Callable[..., None]
+"""Called with (stage, done, total) or (done, total)."""
+
+COMPILING = "compiling kernels"
+"""How the stages begin that take long before anything else can be said: they are announced where no line moves, too."""
+WIDTH = 24
+"""Characters of a notebook's bar."""
+INTERVAL = 0.5
+"""Seconds between two updates in a notebook."""
+
+
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def update(self, stage: str, done: float, total: float) -> None:
+        """Show how far a stage is."""
+
+    def close(self) -> None:
+        """Take it away."""
+
+
+@contextlib.contextmanager
+def shown(label: str, *, wanted: bool | None = None, delay: float = 0.0) -> Iterator[Report]:
+    """Show progress while the block runs; yields the function that moves it.
+
+    wanted: None shows it on a terminal (stderr) and in a notebook; True draws it elsewhere, too; False nowhere. Where
+    it is not drawn, only a compilation is told of, in a plain line on stderr.
+
+    delay: seconds before anything is drawn, so that short work draws nothing.
+    """
+    if wanted is False:
+        yield lambda *_: None
+        return
+    display = open_display(label, delay, wanted=bool(wanted)) or Announcer(sys.stderr.write)
+    try:
+        yield reporter(label, display)
+    finally:
+        display.close()
+
+
+def open_display(label: str, delay: float = 0.0, *, wanted: bool = False) -> Display | None:
+    """A terminal's or a notebook's; None where there is neither, or where the environment asks for plain output."""
+    if in_notebook():
+        return NotebookLine(label, delay)
+    if wanted or (sys.stderr.isatty() and not env.plain()):
+        return TerminalLine(label, delay)
+    return None
+
+
+def reporter(label: str, display: Display) -> Report:
+    """The function that work reports to. label: the stage, where a report names none."""
+
+    def move(*told: Any) -> None:
+        stage, numbers = parse_report(label, told)
+        if len(numbers) >= 2:
+            display.update(stage, *numbers[:2])
+
+    return move
+
+
+def parse_report(label: str, told: Sequence[Any]) -> tuple[str, list[float]]:
+    """(stage, done, total) or (done, total): the stage, which is ``label`` where none is named, and the numbers."""
+    stage = str(told[0]) if told and isinstance(told[0], str) else label
+    return stage, [each for each in told if isinstance(each, (int, float))]
+
+
+def in_notebook() -> bool:
+    """Whether this is a Jupyter kernel. Nothing is imported to find out."""
+    get = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return getattr(get() if get is not None else None, "kernel", None) is not None
+
+
+class Announcer:
+    """Where no line can move: a plain line for each compilation, when it begins."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+        self._announced: set[str] = set()
+
+    def update(self, stage: str, done: float, total: float) -> None:  # noqa: ARG002
+        """Announce a stage once, if it is a compilation."""
+        if stage.startswith(COMPILING) and stage not in self._announced:
+            self._announced.add(stage)
+            self._write(f"modelmill: {stage}\n")
+
+    def close(self) -> None:
+        """Nothing to take away."""
+
+
+class TerminalLine:
+    """A line on stderr: spinner, stage, bar, share, seconds."""
+
+    def __init__(self, label: str, delay: float = 0.0) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(WIDTH),
+            TextColumn("{task.fields[share]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            # what is printed to a pipe meanwhile must not be drawn here
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._task = self._bars.add_task(label, total=None, share="")
+        self._delayed = Delayed(self._bars.start, delay)
+
+    def update(self, stage: str, done: float, total: float) -> None:
+        """As Display. A stage of one step has no share: its bar only pulses."""
+        counted = total > 1
+        task = self._bars.tasks[0]
+        task.total = total if counted else None
+        share = f"{100 * done / total:3.0f} %" if counted else ""
+        self._bars.update(self._task, description=stage, completed=done if counted else 0, share=share)
+        task.finished_time = None  # of a stage that is whole; the seconds and the spinner are of all the work
+
+    def close(self) -> None:
+        """As Display."""
+        if self._delayed.cancel():
+            self._bars.stop()
+
+
+class NotebookLine:
+    """An output of the cell that changes in place. No widgets are needed."""
+
+    def __init__(self, label: str, delay: float = 0.0) -> None:
+        self._display = importlib.import_module("IPython.display").display
+        self._began, self._stage, self._done, self._total = time.monotonic(), label, 0.0, 0.0
+        self._handle: Any = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._refresh, args=(delay,), name="progress", daemon=True)
+        if delay <= 0:
+            self._draw()
+        self._thread.start()
+
+    def update(self, stage: str, done: float, total: float) -> None:
+        """As Display; it is drawn by a thread, a few times a second at most."""
+        self._stage, self._done, self._total = stage, done, total
+
+    def close(self) -> None:
+        """As Display."""
+        self._closed.set()
+        self._thread.join()
+        if self._handle is not None:
+            self._handle.update({"text/plain": ""}, raw=True)
+
+    def _refresh(self, delay: float) -> None:
+        pause = max(delay, INTERVAL)
+        while not self._closed.wait(pause):
+            self._draw()
+            pause = INTERVAL
+
+    def _draw(self) -> None:
+        line = bar_line(self._stage, self._done, self._total, time.monotonic() - self._began)
+        if self._handle is None:
+            self._handle = self._display({"text/plain": line}, raw=True, display_id=True)
+        else:
+            self._handle.update({"text/plain": line}, raw=True)
+
+
+class Delayed:
+    """Calls ``start`` after ``delay`` seconds, at once for none, unless it is cancelled before."""
+
+    def __init__(self, start: Callable[[], None], delay: float) -> None:
+        self._timer: threading.Timer | None = None
+        self.started = delay <= 0
+        if self.started:
+            start()
+            return
+        self._start = start
+        self._timer = threading.Timer(delay, self._run)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> bool:
+        """No start any more; whether there was one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        return self.started
+
+    def _run(self) -> None:
+        self._start()
+        self.started = True
+
+
+def bar_line(stage: str, done: float, total: float, seconds: float) -> str:
+    """'weights ━━━━━━──────────────────  25 %, 7 s'; of what is not counted the seconds alone."""
+    if total <= 1:
+        return f"{stage}, {seconds:.0f} s"
+    share = min(max(done / total, 0.0), 1.0)
+    filled = round(WIDTH * share)
+    return f"{stage} {'━' * filled}{'─' * (WIDTH - filled)} {100 * share:3.0f} %, {seconds:.0f} s"

@@ -1,0 +1,182 @@
+"""Progress for who waits: on a terminal, in a notebook, in a log."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill import LLM, SamplingParams, progress
+from modelmill.ops.cpu import build as kernels
+from modelmill.progress import Delayed, NotebookLine, TerminalLine, bar_line, shown
+from modelmill.runtime import device
+from tests.patience import until
+
+
+class Tty(io.StringIO):
+    """A terminal that keeps what it is shown."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Notebook:
+    """Jupyter's display: outputs that change in place. No widgets are there."""
+
+    def __init__(self) -> None:
+        self.outputs: list[list[str]] = []
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Notebook.Handle:
+        assert raw
+        assert display_id
+        self.outputs.append([data["text/plain"]])
+        return Notebook.Handle(self.outputs[-1])
+
+    class Handle:
+        def __init__(self, lines: list[str]) -> None:
+            self.lines = lines
+
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            self.lines.append(data["text/plain"])
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    made = Notebook()
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=made.display))
+    monkeypatch.setattr(progress, "INTERVAL", 0.001)
+    return made
+
+
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
+    """stderr as a terminal; called in the test itself, since pytest sets stderr anew behind the fixtures."""
+    for name in ("CI", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", tty := Tty())
+    return tty
+
+
+def test_a_bar_in_words() -> None:
+    assert bar_line("weights", 1, 4, 7.4) == f"weights {'━' * 6}{'─' * 18}  25 %, 7 s"
+    assert bar_line("acceptance: wiring", 0, 1, 12) == "acceptance: wiring, 12 s"
+    assert " 100 %" in bar_line("weights", 5, 4, 0)
+
+
+def test_a_notebook_sees_the_stages_and_nothing_in_the_end(notebook: Notebook) -> None:
+    with shown("opening") as report:
+        assert notebook.outputs[0][0].startswith("opening, "), "at once, before anything is reported"
+        report("weights", 1, 2)
+        until(lambda: any("weights" in line and " 50 %" in line for line in notebook.outputs[0]))
+    assert notebook.outputs[0][-1] == ""
+    assert len(notebook.outputs) == 1, "one output changes in place"
+
+
+def test_short_work_in_a_notebook_shows_nothing(notebook: Notebook) -> None:
+    with shown("prompts", delay=1000.0) as report:
+        report("prompts", 1, 2)
+    assert notebook.outputs == []
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_a_terminal_shows_one_stage_at_a_time_and_it_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
+    with shown("opening") as report:
+        report("weights", 97, 100)
+        report("acceptance", 0, 1)
+        until(lambda: "acceptance" in terminal.getvalue())
+    told = terminal.getvalue()
+    assert told.rstrip("\n").rpartition("\n")[2].endswith("\x1b[2K"), "the last thing is that the line is erased"
+
+
+def test_stages_take_each_others_place() -> None:
+    line = TerminalLine("opening", delay=1000.0)
+    line.update("weights", 97, 100)
+    assert (line._bars.tasks[0].description, line._bars.tasks[0].fields["share"]) == ("weights", " 97 %")
+    line.update("weights", 100, 100)
+    assert not line._bars.tasks[0].finished, "its clock and its spinner go on"
+    line.update("wiring", 0, 1)
+    (task,) = line._bars.tasks
+    assert (task.description, task.total, task.fields["share"]) == ("wiring", None, "")
+    line.close()
+
+
+def test_plain_output_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
+    monkeypatch.setenv("NO_COLOR", "1")
+    with shown("opening") as report:
+        report("weights", 1, 2)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("wanted", [None, False])
+def test_a_log_is_told_of_a_compilation_once(monkeypatch: pytest.MonkeyPatch, wanted: bool | None) -> None:
+    monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
+    with shown("opening", wanted=wanted) as report:
+        report("weights", 1, 2)
+        report(device.COMPILING, 0, 1)
+        report(device.COMPILING, 0, 1)
+    assert heard.getvalue() == ("" if wanted is False else f"modelmill: {device.COMPILING}\n")
+
+
+def test_what_is_delayed_is_not_started_when_it_is_over() -> None:
+    started: list[int] = []
+    delayed = Delayed(lambda: started.append(1), 1000.0)
+    assert not delayed.cancel()
+    assert not started
+    assert Delayed(lambda: started.append(1), 0.0).cancel()
+    assert started == [1]
+
+
+def test_opening_an_engine_says_that_kernels_compile(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: Notebook
+) -> None:
+    """In a notebook, where fifteen seconds looked dead."""
+    load: Callable[[], Any] = kernels.load
+    load()  # nothing is compiled here
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
+    seen: list[bool] = []
+
+    def compiling() -> Any:
+        if not seen:
+            seen.append(True)
+            until(lambda: any(device.COMPILING in line for output in notebook.outputs for line in output))
+        return load()
+
+    monkeypatch.setattr(kernels, "load", compiling)
+    monkeypatch.setattr(kernels, "missing", lambda: not seen)
+    with LLM(shared / "data/models/stories260K", device="cpu") as llm:
+        assert seen
+        assert llm.generate("Once", SamplingParams(temperature=0, max_tokens=2))[0].finished
+    assert all(output[-1] == "" for output in notebook.outputs)
+
+
+def test_progress_can_be_turned_off_or_taken(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: Notebook
+) -> None:
+    kernels.load()
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
+    told: list[tuple[Any, ...]] = []
+    folder = shared / "data/models/stories260K"
+    LLM(folder, device="cpu", progress=False).close()
+    LLM(folder, device="cpu", quantization="int8", progress=lambda *each: told.append(each)).close()
+    assert notebook.outputs == []
+    assert all(len(each) == 3 for each in told)
+
+
+def test_the_class_of_a_notebook_is_found_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert not progress.in_notebook()
+    assert "IPython" not in sys.modules
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
+    assert not progress.in_notebook(), "IPython in a terminal, or only imported"
+    assert NotebookLine.__doc__
