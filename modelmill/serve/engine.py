@@ -191,20 +191,29 @@ class Engine:
         if self._seqs + answers > self.capacity:
             raise Busy(f"the engine {self.name} has {self._seqs} answers to give; try again soon")
 
-    def submit(self, dialogues: Sequence[Dialogue]) -> Ticket:
-        """Queue requests, all or none.
+    def frames(self, dialogues: Sequence[Dialogue]) -> list[bytes]:
+        """What the worker is sent for each request; long prompts take milliseconds: not for the event loop.
 
-        Raises RequestError for what can never be served, Busy where too many wait, NotReady without a worker.
+        Raises RequestError for what can never be served, NotReady without a worker.
         """
         bounds = self.bounds
         for dialogue in dialogues:
             check(dialogue.request, bounds)
+        return [encode(Add(dialogue.request)) for dialogue in dialogues]
+
+    def submit(self, dialogues: Sequence[Dialogue], frames: Sequence[bytes] | None = None) -> Ticket:
+        """Queue requests, all or none. frames: ``frames`` of them, where they are made already.
+
+        Raises as ``frames``, and Busy where too many wait.
+        """
+        self._ready()
+        frames = self.frames(dialogues) if frames is None else frames
         ticket = Ticket(dialogues, self._abandon)
         self.check_room(ticket.weight)
-        for dialogue in dialogues:
+        for dialogue, frame in zip(dialogues, frames, strict=True):
             self._running[dialogue.request.id] = dialogue, ticket
             self._seqs += dialogue.request.params.n
-            self._send(Add(dialogue.request))
+            self._write(frame)
         return ticket
 
     async def stats(self, seconds: float = 1.0) -> Stats | None:
@@ -338,8 +347,11 @@ class Engine:
     # -- messages
 
     def _send(self, message: Message) -> None:
+        self._write(encode(message))
+
+    def _write(self, frame: bytes) -> None:
         if self._writer is not None:
-            self._writer.write(encode(message))
+            self._writer.write(frame)
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Told):
