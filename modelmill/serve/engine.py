@@ -46,6 +46,8 @@ SHORT = 30.0
 TRIES = 5
 AT_ONCE = 16 << 10
 """Bytes that are read together: five steps of 64 answers. An API that is behind writes them as one piece."""
+MOST_TOKENS = 16384
+"""Tokens of a text that is split or told, of any engine."""
 _log = log.get("serve")
 
 
@@ -314,6 +316,8 @@ class Engine:
             try:
                 language = await asyncio.to_thread(self._read, Path(facts.path), self._order.template)
                 language.most_pixels = self._order.most_pixels
+                if language.tokenizer is not None:
+                    language.tokenizer.most = most_tokens(facts.max_model_len)
                 self._language = language
             except ModelmillError as error:
                 self.error, self.usage, self._closing = str(error), isinstance(error, UsageError), True
@@ -422,6 +426,11 @@ class Engine:
                 self._send(Abort(id))
                 if self.metrics is not None:
                     self.metrics.forget(id, entry[0].request.params.n)
+
+
+def most_tokens(longest: int) -> int:
+    """Tokens of one text of a request: twice what the engine takes, for who counts what is too long."""
+    return max(2 * longest, MOST_TOKENS)
 
 
 async def received(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]:

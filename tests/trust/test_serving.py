@@ -383,8 +383,9 @@ def test_without_a_key_a_foreign_name_is_refused(running: Running, host: str) ->
 @pytest.mark.parametrize(
     "host",
     [
-        "localhost:80@evil.com", "evil.com@localhost", "localhost:80:80", "localhost:x", "localhost:-1", "localhost:+80",
-        "localhost:65536", "localhost:099999", "localhost/", "localhost?x", "localhost#x", "localhost\\evil.com",
+        "localhost:80@evil.com", "evil.com@localhost", "localhost:80:80", "localhost:x", "localhost:-1",
+        "localhost:+80", "localhost:65536", "localhost:099999", "localhost/", "localhost?x", "localhost#x",
+        "localhost\\evil.com",
         "http://localhost", "local host", " localhost", "localhost ", "localhost,evil.com", "[localhost]", "[::1",
         "::1]", "::1", "[::1]x", "[::1]:80x", "[[::1]]", "[]", ":80", ":", "[::1%]", "localhost\t", "l\u00f6calhost",
         "localhost\u0000", "%6cocalhost", "\uff41.com",

@@ -10,13 +10,12 @@ from modelmill.core.errors import RequestError, TokenizerError
 from modelmill.language import Language
 from modelmill.runtime.check import Bounds
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.engine import most_tokens
 from modelmill.serve.routes.common import check_sizes, service_of
 from modelmill.serve.schema import DetokenizeRequest, TokenizeRequest
 from modelmill.serve.shape import Json, legacy
 
 router = APIRouter(route_class=BodyRoute)
-MOST_TOLD = 16384
-"""Tokens that are told, and taken to be told as text, of any engine."""
 
 
 @router.post("/tokenize")
@@ -38,8 +37,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
 
 def _tokenized(language: Language, body: TokenizeRequest, longest: int) -> Json:
     ids = _ids(language, body, longest)
-    if len(ids) > most_told(longest):
-        raise RequestError(f"the text has {len(ids)} tokens, up to {most_told(longest)} are told; send it in parts")
+    if len(ids) > most_tokens(longest):
+        raise RequestError(f"the text has {len(ids)} tokens, up to {most_tokens(longest)} are told; send it in parts")
     told: dict[str, Any] = {"count": len(ids), "max_model_len": longest, "tokens": ids}
     if body.return_token_strs:
         told["token_strs"] = [legacy(language.tokenizer, id) for id in ids]
@@ -47,7 +46,7 @@ def _tokenized(language: Language, body: TokenizeRequest, longest: int) -> Json:
 
 
 def _detokenized(language: Language, body: DetokenizeRequest, bounds: Bounds) -> Json:
-    tokenizer, most = language.tokenizer, most_told(bounds.longest)
+    tokenizer, most = language.tokenizer, most_tokens(bounds.longest)
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
     if len(body.tokens) > most:
@@ -57,11 +56,6 @@ def _detokenized(language: Language, body: DetokenizeRequest, bounds: Bounds) ->
     if max(body.tokens, default=0) >= vocab:
         raise RequestError(f"tokens must be ids below {vocab}")
     return Json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
-
-
-def most_told(longest: int) -> int:
-    """Most tokens of one request: twice what the engine takes, for who counts what is too long."""
-    return max(2 * longest, MOST_TOLD)
 
 
 def _ids(language: Language, body: TokenizeRequest, longest: int) -> list[int]:
