@@ -137,14 +137,16 @@ class _Scan:
             message = f"holds more than {bounds.values} values"
         elif self._memory + KEY_BYTES * max(-self._names, 0) > self._most:
             message = "holds too many small lists, objects and texts for its size"
+        keys = [self._key]
         colons = np.flatnonzero((kinds[:last] == COLON) & (depths[:last] == 1))
-        if len(colons):
-            at_colon = int(colons[-1])
-            before = begin + int(at[at_colon - 1]) if at_colon else self._before
-            self._key = slice(before + 1, begin + int(at[at_colon]))
-        self._before = begin + int(at[-1])
+        # all of them where one is at fault: it is the one with the most in it, of this slice
+        for colon in map(int, colons if message else colons[-1:]):
+            before = begin + int(at[colon - 1]) if colon else self._before
+            keys.append(slice(before + 1, begin + int(at[colon])))
         if message is not None:
-            raise TooMuch(message, self._key)
+            sizes = np.diff(np.concatenate(([0], colons, [last])))
+            raise TooMuch(message, keys[int(np.argmax(sizes))])
+        self._key, self._before = keys[-1], begin + int(at[-1])
 
     def end(self) -> Structure:
         """All of it."""

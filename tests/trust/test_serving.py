@@ -246,7 +246,7 @@ LONG = "the cat sat on a mat. " * 20_000
 HIDDEN: dict[str, dict[str, Any]] = {
     "arguments": {"tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": LONG}}]},
     "arguments as an object": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": {LONG: 1}}}}]},
-    "numbers": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": [7] * 200_000}}}]},
+    "numbers": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": [7] * 100_000}}}]},
     "thoughts": {"content": "x", "reasoning_content": LONG},
     "a name": {"content": "x", "name": LONG},
 }

@@ -5,7 +5,8 @@ Each is made to cost a careless server much more than its size: an error for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable
 
 Value = Callable[[int], bytes]
 """JSON of about so many bytes."""
@@ -126,12 +127,10 @@ def unknown_keys(size: int, model: str) -> bytes:
     return b'{"model":"%b",' % model.encode() + keys(b"1")(size)[1:]
 
 
-def all_of(size: int, model: str, viewer: str) -> Iterator[tuple[str, str, bytes]]:
-    """(path, what, body) of every form on every path; each is made when it is asked for."""
-    for path, fields in FIELDS.items():
-        name = viewer if path == "/v1/segment" else model
-        yield path, "unknown fields", unknown_keys(size, name)
-        for what, value in VALUES.items():
-            yield path, what, value(size)  # in the place of the object itself
-            for field in fields:
-                yield path, f"{field}: {what}", body(path, field, value(size), name)
+def at_random(rng: random.Random, model: str, viewer: str | None) -> tuple[str, bytes]:
+    """(path, body) of one of them, of up to 4 MB; for a viewer only where there is one."""
+    path = rng.choice([path for path in FIELDS if viewer is not None or path != "/v1/segment"])
+    size, name = rng.choice((1 << 16, 1 << 19, 1 << 22)), viewer or "" if path == "/v1/segment" else model
+    if rng.random() < 0.1:
+        return path, unknown_keys(size, name)
+    return path, body(path, rng.choice(list(FIELDS[path])), rng.choice(list(VALUES.values()))(size - 400), name)
