@@ -40,11 +40,13 @@ class AsyncLLM:
         tensor_parallel_size: int | None = None,
         chat_template: str | Path | None = None,
         progress: Progress | bool | None = None,
+        openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
         check_known(options, (*RUN, *BUILD), type(self).__name__)
         own: dict[str, Any] = {
             "tensor_parallel_size": tensor_parallel_size, "chat_template": chat_template, "progress": progress,
+            "openai_defaults": openai_defaults,
         }  # fmt: skip
         self.llm = LLM(model, **own, **options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +51,13 @@ class Args(Common):
     served_model_name: tuple[str, ...] = option((), "name of each engine in requests (default: its folder's name)")
     api_key: tuple[str, ...] = option((), "a key that opens the API (repeatable)", metavar="KEY")
     api_key_file: Path | None = option(None, "file with a key on each line")
+    share_cache_across_keys: bool = option(
+        False, "let requests of different API keys share cached prefixes and image embeddings (cached_tokens tells it)"
+    )
     chat_template: str | None = option(None, "chat template, or a file with one, instead of the engines' own")
     max_waiting: int = option(1024, "answers that may wait beyond --max-num-seqs; more are refused with 429")
-    max_body_bytes: int = option(16 << 20, "largest request")
+    max_body_bytes: int = option(16 << 20, "largest request, of those that may hold pictures")
+    max_text_body_bytes: int = option(4 << 20, "largest request to a path that takes no pictures")
     max_image_pixels: int = option(50_000_000, "largest image that is looked at")
     image_cache_bytes: int = option(64 << 20, "kept embeddings of images that were seen, for each such engine")
     shutdown_timeout: float = option(30.0, "seconds that running answers may take to finish after SIGTERM")
@@ -120,8 +125,11 @@ def _place(args: Args) -> Place:
 
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port must be in 0…65535, not {args.port}")
-    if args.shutdown_timeout < 0 or args.max_waiting < 0 or args.max_body_bytes < 1024:
-        raise UsageError("--shutdown-timeout and --max-waiting must not be negative, --max-body-bytes at least 1024")
+    if args.shutdown_timeout < 0 or args.max_waiting < 0:
+        raise UsageError("--shutdown-timeout and --max-waiting must not be negative")
+    for flag, size in (("body", args.max_body_bytes), ("text-body", args.max_text_body_bytes)):
+        if not 1024 <= size < 1 << 31:
+            raise UsageError(f"--max-{flag}-bytes must be between 1024 and {(1 << 31) - 1}, not {size}")
     if not (args.watchdog_timeout == 0 or 0.1 <= args.watchdog_timeout < float("inf")):
         raise UsageError(f"--watchdog-timeout must be 0 (never) or at least 0.1 seconds, not {args.watchdog_timeout:g}")
     if args.max_image_pixels < 1 or args.image_cache_bytes < 0:
@@ -134,8 +142,10 @@ def _place(args: Args) -> Place:
     limits = Limits(
         keys=keys,
         body=args.max_body_bytes,
+        text=args.max_text_body_bytes,
         origins=args.allowed_origins,
         hosts=tuple(map(str.lower, args.allowed_hosts)),
+        share_cache=args.share_cache_across_keys,
     )
     if args.otlp_endpoint is not None:
         collector(args.otlp_endpoint)
@@ -163,7 +173,7 @@ def _names(args: Args) -> list[str]:
     """A name for each engine."""
     if not args.engines:
         raise UsageError("give at least one ENGINE, for example: modelmill serve model.engine --port 8000")
-    names = list(args.served_model_name) or [path.resolve().name.removesuffix(".engine") for path in args.engines]
+    names = list(args.served_model_name) or [served_name(path) for path in args.engines]
     if not all(name.strip() for name in names):
         raise UsageError("--served-model-name must not be empty")
     if len(names) != len(args.engines):
@@ -174,6 +184,11 @@ def _names(args: Args) -> list[str]:
     if double is not None:
         raise UsageError(f"two engines would be served as {double}; give --served-model-name for each")
     return names
+
+
+def served_name(path: Path) -> str:
+    """The name of an engine's folder as it was given: a link's own, not that of what it points to."""
+    return Path(os.path.abspath(path)).name.removesuffix(".engine")
 
 
 def _engines(args: Args, names: Sequence[str]) -> list[Engine]:

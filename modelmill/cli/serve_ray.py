@@ -43,6 +43,7 @@ def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Seque
         args.max_body_bytes,
         args.log_level,
         args.otlp_endpoint,
+        text=args.max_text_body_bytes,
     )
     shape = Shape(args.replicas, args.run.tp, args.run.device, args.ray_address, args.shutdown_timeout)
 

@@ -86,7 +86,7 @@ def export(engine: Path, repository: Path, *, name: str | None = None, copy: boo
     """
     manifest = open_artifact(engine).manifest
     check_kind(engine, manifest.kind, "language")
-    chosen = name or engine.resolve().name.removesuffix(".engine")
+    chosen = name or Path(os.path.abspath(engine)).name.removesuffix(".engine")
     if not _NAME.fullmatch(chosen):
         raise UsageError(f"--name {chosen[:60]!r}: letters, digits, _, - and . only; give another --name")
     run = from_dict(RunConfig, start.run, "run")

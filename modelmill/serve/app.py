@@ -125,8 +125,6 @@ async def _gone(_: Request, __: Exception) -> Response:
 
 async def _http(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 400:
-        return answer(invalid("the request's body cannot be read as JSON"))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     told = {404: "there is nothing at this path", 405: "this path takes another method"}.get(error.status_code)
     return answer(ApiError(error.status_code, told or "refused", code=code, headers=error.headers))
@@ -134,15 +132,7 @@ async def _http(_: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    if found[0]["type"] == "json_invalid":
-        return answer(invalid("the request's body is not JSON"))
-    if found[0]["loc"] == ("body",) and isinstance(error.body, bytes):
-        # a form: what curl says it sends, and what a page of another origin may send unasked
-        return answer(
-            invalid("the request's body has to be told to be JSON: add the header content-type: application/json")
-        )
-    param, line = complaint(found, BODIES.get(request.url.path))
+    param, line = complaint(error.errors(), BODIES.get(request.url.path))
     return answer(invalid(line, param))
 
 

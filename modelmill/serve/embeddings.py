@@ -10,7 +10,8 @@ from pydantic import Field
 from modelmill.answer import unit_vector
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MEAN
-from modelmill.serve.schema import WHOLE, Ids, Shape
+from modelmill.serve.bounded import Shape
+from modelmill.serve.schema import WHOLE, Ids, ManyIds, Texts
 
 MOST = 2048
 """Texts of one request."""
@@ -22,7 +23,7 @@ class EmbeddingRequest(Shape):
     """POST /v1/embeddings."""
 
     model: str = Field(max_length=1024)
-    input: str | list[str] | Ids | list[Ids] = Field(
+    input: str | Texts | Ids | ManyIds = Field(
         description="a text, a list of texts, token ids, or lists of them; up to 2048"
     )
     encoding_format: Literal["float", "base64"] | None = None

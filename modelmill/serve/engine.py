@@ -50,6 +50,8 @@ SHORT = 30.0
 TRIES = 5
 AT_ONCE = 16 << 10
 """Bytes that are read together: five steps of 64 answers. An API that is behind writes them as one piece."""
+MOST_TOKENS = 16384
+"""Tokens of a text that is split or told, of any engine."""
 _log = log.get("serve")
 
 
@@ -221,20 +223,29 @@ class Engine:
         if self._seqs + answers > self.capacity:
             raise Busy(f"the engine {self.name} has {self._seqs} answers to give; try again soon")
 
-    def submit(self, dialogues: Sequence[Dialogue]) -> Ticket:
-        """Queue requests, all or none.
+    def frames(self, dialogues: Sequence[Dialogue]) -> list[bytes]:
+        """What the worker is sent for each request; long prompts take milliseconds: not for the event loop.
 
-        Raises RequestError for what can never be served, Busy where too many wait, NotReady without a worker.
+        Raises RequestError for what can never be served, NotReady without a worker.
         """
         bounds = self.bounds
         for dialogue in dialogues:
             check(dialogue.request, bounds)
+        return [encode(Add(dialogue.request)) for dialogue in dialogues]
+
+    def submit(self, dialogues: Sequence[Dialogue], frames: Sequence[bytes] | None = None) -> Ticket:
+        """Queue requests, all or none. frames: ``frames`` of them, where they are made already.
+
+        Raises as ``frames``, and Busy where too many wait.
+        """
+        self._ready()
+        frames = self.frames(dialogues) if frames is None else frames
         ticket = Ticket(dialogues, self._abandon)
         self.check_room(ticket.weight)
-        for dialogue in dialogues:
+        for dialogue, frame in zip(dialogues, frames, strict=True):
             self._running[dialogue.request.id] = dialogue, ticket
             self._seqs += dialogue.request.params.n
-            self._send(Add(dialogue.request))
+            self._write(frame)
         return ticket
 
     async def stats(self, seconds: float = 1.0) -> Stats | None:
@@ -355,6 +366,8 @@ class Engine:
             try:
                 language = await asyncio.to_thread(self._read, Path(facts.path), self._order.template)
                 language.most_pixels = self._order.most_pixels
+                if language.tokenizer is not None:
+                    language.tokenizer.most = most_tokens(facts.max_model_len)
                 self._language = language
             except ModelmillError as error:
                 self.error, self.usage, self._closing = str(error), isinstance(error, UsageError), True
@@ -397,8 +410,11 @@ class Engine:
     # -- messages
 
     def _send(self, message: Message) -> None:
+        self._write(encode(message))
+
+    def _write(self, frame: bytes) -> None:
         if self._writer is not None:
-            self._writer.write(encode(message))
+            self._writer.write(frame)
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Told):
@@ -472,6 +488,11 @@ class Engine:
                 self._send(Abort(id))
                 if self.metrics is not None:
                     self.metrics.broken_off(entry[0], entry[1].broken_off)
+
+
+def most_tokens(longest: int) -> int:
+    """Tokens of one text of a request: twice what the engine takes, for who counts what is too long."""
+    return max(2 * longest, MOST_TOKENS)
 
 
 async def received(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]:

@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,13 +23,17 @@ from modelmill.core import log
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http import HEADER_BYTES
 from modelmill.serve.routes.page import PATHS
-from modelmill.serve.service import Service
+from modelmill.serve.service import TENANT, Limits, Service
 from modelmill.serve.ticket import Ticket
 from modelmill.serve.traces import Traces, Visited
 
 OPEN = (b"/health", *PATHS)
+PICTURED = ("/v1/chat/completions", "/v1/responses", "/v1/segment", "/tokenize")
+"""Paths whose requests may hold pictures."""
 WHILE_DRAINING = (b"/health", b"/metrics", b"/version")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\])(?::([0-9]{0,5}))?")
+"""RFC 9112, 3.2: a name or an address, and perhaps a port; nothing of a URL."""
 _log = log.get("serve.access")
 
 
@@ -38,6 +43,7 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
         self._keys = [hashlib.sha256(key.encode()).digest() for key in service.limits.keys]
+        self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request pass, or answer it here."""
@@ -53,7 +59,7 @@ class Gate:
         service.active += 1
         try:
             self._check(scope, headers)
-            visit.body = _Body(receive, service.limits.body, service.limits.patience)
+            visit.body = _Body(receive, _limit(scope, service.limits), service.limits.patience)
             await self._app(scope, visit.body, visit.send)
             if visit.body.error is not None:
                 raise visit.body.error
@@ -67,9 +73,13 @@ class Gate:
         """Raises ApiError for who may not enter."""
         path = scope.get("raw_path") or scope["path"].encode()
         service = self._service
+        _check_framing(headers)
+        name = _host_name(headers.get(b"host", b"").decode("latin-1"))
         if not self._keys:
-            self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        elif path not in OPEN and not self._known(headers):
+            self._check_host(name)
+        elif self._known(headers):
+            self._mark(scope, headers)
+        elif path not in OPEN:
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
@@ -86,20 +96,24 @@ class Gate:
             raise ApiError(431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large")
         length = headers.get(b"content-length", b"0")
         # Python reads no number of more than 4,300 digits
-        if not length.isdigit() or len(length) > 18 or int(length) > service.limits.body:
-            raise too_large(service.limits.body)
+        limit = _limit(scope, service.limits)
+        if not length.isdigit() or len(length) > 18 or int(length) > limit.size:
+            raise limit.exceeded()
 
     def _known(self, headers: dict[bytes, bytes]) -> bool:
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = hashlib.sha256(key.strip()).digest()
+        scheme = headers.get(b"authorization", b"").partition(b" ")[0]
+        given = _digest(headers)
         # every key is compared, so that the time tells nothing
         found = [hmac.compare_digest(given, each) for each in self._keys]
         return scheme.lower() == b"bearer" and any(found)
 
-    def _check_host(self, host: str) -> None:
+    def _mark(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Say whose request it is, so that no cache tells one key what another has asked. Nobody can guess a mark."""
+        if not self._service.limits.share_cache:
+            scope[TENANT] = hmac.new(self._secret, _digest(headers), hashlib.sha256).hexdigest()
+
+    def _check_host(self, name: str) -> None:
         """Without a key, a page of the web must not reach us under a name of its own (DNS rebinding)."""
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        name = name.strip("[]").lower().rstrip(".")
         if name in ("", "localhost", *self._service.limits.hosts):
             return
         try:
@@ -110,22 +124,60 @@ class Gate:
             ) from None
 
 
+def _digest(headers: dict[bytes, bytes]) -> bytes:
+    """Of the key that was sent."""
+    return hashlib.sha256(headers.get(b"authorization", b"").partition(b" ")[2].strip()).digest()
+
+
 def _size(scope: Scope, path: bytes) -> int:
     """Bytes of a header. h11 bounds only those that are not complete yet; this one may have come at once."""
     fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     return fields + len(path) + len(scope.get("query_string", b""))
 
 
-def too_large(most: int) -> ApiError:
-    """413."""
-    return ApiError(413, f"the request is larger than {most} bytes", code="request_too_large")
+def _check_framing(headers: dict[bytes, bytes]) -> None:
+    """Raises ApiError for a body with two lengths: who reads the other one takes its rest for a request of its own."""
+    if b"transfer-encoding" in headers and b"content-length" in headers:
+        told = "the request has Content-Length and Transfer-Encoding; send one of them"
+        raise ApiError(400, told, headers={"Connection": "close"})
+
+
+def _host_name(host: str) -> str:
+    """The name or address of a Host header, in lower case; "" where there is none. Raises ApiError 400."""
+    if not host:
+        return ""
+    found = _HOST.fullmatch(host)
+    if found is None or int(found[2] or 0) > 65535:
+        raise ApiError(400, "the Host header must be a name or an address, with or without a port",
+                       headers={"Connection": "close"})  # fmt: skip
+    return found[1].strip("[]").lower().removesuffix(".")
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """Most bytes of a body; flag: what raises it."""
+
+    size: int
+    flag: str
+
+    def exceeded(self) -> ApiError:
+        """413."""
+        told = f"the request is larger than {self.size} bytes, the most that this path takes ({self.flag})"
+        return ApiError(413, told, code="request_too_large")
+
+
+def _limit(scope: Scope, limits: Limits) -> _Limit:
+    """What a path's requests may have; those that hold no pictures are smaller."""
+    if scope["path"] in PICTURED or limits.body <= limits.text:
+        return _Limit(limits.body, "--max-body-bytes")
+    return _Limit(limits.text, "--max-text-body-bytes")
 
 
 class _Body:
     """``receive`` that counts the body's bytes and waits for them only so long."""
 
-    def __init__(self, receive: Receive, most: int, patience: float) -> None:
-        self._receive, self._most, self._got, self._whole = receive, most, 0, False
+    def __init__(self, receive: Receive, limit: _Limit, patience: float) -> None:
+        self._receive, self._limit, self._got, self._whole = receive, limit, 0, False
         self._deadline = asyncio.get_running_loop().time() + patience
         self.error: ApiError | None = None
 
@@ -140,8 +192,8 @@ class _Body:
             raise self.error from None
         if message["type"] == "http.request":
             self._got += len(message.get("body", b""))
-            if self._got > self._most:
-                self.error = too_large(self._most)
+            if self._got > self._limit.size:
+                self.error = self._limit.exceeded()
                 raise self.error
             self._whole = not message.get("more_body", False)
         return message

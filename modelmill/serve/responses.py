@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from modelmill.core.errors import RequestError
+from modelmill.serve.bounded import MAX_ITEMS, STOPS, Anything, Metadata, Object, Objects, Shape
 from modelmill.serve.complaint import complaint
 from modelmill.serve.schema import (
     MAX_TOP,
@@ -22,7 +23,6 @@ from modelmill.serve.schema import (
     Function,
     Named,
     ResponseFormat,
-    Shape,
     Tool,
     check_functions,
 )
@@ -40,8 +40,8 @@ class Part(Shape):
     refusal: Text | None = None
     image_url: str | None = None
     detail: Literal["low", "high", "auto"] | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Anything | None = None
+    logprobs: Anything | None = None
 
     def as_chat(self) -> dict[str, Any]:
         """As a part of a chat message. Raises RequestError."""
@@ -56,12 +56,15 @@ class Part(Shape):
         return {"type": "text", "text": text}
 
 
+Parts = Annotated[list[Part], STOPS, Field(max_length=MAX_ITEMS)]
+
+
 class MessageItem(Shape):
     """A turn."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text | list[Part]
+    content: Text | Parts
     id: str | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -83,7 +86,7 @@ class OutputItem(Shape):
 
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
-    output: Text | list[Part]
+    output: Text | Parts
     id: str | None = None
     status: Status | None = None
 
@@ -92,9 +95,9 @@ class ReasoningItem(Shape):
     """What another model thought: taken, not used."""
 
     type: Literal["reasoning"]
-    summary: list[Any]
+    summary: Anything
     id: str | None = None
-    content: list[Any] | None = None
+    content: Anything | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 
@@ -126,7 +129,7 @@ class Allowed(Shape):
 
     type: Literal["allowed_tools"]
     mode: Literal["none", "auto", "required"] = "auto"
-    tools: list[FlatChoice] = Field(min_length=1, max_length=128)
+    tools: Annotated[list[FlatChoice], STOPS] = Field(min_length=1, max_length=128)
 
 
 class Format(Shape):
@@ -134,7 +137,7 @@ class Format(Shape):
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, min_length=1, max_length=256)
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Object | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -174,23 +177,23 @@ class ResponseStreamOptions(Shape):
 class ResponsesRequest(Drawn):
     """POST /v1/responses."""
 
-    input: Text | list[dict[str, Any]] = Field(description="a text, or items: messages, calls and what they returned")
+    input: Text | Objects = Field(description="a text, or items: messages, calls and what they returned")
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=WHOLE)
     text: TextConfig | None = None
-    tools: list[FlatTool] | None = Field(None, max_length=128)
+    tools: Annotated[list[FlatTool], STOPS] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | Allowed | None = Field(
         None,
         description='"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", …}',
     )
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    include: list[str] | None = Field(None, max_length=16)
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    include: Annotated[list[str], STOPS] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
+    conversation: str | Object | None = None
+    prompt: Object | None = None
     # taken and not used
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(None, ge=1, le=WHOLE)

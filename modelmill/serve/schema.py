@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_BIAS, MAX_N, MAX_STOPS, Grammar, SamplingParams
+from modelmill.serve.bounded import MAX_ITEMS, STOPS, Metadata, Object, Objects, Shape, at_most
 from modelmill.text.forced import forced
 from modelmill.text.grammar import check as usable
 from modelmill.text.messages import check_data
@@ -23,18 +24,12 @@ MAX_TOP = 20
 WHOLE = 2**31 - 1
 
 
-class Shape(BaseModel):
-    """A JSON object of ours: strict kinds, no unknown keys, no NaN."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
 class Structured(Shape):
     """What an answer must be; one of them."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: Object | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], STOPS, Field(max_length=MAX_ITEMS)] | None = None
     grammar: str | None = Field(None, description="in Lark's notation, as llguidance reads it")
 
     def as_grammar(self) -> Grammar:
@@ -59,7 +54,7 @@ class JsonSchema(Shape):
     """response_format's json_schema. strict and description change nothing: a schema is always kept to."""
 
     name: str = Field(min_length=1, max_length=256)
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Object | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -89,18 +84,23 @@ class StreamOptions(Shape):
     include_obfuscation: bool | None = None
 
 
+Biases = Annotated[dict[str, float], at_most(MAX_BIAS), Field(max_length=MAX_BIAS)]
+
+
 class Drawn(Shape):
     """How an answer is drawn: what completions, conversations and responses have in common."""
 
     model: str = Field(max_length=1024)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: str | list[str] | None = Field(None, max_length=4096, description="a text, or a list of texts")
+    stop: str | Annotated[list[str], STOPS] | None = Field(
+        None, max_length=4096, description="a text, or a list of texts"
+    )
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIAS)
+    logit_bias: Biases | None = None
     user: str | None = Field(None, max_length=4096)
     # extras of ours and of the engines that people come from
     top_k: int | None = Field(None, ge=-1, le=WHOLE)
@@ -108,7 +108,7 @@ class Drawn(Shape):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0, le=WHOLE)
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
+    stop_token_ids: Annotated[list[int], STOPS] | None = Field(None, max_length=MAX_STOPS)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = Field(None, max_length=1024)
@@ -135,7 +135,7 @@ class Sampling(Drawn):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    metadata: dict[str, Any] | None = Field(None, description="taken, not used")
+    metadata: Metadata | None = Field(None, description="taken, not used")
 
     def params(self, **more: Any) -> SamplingParams:
         """As the engine's SamplingParams. Raises RequestError."""
@@ -194,15 +194,15 @@ class Sampling(Drawn):
             raise RequestError("stream_options is only for stream: true")
 
 
-Ids = list[Annotated[int, Field(ge=0, le=WHOLE)]]
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=WHOLE)]], STOPS]
+Texts = Annotated[list[str], STOPS]
+ManyIds = Annotated[list[Ids], STOPS]
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | Ids | list[Ids] = Field(
-        description="a text, a list of texts, token ids, or lists of them"
-    )
+    prompt: str | Texts | Ids | ManyIds = Field(description="a text, a list of texts, token ids, or lists of them")
     max_tokens: int | None = Field(16, ge=0, le=WHOLE)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
@@ -239,7 +239,7 @@ class Function(Shape):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = Field(None, max_length=65536)
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -272,17 +272,17 @@ class Choice(Shape):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=WHOLE)
     max_completion_tokens: int | None = Field(None, ge=1, le=WHOLE)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: Annotated[list[Tool], STOPS] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | Choice | None = Field(
         None, description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}'
     )
     parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], STOPS] | None = Field(None, max_length=16)
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
@@ -338,7 +338,7 @@ class TokenizeRequest(Shape):
 
     model: str | None = Field(None, max_length=1024)
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from modelmill.core.base64_text import decoded
+from modelmill.serve.bounded import STOPS, Shape
 from modelmill.serve.pictures import Look
-from modelmill.serve.schema import Shape
 from modelmill.serve.sight import FieldError
 
 MOST_POINTS = 256
 MOST_PROMPTS = 64
 FAR = 1e6
+HEAD = 1024
+"""Characters in which a data: URL says what it is."""
 _URL = re.compile(r"data:([a-z]+/[a-z0-9.+-]+)?((?:;[a-z0-9=._+-]+)*?)(;base64)?,", re.IGNORECASE)
 
 Number = Annotated[float, Field(ge=-FAR, le=FAR)]
-Point = Annotated[list[Number], Field(min_length=2, max_length=2)]
-Corners = Annotated[list[Number], Field(min_length=4, max_length=4)]
+Point = Annotated[list[Number], STOPS, Field(min_length=2, max_length=2)]
+Corners = Annotated[list[Number], STOPS, Field(min_length=4, max_length=4)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PromptBody(Shape):
     """One prompt, in the upright picture's pixels: points, a box, a mask, or several of them together."""
 
-    points: list[Point] | None = Field(None, max_length=MOST_POINTS, description="[x, y] of each point")
-    labels: list[Annotated[int, Field(ge=0, le=1)]] | None = Field(
+    points: Annotated[list[Point], STOPS] | None = Field(
+        None, max_length=MOST_POINTS, description="[x, y] of each point"
+    )
+    labels: Annotated[list[Annotated[int, Field(ge=0, le=1)]], STOPS] | None = Field(
         None, max_length=MOST_POINTS, description="of each point: 1 the object (default), 0 the background"
     )
     box: Corners | None = Field(None, description="[x0, y0, x1, y1]")
@@ -60,8 +64,10 @@ class SegmentRequest(PromptBody):
     image_id: str | None = Field(
         None, pattern=r"^[0-9a-f]{64}$", description="a former answer's image.id, in place of the image"
     )
-    boxes: list[Corners] | None = Field(None, min_length=1, max_length=MOST_PROMPTS, description="a prompt each")
-    prompts: list[PromptBody] | None = Field(None, min_length=1, max_length=MOST_PROMPTS)
+    boxes: Annotated[list[Corners], STOPS] | None = Field(
+        None, min_length=1, max_length=MOST_PROMPTS, description="a prompt each"
+    )
+    prompts: Annotated[list[PromptBody], STOPS] | None = Field(None, min_length=1, max_length=MOST_PROMPTS)
     everything: bool | EverythingBody | None = Field(None, description="true or false, or an object of settings")
     multimask: bool | None = Field(None, description="three masks of each prompt, best first (default), or one")
     format: Literal["rle", "png"] | None = Field(None, description="of the masks: COCO's run lengths (default), or PNG")
@@ -132,16 +138,16 @@ def _told(prompt: PromptBody, field: str, masks: list[bytes]) -> dict[str, Any]:
 
 def bytes_of(text: str, field: str) -> bytes:
     """What base64, bare or in a data: URL, stands for. Raises FieldError; nothing is ever fetched."""
-    found = _URL.match(text)
+    begin, found = 0, _URL.match(text[:HEAD])
     if found is not None:
         if not found[3]:
             raise FieldError(f"{field}: a data: URL has to be in base64", field)
-        text = text[found.end() :]
+        begin = found.end()
     elif text[:16].lstrip()[:5].lower() in ("http:", "https", "file:", "data:", "ftp:/"):
         raise FieldError(f"{field}: nothing is fetched; send the file itself as base64 or as a data: URL", field)
     try:
         # tools break lines; everything else has to be right
-        data = binascii.a2b_base64("".join(text.split()), strict_mode=True)
+        data = decoded(text, begin)
     except ValueError:
         raise FieldError(f"{field}: this is not base64", field) from None
     if not data:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,26 +11,33 @@ from typing import Any, TypeVar
 
 from modelmill.serve.engine import Engine, State
 from modelmill.serve.errors import ApiError, invalid
+from modelmill.serve.json_scan import Bounds
 from modelmill.serve.metrics import Metrics
 from modelmill.serve.pictures import KIND
 from modelmill.serve.traces import Traces
 
 T = TypeVar("T")
+TENANT = "modelmill.tenant"
+"""Where a request's scope says with which key it came: a mark, not the key."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """keys: any of them opens the door; none: no door. body: most bytes of a request. patience: seconds for a body.
+    """keys: any of them opens the door; none: no door. body: most bytes of a request that may hold pictures; text: of
+    one that may not. patience: seconds for a body.
 
     origins: whose pages in a browser may ask (CORS). hosts: names by which the server may be called where it has no
-    key, beside addresses and localhost.
+    key, beside addresses and localhost. share_cache: whether requests of different keys share cached prefixes and
+    embeddings of pictures, which ``cached_tokens`` and the time to an answer tell them.
     """
 
     keys: tuple[str, ...] = ()
     body: int = 16 << 20
+    text: int = 4 << 20
     patience: float = 60.0
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    share_cache: bool = False
 
 
 @dataclass
@@ -52,6 +60,8 @@ class Service:
             engine.metrics = self.metrics.of(engine.name)
             engine.sight.metrics = self.metrics.sight
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
+        # of those that parse few run at once: each may keep the loop from the interpreter for some milliseconds
+        self._parsers = ThreadPoolExecutor(1, thread_name_prefix="modelmill-body")
 
     @property
     def distinct(self) -> list[Engine]:
@@ -88,8 +98,26 @@ class Service:
         """Run text work on a thread, so that streams go on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
+    async def beside(self, work: Callable[..., T], *args: Any) -> T:
+        """Parse a large body on a thread, one after another."""
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, work, *args)
+
+    @property
+    def json_bounds(self) -> Bounds:
+        """What a body may hold: as many values as the longest prompt of ids has, and then some."""
+        longest = max((engine.facts.max_model_len for engine in self.distinct if engine.facts is not None), default=0)
+        return Bounds(values=Bounds.values + longest)
+
     def close(self) -> None:
         """Stop the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._parsers):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()
+
+
+def salted(tenant: str, salt: str | None) -> str | None:
+    """A request's cache_salt, with which its key's caches are kept apart from others'. tenant: "" without keys."""
+    if not tenant:
+        return salt
+    return hashlib.sha256(f"{tenant}\0{salt or ''}".encode("utf-8", "surrogatepass")).hexdigest()

@@ -21,6 +21,8 @@ from modelmill.text.tokens import Tokenizer, Traits
 # Qwen lists <|fim_prefix|> and its like as ordinary added tokens; they steer the model all the same.
 CONTROL_SHAPE = re.compile(r"<[|｜][^<>]*[|｜]>")
 SPACE = "▁"
+SHORT = 2048
+"""Characters that take a millisecond or two."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 ALPHABET = alphabet()
 
@@ -273,7 +275,10 @@ def _built(file: str, build: Any) -> Any:
 def _encoded(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     """The library's encoding; TokenizerError where its regular expressions give up on the text."""
     try:
-        return core.encode(text, add_special_tokens=False)
+        if len(text) <= SHORT:
+            return core.encode(text, add_special_tokens=False)
+        # of a batch, even of one, the library gives the interpreter to other threads while it works
+        return core.encode_batch([text], add_special_tokens=False)[0]
     except BaseException as error:
         if not _panicked(error):
             raise

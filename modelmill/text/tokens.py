@@ -21,6 +21,10 @@ WHITESPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"
     map(chr, range(0x2000, 0x200B))
 )
 _JOINERS = "\u200c\u200d"
+COUNTED = 16384
+"""Characters that are counted together where a text may be too long."""
+SLACK = 8
+"""Tokens that a cut may make more of a text."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Tokenizer(ABC):
         self.eos_ids = traits.eos_ids
         self.pad_id = traits.pad_id
         self.template_names = dict(traits.template_names)
+        self.most: int | None = None  # tokens of one text; None: any number
         self._skipped = traits.skipped
         self._prefix = list(traits.prefix)
         self._suffix = list(traits.suffix)
@@ -87,9 +92,21 @@ class Tokenizer(ABC):
             if isinstance(piece, int):
                 ids.append(piece)
             elif piece:
-                ids.extend(self._ordinary(well_formed(piece), at_start))
+                text = well_formed(piece)
+                self._check_length(text)
+                ids.extend(self._ordinary(text, at_start))
             at_start = False
         return ids
+
+    def _check_length(self, text: str) -> None:
+        """Raises TokenizerError for a text of more than ``most`` tokens; split whole, each would take 500 bytes."""
+        if self.most is None or len(text) <= self.most:
+            return
+        count = 0
+        for at in range(0, len(text), COUNTED):
+            count += max(len(self._ordinary(text[at : at + COUNTED], at == 0)) - SLACK, 0)
+            if count > self.most:
+                raise TokenizerError(f"the prompt has more than {self.most} tokens; shorten it")
 
     def split_special(self, text: str) -> list[str | int]:
         """`text` cut at its control tokens: ordinary text as str, control tokens as their ids."""

@@ -82,7 +82,7 @@ def test_regenerate_and_edit(opened: Any) -> None:
     first = answered(page).locator(".said").inner_text()
     ask(page, "Say goodbye.")
     answered(page, 2)
-    page.get_by_role("article", name="Answer").nth(0).get_by_role("button", name="Write this answer anew").click()
+    page.get_by_role("article", name="Answer").nth(0).get_by_role("button", name="Regenerate this answer").click()
     # what came after it is gone; greedy, the text is the same
     assert answered(page, 1).locator(".said").inner_text() == first
     page.get_by_role("button", name="Edit this message").first.click()
@@ -321,7 +321,7 @@ def test_errors_are_told_in_plain_words(opened: Any, given: dict[str, Any], told
     ask(page, "Hello")
     expect(answered(page).locator(".note.bad")).to_have_text(told)
     page.unroute("**/v1/chat/completions")
-    page.get_by_role("button", name="Write this answer anew").click()
+    page.get_by_role("button", name="Regenerate this answer").click()
     expect(answered(page).locator(".figures")).to_have_text(FIGURES, timeout=WAIT)
 
 

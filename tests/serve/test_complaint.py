@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from modelmill.serve.bounded import Shape
 from modelmill.serve.complaint import complaint
 from modelmill.serve.embeddings import EmbeddingRequest
 from modelmill.serve.responses import ResponsesRequest
-from modelmill.serve.schema import ChatRequest, CompletionRequest, Shape
+from modelmill.serve.schema import ChatRequest, CompletionRequest
 from modelmill.serve.segment_schema import SegmentRequest
 from tests.serve.running import Running
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import shutil
+import subprocess
 import tomllib
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -82,3 +86,81 @@ def test_all_of_it_is_light_and_packed() -> None:
     assert b"/" in PATHS
     project = tomllib.loads((FOLDER.parent.parent.parent / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"]["modelmill.serve"] == ["page/*"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the page's own file")
+def test_a_rate_needs_time_to_be_one(tmp_path: Path) -> None:
+    """Pieces that come at once say how they were sent: 205 tokens within a millisecond are no 204,285 a second."""
+    for name, text in (("pace.mjs", (Path(__file__).parent / "pace.mjs").read_text()), ("package.json", "{}")):
+        (tmp_path / name).write_text(text.replace("../../modelmill/serve/page/pace.js", "./page.mjs"))
+    (tmp_path / "page.mjs").write_text((FOLDER / "pace.js").read_text())
+    cases = [
+        [0],
+        [0, [2000, 205]],
+        [0, [2000, 1], [2001, 204]],
+        [0, [500, 1], [749, 50]],
+        [0, [500, 1], [1500, 50]],
+        [0, [500, 20], [1500, 10], [2500, 10]],
+        [0, [500, 1]],
+    ]
+    words = ["node", str(tmp_path / "pace.mjs"), json.dumps(cases)]
+    said = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
+    assert said == [
+        "",
+        "first token after 2.00 s · 205 tokens",
+        "first token after 2.00 s · 205 tokens",
+        "first token after 0.50 s · 51 tokens",
+        "50.0 tokens/s · first token after 0.50 s · 51 tokens",
+        "10.0 tokens/s · first token after 0.50 s · 40 tokens",
+        "first token after 0.50 s · 1 token",
+    ]
+
+
+class Buttons(HTMLParser):
+    """(aria-label, visible text) of every button and link."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named: list[tuple[str, str]] = []
+        self._name: str | None = None
+        self._text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("button", "a", "summary"):
+            self._name, self._text = dict(attrs).get("aria-label"), []
+
+    def handle_data(self, data: str) -> None:
+        self._text.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("button", "a", "summary") and self._name is not None:
+            self.named.append((self._name, "".join(self._text).strip()))
+            self._name = None
+
+
+def test_names_of_buttons_hold_their_text() -> None:
+    """WCAG 2.5.3: who says what he sees means the button. Names begin with it."""
+    page = Buttons()
+    page.feed((FOLDER / "index.html").read_text())
+    assert page.named
+    scripts = {file.name: file.read_text() for file in FOLDER.glob("*.js")}
+    made = re.findall(r'\bact\("([^"]+)", "([^"]+)"', scripts["chat.js"])
+    assert len(made) >= 5
+    pairs = [*page.named, *((name, text) for text, name in made)]
+    assert [(name, text) for name, text in pairs if not name.lower().startswith(text.lower())] == []
+    # every other button of the scripts with a name: its text is an icon, or it is copied()'s
+    others = {
+        (name, said)
+        for text in scripts.values()
+        for name, said in re.findall(
+            r'h\("button", \{[^}]*?"aria-label": ["`]([^"`]+)["`].*?\} \}?,\s*(.+?)\)', text, re.DOTALL
+        )
+    }
+    assert others == {
+        ("Remove picture ${i + 1}", 'h("span", { "aria-hidden": "true" }, "×"'),
+        ("Copy the code", '"Copy"'),
+    }
+    # a text that changes takes the name along
+    changes = [name for name, text in scripts.items() if 'textContent = "Copied"' in text]
+    assert changes == ["dom.js"]
+    assert 'button.removeAttribute("aria-label")' in scripts["dom.js"]

@@ -304,7 +304,7 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "file_id", "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "needs its image_url", "input"),
     ({"input": [{"role": "system", "content": "x"}]}, "holds no turn", "input"),
-    ({"input": [{"role": "user", "content": "x", "\ud800": 1}]}, "input[0] holds half of a surrogate pair", "input"),
+    ({"input": [{"role": "user", "content": "x", "\ud800": 1}]}, "input[0]: holds half of a surrogate pair", "input"),
     ({"input": [{"type": "reasoning", "summary": []}]}, "holds no turn", "input"),
     ({"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]}, "call_id", "input"),
     ({"input": "x", "previous_response_id": "resp_1"}, "nothing is kept here", "previous_response_id"),

@@ -18,12 +18,14 @@ import PIL.Image
 import pytest
 
 from modelmill.segmenter import Segmenter
+from modelmill.serve.app import make_app
 from modelmill.serve.engine import State
 from modelmill.serve.message import Missed, decode, encode
 from modelmill.serve.pictures import Found, Look
+from modelmill.serve.service import Limits, Service
 from modelmill.vision.masks import from_coco, mask_of
 from modelmill.vision.prompts import make
-from tests.serve.asgi import Response
+from tests.serve.asgi import Client, Response
 from tests.serve.seeing import Seeing, encoded, photo, url
 
 PICTURE = photo()
@@ -115,6 +117,28 @@ def test_a_second_click_finds_the_embedding(seeing: Seeing) -> None:
         assert seeing.post("/v1/segment", {"image_id": id, **other}).status == 404
     turned = asked(seeing, image=url(encoded(PIL.Image.frombytes("RGB", (80, 120), photo(7).tobytes()))))
     assert not turned["image"]["cached"]
+
+
+def test_keys_share_no_embeddings_unless_they_may(seeing: Seeing) -> None:
+    """Else one key could learn whether another has looked at a picture."""
+
+    def cached(client: Client, key: str, **body: Any) -> tuple[int, Any]:
+        given = {"authorization": f"Bearer {key}"}
+        told = seeing.do(client.post("/v1/segment", {"model": "sam", **body}, headers=given))
+        return told.status, told.json.get("image")
+
+    def door(**limits: Any) -> Client:
+        return Client(make_app(Service(seeing.service.engines, Limits(keys=("one", "two"), **limits))))
+
+    apart, shared = door(), door(share_cache=True)
+    for salt in ({}, {"cache_salt": "mine"}):
+        told = [cached(apart, key, image=url(encoded(photo(21))), **salt)[1] for key in ("one", "two", "one", "two")]
+        assert [each["cached"] for each in told] == [False, False, True, True]
+        assert told[0]["id"] != told[1]["id"]
+        assert cached(apart, "one", image_id=told[0]["id"], **salt)[0] == 200
+        assert cached(apart, "two", image_id=told[0]["id"], **salt)[0] == 404
+    assert not cached(shared, "one", image=url(encoded(photo(22))))[1]["cached"]
+    assert cached(shared, "two", image=url(encoded(photo(22))))[1]["cached"]
 
 
 def test_what_is_clear_in_a_drawn_mask_is_no_object(seeing: Seeing) -> None:

@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from modelmill.cli.serve import Args, opened
+from modelmill.cli.serve import Args, opened, served_name
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from modelmill.serve.server import OPEN_FILES
@@ -296,3 +296,16 @@ def test_chat_with_a_server(server: Serving, llm: LLM, cli: Any, monkeypatch: py
     assert [message["role"] for message in json.loads(out)["messages"]] == ["user", "assistant"]
     assert cli("chat", "--url", "127.0.0.1:1")[0] == 1
     assert cli("chat")[0] == cli("chat", "x", "--url", "y")[0] == 2
+
+
+def test_an_engine_is_served_under_the_name_that_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "store" / "3f2a.engine").mkdir(parents=True)
+    link = tmp_path / "chat.engine"
+    link.symlink_to(tmp_path / "store" / "3f2a.engine")
+    assert served_name(link) == "chat"
+    monkeypatch.chdir(tmp_path)
+    for typed in ("chat.engine", "./chat.engine", "store/../chat.engine", "chat.engine/"):
+        assert served_name(Path(typed)) == "chat"
+    monkeypatch.chdir(tmp_path / "store" / "3f2a.engine")
+    assert served_name(Path(".")) == "3f2a"
+    assert served_name(Path("..")) == "store"

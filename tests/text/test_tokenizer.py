@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import pytest
@@ -129,6 +130,46 @@ def test_bombs_on_the_larger_vocabularies(real, name, bomb):
     start = time.process_time()
     assert real(name).encode(BOMBS[bomb])
     assert time.process_time() - start < 15
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen.tiktoken"])
+def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
+    """Split whole, a megabyte of digits would take hundreds: it is refused after what is too much already."""
+    tokenizer, split = real(name), []
+    whole = tokenizer._ordinary
+    monkeypatch.setattr(tokenizer, "_ordinary", lambda text, start: split.append(len(text)) or whole(text, start))
+    monkeypatch.setattr(tokenizer, "most", 3000)
+    with pytest.raises(TokenizerError, match="the prompt has more than 3000 tokens; shorten it"):
+        tokenizer.encode("7 " * 500_000)
+    assert max(split) <= 16384
+    assert sum(split) < 40_000
+    fits = "The mill stands at the river. " * 300
+    assert tokenizer.encode(fits) == real(name).encode(fits)
+    assert split[-1] == len(fits)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen.tiktoken"])
+def test_a_long_text_lets_other_threads_run(real, name):
+    """Seconds of CPU time between two turns of another thread; the library would keep the interpreter for it all."""
+    tokenizer, best = real(name), float("inf")
+    for _ in range(5):
+        held, done = [0.0], threading.Event()
+
+        def turn(held=held, done=done):
+            while not done.is_set():
+                began = time.process_time()
+                time.sleep(0.001)
+                held[0] = max(held[0], time.process_time() - began)
+
+        other = threading.Thread(target=turn)
+        other.start()
+        tokenizer.encode("The quick brown fox jumps over 13 lazy dogs. " * 4000)
+        done.set()
+        other.join()
+        best = min(best, held[0])
+        if best < 0.05:
+            break
+    assert best < 0.05
 
 
 def test_check_against_the_embedding():

@@ -212,7 +212,7 @@ def test_prompts_around_the_longest(running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a" * 10**6, "é" * 10**6, "\u0301" * 10**6, " " * 10**6, "<s>" * 300000], ids=range(5)
+    "text", ["a" * 10**6, "é" * 600_000, "\u0301" * 600_000, " " * 10**6, "<s>" * 300000], ids=range(5)
 )
 def test_a_megabyte_of_one_character(running: Running, text: str) -> None:
     for path, body in (("/v1/completions", {**COMPLETION, "prompt": text}), ("/tokenize", {"prompt": text})):
@@ -246,7 +246,7 @@ LONG = "the cat sat on a mat. " * 20_000
 HIDDEN: dict[str, dict[str, Any]] = {
     "arguments": {"tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": LONG}}]},
     "arguments as an object": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": {LONG: 1}}}}]},
-    "numbers": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": [7] * 400_000}}}]},
+    "numbers": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": [7] * 100_000}}}]},
     "thoughts": {"content": "x", "reasoning_content": LONG},
     "a name": {"content": "x", "name": LONG},
 }
@@ -376,8 +376,57 @@ def test_keys_are_compared_in_constant_time(running: Running, monkeypatch: pytes
 def test_without_a_key_a_foreign_name_is_refused(running: Running, host: str) -> None:
     """A page of the web that resolves its own name to this machine gets nothing (DNS rebinding)."""
     assert running.get("/v1/models", headers={"host": host}).status == 403
-    for fine in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "LOCALHOST"):
+    for fine in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "LOCALHOST", "localhost.", "localhost:"):
         assert running.get("/version", headers={"host": fine}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost:80@evil.com", "evil.com@localhost", "localhost:80:80", "localhost:x", "localhost:-1",
+        "localhost:+80", "localhost:65536", "localhost:099999", "localhost/", "localhost?x", "localhost#x",
+        "localhost\\evil.com",
+        "http://localhost", "local host", " localhost", "localhost ", "localhost,evil.com", "[localhost]", "[::1",
+        "::1]", "::1", "[::1]x", "[::1]:80x", "[[::1]]", "[]", ":80", ":", "[::1%]", "localhost\t", "l\u00f6calhost",
+        "localhost\u0000", "%6cocalhost", "\uff41.com",
+    ],
+)  # fmt: skip
+def test_what_is_no_host_is_refused(running: Running, host: str) -> None:
+    """With a key or without: one program's reading of it is not another's."""
+    assert running.get("/version", headers={"host": host}).status == 400
+    client = guarded(running, "k")
+    assert running.do(client.get("/version", headers={"host": host, "authorization": "Bearer k"})).status == 400
+
+
+def test_keys_share_no_cache_unless_they_may(running: Running) -> None:
+    """cached_tokens would tell one key, page by page, what another has asked."""
+    text = "Ben had a small green boat and he went to the lake to sail with his friend Sue " * 2
+    talk = [{"role": "user", "content": text}]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": text, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "x"}, *talk], "max_tokens": 1}),
+        ("/v1/responses", {"input": text, "max_output_tokens": 1}),
+    ]
+
+    def door(**limits: Any) -> Client:
+        return guarded(running, "one", "two", **limits)
+
+    def cached(client: Client, key: str, path: str, body: dict[str, Any]) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        usage = running.do(client.post(path, {"model": "stories", **body}, headers=headers)).json["usage"]
+        return int((usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"])
+
+    apart, shared = door(), door(share_cache=True)
+    for path, body in asked:
+        for more in ({}, {"cache_salt": "mine"}):
+            counts = [cached(apart, key, path, {**body, **more}) for key in ("one", "two", "one", "two")]
+            assert counts[:2] == [0, 0], (path, more, counts)
+            assert min(counts[2:]) > 0, (path, more, counts)
+    path, body = asked[0]
+    body = {**body, "prompt": f"Then {text}"}
+    assert cached(shared, "one", path, body) == 0
+    assert cached(shared, "two", path, body) > 0
+    assert cached(shared, "two", path, {**body, "cache_salt": "mine"}) == 0
 
 
 def test_other_origins_get_no_permission_unless_named(running: Running) -> None:

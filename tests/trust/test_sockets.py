@@ -147,8 +147,17 @@ def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
         (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nhost: lo", 408),
+        (
+            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (
+            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ncontent-length: 0\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (b"GET /version HTTP/1.1\r\nhost: localhost:80@evil.com\r\n\r\n", 400),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_headers_without_end_or_sense(port: Port, data: bytes, status: int) -> None:
     answer = port.answer(data)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from tools.soak import large
 from tools.soak.client import ask, connected
 from tools.soak.hostile import request, wrong
 from tools.soak.memory import slope
@@ -25,6 +26,8 @@ RAW: list[bytes] = [
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
 ]  # fmt: skip
 """Bytes that are no requests, or end none; one in fifty is one of them."""
+LARGE = 0.02
+"""The part of requests that are long, deep or wide."""
 
 
 async def raw(server: Server, data: bytes) -> int:
@@ -46,7 +49,8 @@ async def one(server: Server, seed: int, at: int, found: Counter[int]) -> None:
         if status >= 500:
             raise Failed(f"bytes that are no request got {status}")
     else:
-        path, data = request(rng, server.model, server.viewer)
+        wide = rng.random() < LARGE
+        path, data = (large.at_random if wide else request)(rng, server.model, server.viewer)
         try:
             status, body = await ask(server, path, data)
         except (OSError, TimeoutError) as error:
@@ -57,11 +61,23 @@ async def one(server: Server, seed: int, at: int, found: Counter[int]) -> None:
     found[status] += 1
 
 
+async def _watch(server: Server, waits: list[float]) -> None:
+    """Ask /health again and again; seconds until each answer."""
+    while True:
+        began = time.monotonic()
+        async with connected(server) as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            await reader.read(-1)
+        waits.append(time.monotonic() - began)
+        await asyncio.sleep(0.02)
+
+
 def fuzz(server: Server, count: int, seed: int, told: Callable[[int, int], None]) -> dict[str, Any]:
     """``count`` requests, AT_ONCE at a time. Raises Failed."""
     workers = {each.pid for each in server.workers()}
     found: Counter[int] = Counter()
     series: list[tuple[float, float, float]] = []
+    waits: list[float] = []
     began = time.monotonic()
 
     async def part(begin: int, end: int) -> None:
@@ -71,7 +87,11 @@ def fuzz(server: Server, count: int, seed: int, told: Callable[[int, int], None]
             async with slots:
                 await one(server, seed, at, found)
 
-        await asyncio.gather(*(held(at) for at in range(begin, end)))
+        watch = asyncio.create_task(_watch(server, waits))
+        try:
+            await asyncio.gather(*(held(at) for at in range(begin, end)))
+        finally:
+            watch.cancel()
 
     size = max(count // 40, AT_ONCE)
     for begin in range(0, count, size):
@@ -89,6 +109,7 @@ def fuzz(server: Server, count: int, seed: int, told: Callable[[int, int], None]
         "ok": all(line.flat for line in lines.values()),
         "statuses": dict(sorted(found.items())),
         "after": gauges,
+        "slowest_health_ms": round(1000 * max(waits, default=0.0), 1),
         "memory": {name: asdict(line) for name, line in lines.items()},
         "series": series,
     }

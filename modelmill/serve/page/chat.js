@@ -1,8 +1,9 @@
 // A conversation: typed, streamed, stopped, edited, asked again.
-import { $, h, say, trouble } from "./dom.js";
+import { $, copied, h, say, trouble } from "./dom.js";
 import { call, events, Refused } from "./api.js";
 import { View } from "./markdown.js";
 import { keep, kept, openSettings, sampling, suggest, unsaid } from "./settings.js";
+import { Pace } from "./pace.js";
 import { prepared } from "./picture.js";
 
 const IDEAS = ["Explain how a watermill works", "Write a haiku about rain", "Name three uses of a paper clip"];
@@ -76,10 +77,9 @@ function foot(index) {
     act("Copy", "Copy this answer", async (event) => {
       const button = event.currentTarget;
       await navigator.clipboard?.writeText(said.content);
-      button.textContent = "Copied";
-      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+      copied(button);
     }),
-    act("Regenerate", "Write this answer anew", () => again(index), true),
+    act("Regenerate", "Regenerate this answer", () => again(index), true),
     said.figures ? h("span", { class: "figures" }, said.figures) : null);
 }
 
@@ -192,28 +192,6 @@ async function ask() {
   if (focused === $("stop") || focused === document.body) $("message").focus();
 }
 
-class Pace {
-  constructor() {
-    this.began = performance.now();
-    this.first = this.last = null;
-    this.tokens = 0;
-  }
-
-  more(tokens) {
-    this.last = performance.now();
-    this.first ??= this.last;
-    this.tokens += tokens;
-  }
-
-  told() {
-    if (this.first === null) return "";
-    const seconds = (this.last - this.first) / 1000;
-    const parts = [`first token after ${((this.first - this.began) / 1000).toFixed(2)} s`];
-    if (this.tokens > 1 && seconds > 0) parts.unshift(`${((this.tokens - 1) / seconds).toFixed(1)} tokens/s`);
-    return [...parts, `${this.tokens} token${this.tokens === 1 ? "" : "s"}`].join(" · ");
-  }
-}
-
 function send() {
   const content = $("message").value.trim();
   if (running || !model?.ready || !(content || pictures.length)) return;
@@ -270,7 +248,7 @@ function showPictures() {
       pictures.splice(i, 1);
       showPictures();
       $("message").focus();
-    } }, "×"))));
+    } }, h("span", { "aria-hidden": "true" }, "×")))));
   refresh();
 }
 

@@ -12,6 +12,15 @@ export function h(tag, given = {}, ...children) {
   return made;
 }
 
+// A button that has copied says so for a moment, to the eye and by its name.
+export function copied(button) {
+  const name = button.getAttribute("aria-label");
+  if (button.textContent === "Copied") return;
+  button.textContent = "Copied";
+  button.removeAttribute("aria-label");
+  setTimeout(() => { button.textContent = "Copy"; button.setAttribute("aria-label", name); }, 1500);
+}
+
 export const say = (text) => { $("voice").textContent = text; };
 
 export function trouble(text) {

@@ -1,5 +1,5 @@
 // Markdown as elements. A model's text never becomes HTML, links lead to the web only, pictures are not loaded.
-import { h } from "./dom.js";
+import { copied, h } from "./dom.js";
 
 const INLINE = /(`+)([\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([\s\S]*?[^\s*])\*(?!\*)|~~(?=\S)([\s\S]*?\S)~~|!?\[([^\]\n]*)\]\(([^\s()]*(?:\([^\s()]*\)[^\s()]*)*)(?:\s+"[^"]*")?\)|(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]])|\\([\\`*_{}[\]()#+\-.!~|>])|(?<!\w)_(?=[^\s_])([^_\n]*[^\s_])_(?!\w)/g;
 const DEEPEST = 12;
@@ -119,8 +119,7 @@ function code(lines) {
   const text = lines.slice(1, closed ? -1 : undefined).join("\n");
   const copy = h("button", { type: "button", "aria-label": "Copy the code", onclick: async () => {
     await navigator.clipboard?.writeText(text);
-    copy.textContent = "Copied";
-    setTimeout(() => { copy.textContent = "Copy"; }, 1500);
+    copied(copy);
   } }, "Copy");
   return h("div", { class: "code" }, h("pre", { tabindex: "0" }, h("code", {}, text)), copy);
 }

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelmill.serve.json_body import parse
+
 SLACK = 8
 """Answers that a replica may have in hand beyond the least busy one and still be preferred."""
 KEPT = 1 << 16
@@ -58,15 +60,16 @@ class Affinity:
             self._home = OrderedDict((key, name) for key, name in self._home.items() if name not in gone)
 
 
-def beginnings(body: bytes) -> list[str]:
+def beginnings(body: bytes, tenant: str = "") -> list[str]:
     """Digests of a request's beginning at each of ``CUTS``, the shortest first; none for what has no prompt.
 
-    Everything that stands before the prompt, or keeps caches apart, is part of them: model, cache_salt, tools. Several
-    prompts in one request count as their first.
+    Everything that stands before the prompt, or keeps caches apart, is part of them: model, cache_salt, tools, tenant
+    (whose key it came with). Several prompts in one request count as their first. A body that a replica will refuse for
+    what is in it has none.
     """
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
+        asked = parse(body)
+    except ValueError:
         return []
     if not isinstance(asked, dict):
         return []
@@ -74,7 +77,7 @@ def beginnings(body: bytes) -> list[str]:
     if not text:
         return []
     apart = [asked.get(name) for name in ("model", "cache_salt", "tools", "instructions")]
-    digest = hashlib.sha256(json.dumps(apart, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([*apart, tenant], sort_keys=True).encode())
     found, begin = [], 0
     for cut in CUTS:
         if cut > len(text):
@@ -101,4 +104,13 @@ def _told(value: Any) -> str:
         return f"{str(value.get('role'))[:32]}\n{value['content'][: CUTS[-1]]}\n"
     if isinstance(value, list):
         value = value[:4096]
-    return "" if value is None else json.dumps(value)[: CUTS[-1]]
+    return "" if value is None else json.dumps(_short(value))[: CUTS[-1]]
+
+
+def _short(value: Any) -> Any:
+    """JSON data without the greater part of its long texts: a picture is not written out to be cut off."""
+    if isinstance(value, str):
+        return value[: CUTS[-1]]
+    if isinstance(value, list):
+        return [_short(each) for each in value[:4096]]
+    return {key: _short(each) for key, each in value.items()} if isinstance(value, dict) else value

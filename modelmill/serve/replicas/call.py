@@ -9,6 +9,8 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from modelmill.serve.service import TENANT
+
 PIECES = 256
 """Pieces of a response that may wait to be fetched."""
 
@@ -70,4 +72,5 @@ def _scope(head: dict[str, Any]) -> dict[str, Any]:
         "server": ("localhost", 80),
         "client": None,
         "state": {},
+        TENANT: head.get("tenant", ""),
     }

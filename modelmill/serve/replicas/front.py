@@ -19,7 +19,7 @@ from modelmill.serve import errors, shape
 from modelmill.serve.errors import ApiError
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.replicas.affinity import beginnings
-from modelmill.serve.service import Service
+from modelmill.serve.service import TENANT, Service
 from modelmill.serve.stream import Stalled, accepted
 
 TRIES = 3
@@ -108,7 +108,7 @@ class _Relay:
 
     async def _answer(self) -> None:
         """A replica that is lost before its answer began is followed by another."""
-        prefix, avoid = beginnings(self._body), list[str]()
+        prefix, avoid = await asyncio.to_thread(beginnings, self._body, self._head["tenant"]), list[str]()
         for left in reversed(range(TRIES)):
             try:
                 await self._through(prefix, avoid, last=left == 0)
@@ -202,6 +202,7 @@ def _head(scope: Scope) -> dict[str, Any]:
         "path": scope["path"],
         "raw_path": scope.get("raw_path") or scope["path"].encode(),
         "query": scope.get("query_string", b""),
+        "tenant": scope.get(TENANT, ""),
         "headers": [*headers, (b"x-request-id", scope["modelmill.request_id"].encode())],
     }
 

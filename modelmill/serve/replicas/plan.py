@@ -11,7 +11,8 @@ from modelmill.serve.message import Open
 class Plan:
     """What every replica serves. names and orders belong together.
 
-    queue: as --max-waiting; body: as --max-body-bytes; level: as --log-level; otlp: as --otlp-endpoint. generation:
+    queue: as --max-waiting; body, text: as --max-body-bytes and --max-text-body-bytes; level: as --log-level; otlp: as
+    --otlp-endpoint. generation:
     another number makes Ray Serve replace the replicas.
     """
 
@@ -22,6 +23,7 @@ class Plan:
     level: str
     otlp: str | None = None
     generation: int = 0
+    text: int = 4 << 20
 
     def beside(self, count: int) -> Plan:
         """For one of ``count`` replicas that load at once on one machine: each takes its part of the memory."""

@@ -30,7 +30,9 @@ class Replica:
         engines = [Engine(name, order, queue=plan.queue) for name, order in zip(plan.names, plan.orders, strict=True)]
         traces = None if plan.otlp is None else Traces.to(plan.otlp)
         # who may enter, and under which name, the front has seen to
-        self._service = Service({engine.name: engine for engine in engines}, Limits(body=plan.body), traces=traces)
+        self._service = Service(
+            {engine.name: engine for engine in engines}, Limits(body=plan.body, text=plan.text), traces=traces
+        )
         self._app = make_app(self._service)
         self._lives = []
         for engine in engines:

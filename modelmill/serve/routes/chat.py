@@ -15,6 +15,7 @@ from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.serve import shape
+from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.routes.common import check_sizes, finish_of, fresh, service_of, submitted
 from modelmill.serve.schema import ChatRequest, check_functions
 from modelmill.serve.shape import ChatLogprobs, event
@@ -23,7 +24,7 @@ from modelmill.serve.ticket import News, Ticket
 from modelmill.text import tools
 from modelmill.text.calls import Part, Reader, gathered, reader
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -34,13 +35,12 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
     body.check()
     bounds, language = engine.bounds, engine.language
     engine.check_room(body.n or 1)
-    dialogue = await service.aside(dialogue_of, language, body, bounds.longest)
-    ticket = submitted(request, engine, [dialogue])
+    _, ticket = await submitted(request, engine, dialogue_of, language, body, bounds.longest, of=lambda one: [one])
     reply = Reply(body, ticket, language)
     if body.stream:
         return EventStream(ticket, reply)
     await finished(request, ticket)
-    return shape.Json(reply.whole())
+    return await service.aside(lambda: shape.Json(reply.whole()))
 
 
 def dialogue_of(language: Language, body: ChatRequest, longest: int) -> Dialogue:

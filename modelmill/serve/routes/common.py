@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -15,6 +15,8 @@ from modelmill.serve import errors
 from modelmill.serve.engine import Engine
 from modelmill.serve.service import Service
 from modelmill.serve.ticket import Ticket
+
+T = TypeVar("T")
 
 
 def service_of(request: Request) -> Service:
@@ -28,11 +30,22 @@ def fresh(prefix: str, between: str = "-") -> str:
     return f"{prefix}{between}{secrets.token_hex(16)}"
 
 
-def submitted(request: Request, engine: Engine, dialogues: Sequence[Dialogue]) -> Ticket:
-    """The requests, queued; their counts are logged when the response has ended."""
-    ticket = engine.submit(dialogues)
+async def submitted(
+    request: Request, engine: Engine, make: Callable[..., T], *args: Any, of: Callable[[T], Sequence[Dialogue]]
+) -> tuple[T, Ticket]:
+    """(``make(*args)``, its requests queued). Their counts are logged when the response has ended.
+
+    make: called on a thread, where text becomes ids and ids what the worker is sent. of: the requests of what it made.
+    """
+
+    def prepared() -> tuple[T, list[bytes]]:
+        made = make(*args)
+        return made, engine.frames(of(made))
+
+    made, frames = await service_of(request).aside(prepared)
+    ticket = engine.submit(of(made), frames)
     request.scope["modelmill.ticket"], request.scope["modelmill.engine"] = ticket, engine.name
-    return ticket
+    return made, ticket
 
 
 def check_sizes(

@@ -14,13 +14,14 @@ from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.runtime.check import Bounds, check
 from modelmill.serve import shape
+from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
 from modelmill.serve.schema import CompletionRequest
 from modelmill.serve.shape import TextLogprobs, event
 from modelmill.serve.stream import EventStream, Feed, finished
 from modelmill.serve.ticket import News, Ticket
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions")
@@ -31,13 +32,12 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     body.check()
     bounds, language = engine.bounds, engine.language
     engine.check_room(len(body.prompts()) * (body.n or 1))
-    dialogues = await service.aside(_dialogues, language, body, bounds)
-    ticket = submitted(request, engine, dialogues)
+    _, ticket = await submitted(request, engine, _dialogues, language, body, bounds, of=list)
     reply = Reply(body, ticket, language)
     if body.stream:
         return EventStream(ticket, reply)
     await finished(request, ticket)
-    return shape.Json(reply.whole())
+    return await service.aside(lambda: shape.Json(reply.whole()))
 
 
 def _dialogues(language: Language, body: CompletionRequest, bounds: Bounds) -> list[Dialogue]:

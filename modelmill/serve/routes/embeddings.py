@@ -14,11 +14,12 @@ from modelmill.core.types import SamplingParams
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.runtime.check import Bounds, check
+from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings import MOST_NUMBERS, EmbeddingRequest, vector
 from modelmill.serve.routes.common import service_of, submitted
 from modelmill.serve.stream import finished
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/embeddings")
@@ -28,8 +29,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     engine = service.engine(body.model)
     bounds, language = engine.bounds, engine.language
     engine.check_room(len(body.inputs()))
-    dialogues = await service.aside(_dialogues, language, body, bounds)
-    ticket = submitted(request, engine, dialogues)
+    dialogues, ticket = await submitted(request, engine, _dialogues, language, body, bounds, of=list)
     await finished(request, ticket)
     return Response(await service.aside(_whole, body, dialogues), media_type="application/json")
 

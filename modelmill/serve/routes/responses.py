@@ -14,6 +14,7 @@ from modelmill.core.errors import RequestError
 from modelmill.dialogue import Dialogue
 from modelmill.language import Language
 from modelmill.serve import shape
+from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.errors import ApiError
 from modelmill.serve.items import Event, Items
 from modelmill.serve.responses import FlatTool, ResponsesRequest
@@ -25,7 +26,7 @@ from modelmill.serve.stream import EventStream, Feed, finished
 from modelmill.serve.ticket import News, Ticket
 from modelmill.text.calls import Part
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/responses")
@@ -35,12 +36,13 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     engine = service.engine(body.model)
     bounds, language = engine.bounds, engine.language
     engine.check_room(1)
-    chat, dialogue = await service.aside(_meant, language, body, bounds.longest)
-    ticket = submitted(request, engine, [dialogue])
+    made = await submitted(request, engine, _meant, language, body, bounds.longest, of=lambda meant: [meant[1]])
+    (chat, _), ticket = made
     reply = Reply(body, chat, ticket, language)
     if body.stream:
         return EventStream(ticket, reply)
-    return shape.Json(await finished(request, _Whole(ticket, reply)))
+    whole = await finished(request, _Whole(ticket, reply))
+    return await service.aside(shape.Json, whole)
 
 
 def _meant(language: Language, body: ResponsesRequest, longest: int) -> tuple[ChatRequest, Dialogue]:

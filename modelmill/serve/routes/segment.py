@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine import Engine
 from modelmill.serve.errors import ApiError, invalid
 from modelmill.serve.pictures import Found
@@ -17,7 +18,7 @@ from modelmill.serve.segment_schema import SegmentRequest, SegmentResponse, with
 from modelmill.serve.sight import FieldError, UnknownImage
 from modelmill.serve.stream import finished
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/segment", response_model=SegmentResponse, response_model_exclude_none=True)

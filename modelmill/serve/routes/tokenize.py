@@ -8,39 +8,54 @@ from fastapi import APIRouter, Request
 
 from modelmill.core.errors import RequestError, TokenizerError
 from modelmill.language import Language
+from modelmill.runtime.check import Bounds
+from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.engine import most_tokens
 from modelmill.serve.routes.common import check_sizes, service_of
 from modelmill.serve.schema import DetokenizeRequest, TokenizeRequest
-from modelmill.serve.shape import legacy
+from modelmill.serve.shape import Json, legacy
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Ids of a text, or of a conversation through the chat template."""
     service = service_of(request)
     engine = service.engine(body.model)
     bounds, language = engine.bounds, engine.language
-    ids = await service.aside(_ids, language, body, bounds.longest)
-    told: dict[str, Any] = {"count": len(ids), "max_model_len": bounds.longest, "tokens": ids}
-    if body.return_token_strs:
-        told["token_strs"] = [legacy(language.tokenizer, id) for id in ids]
-    return told
+    return await service.aside(_tokenized, language, body, bounds.longest)
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of ids."""
     service = service_of(request)
     engine = service.engine(body.model)
-    tokenizer = engine.language.tokenizer
+    return await service.aside(_detokenized, engine.language, body, engine.bounds)
+
+
+def _tokenized(language: Language, body: TokenizeRequest, longest: int) -> Json:
+    ids = _ids(language, body, longest)
+    if len(ids) > most_tokens(longest):
+        raise RequestError(f"the text has {len(ids)} tokens, up to {most_tokens(longest)} are told; send it in parts")
+    told: dict[str, Any] = {"count": len(ids), "max_model_len": longest, "tokens": ids}
+    if body.return_token_strs:
+        told["token_strs"] = [legacy(language.tokenizer, id) for id in ids]
+    return Json(told)
+
+
+def _detokenized(language: Language, body: DetokenizeRequest, bounds: Bounds) -> Json:
+    tokenizer, most = language.tokenizer, most_tokens(bounds.longest)
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
+    if len(body.tokens) > most:
+        raise RequestError(f"tokens holds {len(body.tokens)} ids, up to {most} are taken; send them in parts")
     # the model may know more ids than the tokenizer: padding
-    vocab = max(tokenizer.vocab_size, engine.facts.vocab if engine.facts is not None else 0)
+    vocab = max(tokenizer.vocab_size, bounds.vocab)
     if max(body.tokens, default=0) >= vocab:
         raise RequestError(f"tokens must be ids below {vocab}")
-    return {"prompt": await service.aside(lambda: tokenizer.decode(body.tokens, skip_special=False))}
+    return Json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
 
 def _ids(language: Language, body: TokenizeRequest, longest: int) -> list[int]:

@@ -1,0 +1,26 @@
+// How fast an answer came, by a clock in milliseconds.
+const LEAST_MS = 250; // what came in less time says how it was sent, not how fast it was written
+
+export class Pace {
+  constructor(now = () => performance.now()) {
+    this.now = now;
+    this.began = now();
+    this.first = this.last = null;
+    this.tokens = this.firstTokens = 0;
+  }
+
+  more(tokens) {
+    this.last = this.now();
+    if (this.first === null) { this.first = this.last; this.firstTokens = tokens; }
+    this.tokens += tokens;
+  }
+
+  told() {
+    if (this.first === null) return "";
+    const took = this.last - this.first;
+    const after = this.tokens - this.firstTokens; // those of the first piece were written before it came
+    const parts = [`first token after ${((this.first - this.began) / 1000).toFixed(2)} s`];
+    if (after > 0 && took >= LEAST_MS) parts.unshift(`${((1000 * after) / took).toFixed(1)} tokens/s`);
+    return [...parts, `${this.tokens} token${this.tokens === 1 ? "" : "s"}`].join(" · ");
+  }
+}

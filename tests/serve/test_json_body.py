@@ -1,0 +1,107 @@
+"""JSON read in pieces is what json.loads makes of it, and bounds are kept before any value is made."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from modelmill.serve import json_body, json_scan
+from modelmill.serve.json_body import BodyError, parse
+from modelmill.serve.json_scan import Bounds
+
+FREE = Bounds(values=1 << 30, growth=1 << 20, free=1 << 30)
+PLAIN: list[Any] = [
+    1, -2, 0.5, 1e9, None, True, "", "a", "é\u1234😀\ud83d" * 3, 'q"\\\n\\"' * 4, "x" * 40, "\\" * 9, 1234567890,
+]  # fmt: skip
+KEYS = ["a", "b", "", "kk" * 20, 'é"', "\ud800"]
+MARKS = b'{}[],:"\\ 1e'
+
+
+def made(rng: random.Random, depth: int = 0) -> Any:
+    if depth > 4 or rng.random() < 0.5:
+        return rng.choice(PLAIN)
+    if rng.random() < 0.5:
+        return [made(rng, depth + 1) for _ in range(rng.choice((0, 1, 2, 9)))]
+    return {rng.choice(KEYS): made(rng, depth + 1) for _ in range(rng.choice((0, 1, 2, 7)))}
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """One byte is lost, comes, or becomes another."""
+    at = rng.randrange(len(data))
+    new = bytes([rng.choice(MARKS)])
+    return data[:at] + rng.choice((b"", new, new + data[at : at + 1])) + data[at + 1 :]
+
+
+def loaded(data: bytes) -> str:
+    try:
+        return repr(json.loads(data.decode("utf-8", "surrogatepass")))
+    except ValueError:
+        return "refused"
+
+
+def read(data: bytes) -> str:
+    try:
+        return repr(parse(data, FREE))
+    except BodyError:
+        return "refused"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """With pieces of a few bytes every cut there is happens: in characters, escapes, pairs of them, between values."""
+    monkeypatch.setattr(json_body, "PIECE_PLACES", 3)
+    monkeypatch.setattr(json_body, "PIECE_BYTES", 24)
+    monkeypatch.setattr(json_scan, "SLICE", 15)
+    rng, refused = random.Random(seed), 0
+    for _ in range(120):
+        form = {"ensure_ascii": rng.random() < 0.5, "indent": rng.choice((None, 1))}
+        data = json.dumps(made(rng), **form).encode("utf-8", "surrogatepass")
+        if rng.random() < 0.5:
+            data = damaged(rng, data)
+        if any(len(run) > 20 for run in "".join(chr(b) if 45 <= b <= 57 else " " for b in data).split()):
+            continue  # a number that is longer than a piece is refused
+        assert read(data) == loaded(data), data
+        refused += read(data) == "refused"
+    assert 12 < refused < 100
+
+
+@pytest.mark.parametrize(
+    ("data", "message", "field"),
+    [
+        (b'{"a":1,"prompt":[' + b"1," * 1000 + b"1]}", "holds more than 500 values", "prompt"),
+        (b'{"a":[' + b"[" * 300 + b"]" * 300 + b"]}", "is nested more than 256 deep", "a"),
+        (b"[" * 300 + b"]" * 300, "is nested more than 256 deep", None),
+        (b'{"a":[' + b"{}," * 200 + b"1]}", "holds too many small lists, objects and texts for its size", "a"),
+        (b'{"' + b"k" * 200 + b'":[' + b"1," * 1000 + b"1]}", "holds more than 500 values", None),
+        (b'{"a":[1,2}', "is not JSON", None),
+        (b'{"a":[1,2]', "is not JSON", None),
+        (b'{"a":"x', "is not JSON", None),
+        (b"]", "is not JSON", None),
+        (b'{"a":"\xff"}', "is not JSON", None),
+        (b"9" * 5000, "cannot be read as JSON", None),
+        (b'["' + "é".encode() * (3 << 20) + b'"]', "holds a text of more than 4194304 bytes", None),
+    ],
+    ids=range(12),
+)
+def test_bounds_name_the_field(data: bytes, message: str, field: str | None) -> None:
+    with pytest.raises(BodyError) as caught:
+        parse(data, Bounds(values=500, free=16 << 10))
+    assert (str(caught.value), caught.value.field) == (message, field)
+
+
+def test_what_is_large_and_fine() -> None:
+    ids = [i % 50257 for i in range(100_000)]
+    texts = ["é\n" * 100_000, "QUJD" * 100_000]
+    found = parse(json.dumps({"prompt": ids, "texts": texts, "deep": [[[ids[:9000]]]]}).encode())
+    assert found == {"prompt": ids, "texts": texts, "deep": [[[ids[:9000]]]]}
+    assert parse(b"\xef\xbb\xbf" + b" " * 200_000 + b"[1 ,2 ]" + b" " * 200_000) == [1, 2]
+
+
+def test_equal_integers_are_one_object() -> None:
+    found = parse(json.dumps([257] * 50_000).encode())
+    assert len({id(each) for each in found}) == 1
+    mixed = parse(json.dumps([1, True, 1.0] * 9000).encode())
+    assert [type(each) for each in mixed[:3]] == [int, bool, float]
