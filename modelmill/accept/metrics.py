@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 INFINITE = math.inf
+LOGITS_BLOCK = 1 << 21
+"""Logits that are in float64 at once: 16 MiB a copy, however wide the vocabulary and long the text."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,58 @@ def centred(logits: Tensor) -> Tensor:
     return wide - wide.mean(-1, keepdim=True)
 
 
+def _row_blocks(*logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same few rows of each [T, vocab] tensor, all of them in the end."""
+    rows = _rows_of(logits[0])
+    return zip(*(each.split(rows) for each in logits), strict=True)
+
+
+def _rows_of(logits: Tensor) -> int:
+    """Rows of a block."""
+    return max(1, LOGITS_BLOCK // max(1, logits.shape[-1]))
+
+
 def compare_logits(name: str, ours: Tensor, reference: Tensor) -> Row:
-    """``compare_tensors`` of centred logits [T, vocab]."""
-    return compare_tensors(name, centred(ours), centred(reference))
+    """``compare_tensors`` of centred logits [T, vocab], a block of rows in float64 at a time."""
+    if ours.shape != reference.shape:
+        return incomparable(name)
+    if not reference.numel():
+        return compare_tensors(name, ours, reference)
+    errors = torch.empty_like(reference, dtype=torch.float32)
+    max_abs = scale = ours_scale = total = 0.0
+    for (left, right), error in zip(_centred_blocks(ours, reference), _row_blocks(errors), strict=True):
+        block = (left - right).abs()
+        if not bool(block.isfinite().all()):
+            return incomparable(name)
+        error[0].copy_(block)
+        max_abs, total = max(max_abs, float(block.max())), total + float(block.sum())
+        scale, ours_scale = max(scale, float(right.abs().max())), max(ours_scale, float(left.abs().max()))
+    # Normalised first, so that squares of very large or very small values stay in range.
+    unit = scale or ours_scale or 1.0
+    power = ours_power = product = off = 0.0
+    for left, right in _centred_blocks(ours, reference):
+        left, right = left.reshape(-1) / unit, right.reshape(-1) / unit
+        power, ours_power = power + float(right @ right), ours_power + float(left @ left)
+        product += float(left @ right)
+        off += float((left - right).square().sum())
+    same = max_abs == 0.0
+    return Row(
+        name,
+        max_abs=max_abs,
+        mean_abs=total / reference.numel(),
+        median_abs=float(errors.reshape(-1).median()),
+        max_rel=0.0 if same else _ratio(max_abs, scale),
+        rel_l2=0.0 if same else _ratio(math.sqrt(off), math.sqrt(power)),
+        cosine=1.0 if same else (product / math.sqrt(power * ours_power) if power and ours_power else 0.0),
+        gain=1.0 if same else _ratio(product, power),
+        scale=scale,
+    )
+
+
+def _centred_blocks(ours: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of rows of both, centred, where ``reference`` lies."""
+    for left, right in _row_blocks(ours, reference):
+        yield centred(left.to(reference.device)), centred(right)
 
 
 def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> Agreement:
@@ -111,26 +163,34 @@ def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> Agreement:
     ours, reference [T, vocab]; ``margin`` in units of each row's standard deviation over the vocabulary.
     A row of ours with NaN disagrees.
     """
-    exact = centred(reference)
-    best = exact.topk(2, dim=-1)
-    sure = (best.values[:, 0] - best.values[:, 1]) > margin * exact.std(-1)
-    wide = _wide(ours, reference)
-    same = (wide.argmax(-1) == best.indices[:, 0]) & wide.isfinite().all(-1)
-    wrong = (sure & ~same).nonzero()
+    sure, same = [], []
+    for left, right in _row_blocks(ours, reference):
+        exact = centred(right)
+        best = exact.topk(2, dim=-1)
+        sure.append((best.values[:, 0] - best.values[:, 1]) > margin * exact.std(-1))
+        wide = _wide(left, right)
+        same.append((wide.argmax(-1) == best.indices[:, 0]) & wide.isfinite().all(-1))
+    every, right_ones = torch.cat(sure), torch.cat(same)
+    wrong = (every & ~right_ones).nonzero()
     first = int(wrong[0]) if len(wrong) else None
-    return Agreement(len(sure), int(sure.sum()), int((sure & same).sum()), first)
+    return Agreement(len(every), int(every.sum()), int((every & right_ones).sum()), first)
 
 
 def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
     """KL(reference ‖ ours) in nats per row: logits [T, vocab] → [T], infinite where ours is not finite."""
-    exact, guess = _wide(reference, reference).log_softmax(-1), _wide(ours, reference).log_softmax(-1)
-    each = (exact.exp() * (exact - guess)).sum(-1).clamp(min=0.0)
+    rows = []
+    for left, right in _row_blocks(ours, reference):
+        exact, guess = _wide(right, right).log_softmax(-1), _wide(left, right).log_softmax(-1)
+        rows.append((exact.exp() * (exact - guess)).sum(-1).clamp(min=0.0))
+    each = torch.cat(rows)
     return torch.where(each.isnan(), torch.full_like(each, INFINITE), each)
 
 
 def perplexity(logits: Tensor, targets: Tensor) -> float:
     """exp of the mean negative log likelihood of targets [T] under logits [T, vocab]; NaN becomes inf."""
-    chances = _wide(logits, logits).log_softmax(-1)
-    each = -chances.gather(-1, targets.to(chances.device, torch.long)[:, None])
+    places = targets.to(logits.device, torch.long)[:, None]
+    blocks = zip(logits.split(_rows_of(logits)), places.split(_rows_of(logits)), strict=True)
+    rows = [-_wide(block, block).log_softmax(-1).gather(-1, place) for block, place in blocks]
+    each = torch.cat(rows)
     mean = float(each.mean()) if each.numel() else 0.0
     return math.exp(min(mean, 700.0)) if math.isfinite(mean) else INFINITE

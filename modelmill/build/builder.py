@@ -45,8 +45,10 @@ def build(
     accept: judges the staged folder and returns {"accepted": bool, "reason": str, …}; None writes an unjudged engine
     and the report says so. progress: called with (stage, done, total). tune: gives this device's launch sizes, which
     the engine is then judged with. An interrupted build resumes at the next call.
-    Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError.
+    Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError, and UsageError where
+    there is too little memory, before anything is written.
     """
+    plan.build_memory.check(str(plan.checkpoint.path), judged=accept is not None)
     files = plan.checkpoint.tokenizer_files() if plan.kind == LANGUAGE else {}
     if files:
         load_tokenizer(files).check_against(plan.sizes.vocab)

@@ -71,7 +71,7 @@ def check_options(config: BuildConfig, path: object) -> None:
         raise UsageError(f"--max-model-len: {path} segments images and reads no tokens; leave it out")
 
 
-def still_memory(sizes: Any, weights: int, build: int, device: tuple[int, int], itemsize: int) -> dict[str, Any]:
+def still_memory(sizes: Any, weights: int, device: tuple[int, int], itemsize: int) -> dict[str, Any]:
     """Memory of an image engine in bytes: weights and the widest layer of one picture; there is no KV cache.
 
     device: (total, free).
@@ -91,7 +91,6 @@ def still_memory(sizes: Any, weights: int, build: int, device: tuple[int, int], 
         "device_total": device[0],
         "device_free": device[1],
         "weights": weights,
-        "build_peak": build,
         "workspace": workspace,
         "fits": verdict,
     }

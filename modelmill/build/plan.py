@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 import modelmill
+from modelmill.build import memory_plan
 from modelmill.build.auto import AUTO, Found, resolve_auto
 from modelmill.build.calibration import Source, find_source
 from modelmill.build.config_keys import checked_keys
 from modelmill.build.head import settled_head
 from modelmill.build.keep import resolve_keep
 from modelmill.build.kinds import LANGUAGE, check_options, described, kind_of, still_memory
+from modelmill.build.memory_plan import BuildMemory
 from modelmill.build.pieces import TOWER, Piece, how_held, piece_of, pieces_of, quantized_of, renames_of
 from modelmill.build.resolve import check_generation, find_family, resolved
 from modelmill.build.shown import has_eyes, with_pictures
@@ -141,24 +143,21 @@ class Plan:
         total = sum(size for op, size in filter(None, sizes) if chosen[op] == "torch")
         return min(total, int(EXPANDED_SHARE * max(ram.memory().total - self.weight_bytes, 0)))
 
-    @property
-    def build_bytes(self) -> int:
-        """Peak of the build itself: the largest tensor as read, in float32 and as packed, and the next one as read.
-
-        Where there is calibration: the embedding, a layer (three times at its widest matrix), the statistics of one
-        site and the tokens between two layers.
-        """
-        largest = max(torch.Size(p.shape).numel() * 12 + p.nbytes for p in self.pieces)
-        if self.calibration is None:
-            return largest
-        embed, layer = (
-            sum(4 * torch.Size(p.shape).numel() for p in self.pieces if p.module.startswith(prefix))
-            for prefix in ("embed", "layers.0.")
-        )
-        tokens = self.calibration.samples * self.calibration.length
-        widest = max(self.sizes.inner, self.sizes.hidden)
-        between = 4 * tokens * (2 * self.sizes.hidden + 3 * widest)
-        return max(largest, embed + 3 * layer + 4 * 4 * widest**2 + between)
+    @cached_property
+    def build_memory(self) -> BuildMemory:
+        """What the build itself takes, judging included."""
+        shared = memory_plan.process_bytes(), memory_plan.mapped_bytes(self.checkpoint, self.pieces)
+        writing = memory_plan.writing_bytes(self.checkpoint, self.pieces)
+        if self.kind != LANGUAGE:
+            encoding = int(memory_plan.ENCODING_SHARE * self._encoder_workspace)
+            return BuildMemory(*shared, writing, 0, memory_plan.ENCODING + encoding)
+        judging = memory_plan.judging_bytes(self.checkpoint, self.pieces, self.sizes.vocab, self.sizes.hidden)
+        judging += self.expanded_bytes
+        calibrating = 0
+        if self.calibration is not None:
+            tokens = self.calibration.samples * self.calibration.length
+            calibrating = memory_plan.calibrating_bytes(self.pieces, tokens, self.sizes.hidden, self.sizes.inner)
+        return BuildMemory(*shared, writing, calibrating, judging)
 
     @property
     def token_bytes(self) -> int:
@@ -176,7 +175,8 @@ class Plan:
         expanded = self.expanded_bytes
         if self.kind != LANGUAGE:
             room = (total, free)
-            return still_memory(self.sizes, self.weight_bytes + expanded, self.build_bytes, room, self.dtype.itemsize)
+            told = still_memory(self.sizes, self.weight_bytes + expanded, room, self.dtype.itemsize)
+            return told | self._build_facts
         workspace = 4 * 8192 * max(self.sizes.inner * 2, self.sizes.hidden * 4) * self.dtype.itemsize
         left = int(total * 0.9) - self.weight_bytes - expanded - workspace
         tokens = max(left, 0) // self.token_bytes
@@ -193,7 +193,7 @@ class Plan:
             "device_free": free,
             "weights": self.weight_bytes,
             "expanded": expanded,
-            "build_peak": self.build_bytes,
+            **self._build_facts,
             "kv_per_token": self.token_bytes,
             "kv_per_token_8bit": self._kv.page_bytes(1, KV_DTYPES["int8"]),
             "workspace": workspace,
@@ -201,6 +201,16 @@ class Plan:
             "max_batch_at_max_len": full,
             "fits": verdict,
         }
+
+    @property
+    def _build_facts(self) -> dict[str, int]:
+        """What a build takes, for --dry-run: at its peak, and how much of it are pages of mapped files."""
+        return {"build_peak": self.build_memory.peak, "build_mapped": self.build_memory.mapped}
+
+    @property
+    def _encoder_workspace(self) -> int:
+        """Bytes of an image engine's widest layer in float32, as the reference computes it."""
+        return int(still_memory(self.sizes, 0, (0, 0), 4)["workspace"])
 
     def key(self) -> str:
         """What is being built and by which version; an interrupted build of another key is not resumed."""

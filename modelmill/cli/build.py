@@ -235,7 +235,7 @@ def show_plan(plan: dict[str, Any]) -> None:
     facts(
         [
             ("device", f"{byte_text(memory['device_total'])}, {byte_text(memory['device_free'])} free now"),
-            ("while building", byte_text(memory["build_peak"])),
+            ("while building", f"{byte_text(memory['build_peak'])} ({byte_text(memory['build_mapped'])} mapped files)"),
             ("weights at run time", byte_text(memory["weights"])),
             *(
                 [("expanded at start", f"{byte_text(memory['expanded'])}: this CPU has no compiled kernels for them")]

@@ -108,7 +108,7 @@ def ntk_doublings(length: int, trained: int) -> int:
 
 def _ntk_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
     """Frequencies by number of doublings, [32, D/2]; the first row is the unscaled one exactly."""
-    alpha = 2.0 ** (torch.arange(32, dtype=torch.float64) + 1) - 1
+    alpha = 2.0 ** (torch.arange(32, dtype=torch.float64, device="cpu") + 1) - 1
     table = _stretched(spec, alpha)
     table[0] = inv_freq
     return table
@@ -123,7 +123,8 @@ def _stretched(spec: RopeSpec, stretch: torch.Tensor) -> torch.Tensor:
 
 def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """(inv_freq [D/2] float32, factor on cos and sin) of a scaling that needs no length."""
-    exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
+    # on the CPU even in a model on the meta device: torch would load its compiler for that, 120 MB of modules
+    exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim
     plain = 1.0 / spec.base**exponent
     kind, scaling = spec.kind, spec.scaling
     if kind in ("default", "dynamic", "qwen_ntk"):
@@ -165,7 +166,8 @@ def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
     low, high = max(low, 0), min(high, spec.dim - 1)
     # a range that the clamps turned round stays so, as in the original: nothing is interpolated then
     span = high - low or 0.001
-    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    channels = torch.arange(spec.dim // 2, dtype=torch.float32, device="cpu")
+    ramp = ((channels - low) / span).clamp(0, 1)
     frequency = spec.base**exponent
     inv_freq = ramp / (factor * frequency) + (1 - ramp) / frequency
     return inv_freq, _yarn_factor(scaling, factor)
