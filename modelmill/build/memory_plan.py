@@ -25,8 +25,8 @@ from modelmill.core.size import byte_text
 MIB = 1 << 20
 LATER = 20 * MIB
 """What the process still loads after the plan: the runtime's modules and the kernels."""
-WRITING, CALIBRATING, JUDGING, ENCODING = 40 * MIB, 130 * MIB, 185 * MIB, 110 * MIB
-"""What a stage allocates for a model of no size: buffers of threads, float64 blocks, KV pages of the judged text."""
+WRITING, CALIBRATING, JUDGING, ENCODING = 40 * MIB, 130 * MIB, 60 * MIB, 110 * MIB
+"""What a stage allocates for a model of no size: buffers of threads, KV pages of the judged text."""
 EXPANDED = 9
 """Bytes a weight while a packed tensor of a checkpoint is expanded to float32: the result and what it is made of."""
 ROUNDED = 12
@@ -35,6 +35,8 @@ JUDGED_ROWS = 128
 """Rows of the judged text whose logits are compared (``accept.sequences``)."""
 LOGITS = 3.8
 """Tensors of these rows' logits in float32: the engine's, the reference's, and their difference."""
+BLOCK_LOGITS, BLOCK_COPIES = 1 << 21, 6
+"""Logits that are in float64 at once (``accept.metrics``), and the tensors that are made of them."""
 ENCODING_SHARE = 4.5
 """Widest layers of one picture in float32 that judging an image engine holds at once."""
 HEAD_ROWS = 4096
@@ -131,12 +133,13 @@ def judging_bytes(checkpoint: Checkpoint, pieces: Sequence[Piece], vocab: int, h
     head = next((p for p in pieces if p.module == "head"), None) or next(p for p in pieces if p.module == "embed")
     expanded = any(is_expanded(checkpoint, name) for name in head.resolved.sources)
     table = 4 * vocab * hidden if expanded else 0
-    logits = int(LOGITS * 4 * JUDGED_ROWS * vocab) + 4 * HEAD_ROWS * hidden
+    logits = int(LOGITS * 4 * JUDGED_ROWS * vocab) + 8 * BLOCK_COPIES * min(BLOCK_LOGITS, JUDGED_ROWS * vocab)
+    logits += 4 * min(HEAD_ROWS, vocab) * hidden
     layer = [p for p in pieces if p.module.startswith("layers.0.")]
     weights = sum(torch.Size(p.shape).numel() for p in layer)
-    # the checkpoint's in float32, and beside them what a rounded engine holds
+    # the checkpoint's in float32, beside them what a rounded engine holds, and blocks of both that are compared
     rounded = any(p.held not in (None, "dense") for p in layer)
-    return JUDGING + max(logits + table, weights * (8 if rounded else 4))
+    return JUDGING + max(logits + table, weights * (9 if rounded else 5))
 
 
 def calibrating_bytes(pieces: Sequence[Piece], tokens: int, hidden: int, inner: int) -> int:
