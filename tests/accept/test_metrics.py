@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelmill.accept import metrics
 from modelmill.accept.metrics import (
+    centred,
     compare_logits,
     compare_tensors,
     kl_divergence,
@@ -74,3 +76,41 @@ def test_logits_measures() -> None:
     assert float(kl_divergence(reference + 3, reference).max()) < 1e-12
     assert float(kl_divergence(swapped, reference)[0]) > 1
     assert perplexity(torch.zeros(3, 8), torch.tensor([0, 5, 7])) == pytest.approx(8)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(1, 9), vocab=st.integers(2, 30), block=st.integers(1, 70), seed=st.integers(0, 99))
+def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    right = torch.randn(rows, vocab, generator=generator)
+    ours = right + 0.1 * torch.randn(rows, vocab, generator=generator)
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+
+    def told() -> list[float]:
+        row, agreed = compare_logits("x", ours, right), top1_agreement(ours, right, 0.3)
+        numbers = [row.max_abs, row.mean_abs, row.max_rel, row.rel_l2, row.cosine, row.gain, row.scale]
+        counts = [float(agreed.sure), float(agreed.agreed), float(-1 if agreed.first is None else agreed.first)]
+        return [*numbers, *counts, *kl_divergence(ours, right).tolist(), perplexity(ours, targets)]
+
+    whole = told()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "LOGITS_BLOCK", block)
+        assert told() == pytest.approx(whole, rel=1e-12)
+    plain = compare_tensors("x", centred(ours), centred(right))
+    row = compare_logits("x", ours, right)
+    assert (row.rel_l2, row.gain, row.cosine) == pytest.approx((plain.rel_l2, plain.gain, plain.cosine), rel=1e-12)
+    assert row.median_abs == pytest.approx(plain.median_abs, rel=1e-6)
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 5])
+def test_one_bad_logit_in_any_block_makes_the_rows_incomparable(
+    worst: float, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "LOGITS_BLOCK", 8)
+    right = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    ours = right.clone()
+    ours[at, 1] = worst
+    assert not compare_logits("x", ours, right).finite
+    assert not top1_agreement(ours, right, -1.0).complete
+    assert math.isinf(float(kl_divergence(ours, right)[at]))
