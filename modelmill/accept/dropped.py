@@ -60,8 +60,8 @@ def dropped_of_eyes(reference: ReaderReference) -> list[dict[str, Any]]:
     return _rows([n for n in source.unread() if not n.startswith("llama_model.")], source.container.get, kinds)
 
 
-def dropped_of_sam(reference: SamReference) -> list[dict[str, Any]]:
-    """The same for SAM and MobileSAM."""
+def dropped_of_sam(reference: SamReference, other: SamReference) -> list[dict[str, Any]]:
+    """The same for SAM and MobileSAM; other: a second reference that may have read what the first did not."""
     matrix = reference.get("prompt_encoder.pe_layer.positional_encoding_gaussian_matrix")
     kinds: Kinds = {
         r"prompt_encoder\.shared_embedding\.positional_embedding": (
@@ -74,8 +74,8 @@ def dropped_of_sam(reference: SamReference) -> list[dict[str, Any]]:
         r".*\.attention_bias_idxs": ("distances in a window, computed", _distances),
         r".*\.ab": ("gathered biases of attention", lambda t: t.dim() == 3),
     }  # fmt: skip
-    source = reference.source
-    return _rows(source.unread(), source.container.get, kinds)
+    unread = set(reference.source.unread()) & set(other.source.unread())
+    return _rows(unread, reference.source.container.get, kinds)
 
 
 def with_dropped(report: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:

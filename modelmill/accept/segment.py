@@ -80,7 +80,7 @@ def compare_segmentation(
         logits, scores = _last(SamDecoder(true).decoder(embedding, places, sparse, dense))
     whole = _whole(eye, build["dtype"], build["quantization"], picture, prompts, (embedding, logits, scores))
     told(4)
-    return with_dropped(_report(artifact, judge, whole), dropped_of_sam(true))
+    return with_dropped(_report(artifact, judge, whole), dropped_of_sam(true, reference))
 
 
 def in_encoder(path: str) -> bool:

@@ -74,7 +74,7 @@ def test_an_engine_of_another_packing_is_refused_with_the_command(cli: Cli, tune
 def test_a_build_for_a_gpu_without_one_says_that_it_is_not_tuned(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
     for words, told in (((), "no GPU here"), (("--no-tune",), "--no-tune")):
         out = tmp_path / "e.engine"
-        code, _, err = cli("build", checkpoint, "-o", out, "--target", "cuda", "--dtype", "float32", *words)
+        code, _, err = cli("build", checkpoint, "-o", out, "--target", "cuda", "--dtype", "float32", "--force", *words)
         assert code == 0
         assert told in err
         assert not (out / "tuning").exists()
@@ -98,7 +98,7 @@ def test_what_a_build_tunes_is_in_the_engine_before_it_is_judged(
     assert cli("build", checkpoint, "-o", out, "--dtype", "float32", "--json")[0] == 0
     assert judged == [True]
     assert (out / path_of(H200)).read_bytes() == to_bytes(TUNED)
-    assert cli("build", checkpoint, "-o", out, "--dtype", "float32", "--no-tune", "--json")[0] == 0
+    assert cli("build", checkpoint, "-o", out, "--dtype", "float32", "--no-tune", "--force", "--json")[0] == 0
     assert not (out / "tuning").exists()
 
 

@@ -86,7 +86,7 @@ def published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def spec_of(raw: dict[str, Any]) -> ReaderSpec:
     text = {"model_type": "llama", "hidden_size": 40, "vocab_size": 9, "num_hidden_layers": 1, "num_attention_heads": 4}
     text |= {"intermediate_size": 8, "max_position_embeddings": 32, "rms_norm_eps": 1e-6}
-    whole, _ = configs_of({**raw, "text_config": text}, Path("here"))
+    whole, *_ = configs_of({**raw, "text_config": text}, Path("here"))
     return minigpt4.configure(whole).reader
 
 
