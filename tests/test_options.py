@@ -26,7 +26,7 @@ from modelmill.llm import build_engine
 
 CHECKPOINT = "data/models/stories260K"
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
-OWN = {"model", "tensor_parallel_size", "chat_template", "progress"}
+OWN = {"model", "tensor_parallel_size", "chat_template", "progress", "openai_defaults"}
 CALLS: dict[str, Callable[[LLM], Any]] = {
     "generate": lambda llm: llm.generate("Once", GREEDY),
     "generate nothing": lambda llm: llm.generate([]),

@@ -195,13 +195,13 @@ def tell_room(llm: Any, asked: SamplingParams, answers: Sequence[Answer]) -> Non
 def _stream(llm: LLM, ask: Any, params: SamplingParams, asked: SamplingParams) -> int:
     began = time.perf_counter()
     answer: Answer | None = None
-    tell_sampling(llm, params)
     wrapped = wrapper()
     with Interrupt() as interrupt, first_token(llm) as came:
         stream = llm.stream(ask, params)
         for delta in stream:
             if answer is None:
                 came()
+                tell_sampling(llm, params)
                 tell_room(llm, asked, [delta.answer])
             answer = delta.answer
             text = delta.text or _ids(llm, delta.token_ids)

@@ -30,6 +30,7 @@ class RunOptions(TypedDict, total=False):
     max_mixed_tokens: int | None
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
+    prefix_cache_bytes: int | None
     kv_cache_dtype: str
     page_size: int
     enable_prefix_caching: bool

@@ -110,8 +110,7 @@ class Loop:
         self.entry = Entry(self.ledger, self.eyes, self._rope, self.bounds, seed=config.seed, digest=digest)
         self._events: list[Token] = []
         self._flight: Flight | None = None
-        self._calm = 0
-        self._steps = 0
+        self._calm = self._steps = 0
         self._told = 0.0
         # seconds that steps take, of which the pieces of prompts follow
         self.clock: Callable[[], float] = time.perf_counter

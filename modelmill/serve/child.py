@@ -54,7 +54,7 @@ class Process:
         if self._process.returncode is not None:
             return
         started: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):  # no descriptor may be left to look with
             started = psutil.Process(self._process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)

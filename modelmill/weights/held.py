@@ -189,7 +189,9 @@ def from_tensors(kind: str, tensors: Mapping[str, torch.Tensor]) -> HeldWeight:
         dims, dtypes = layout[suffix]
         if tensor.dim() != dims or tensor.dtype not in dtypes:
             stored = f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
-            raise CorruptArtifact(f"{suffix} of a weight of kind {kind} is stored as {stored}; rebuild the engine")
+            raise CorruptArtifact(
+                f"{suffix} of a weight of kind {kind} is stored as {stored}: damaged; rebuild the engine"
+            )
     return held.from_tensors(tensors)
 
 
