@@ -23,7 +23,7 @@ DESCRIPTION = frozenset((
     "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id", "image_token_id",
     "image_token_index", "prefix", "model_name", "id2label", "label2id", "num_labels", "problem_type",
     "finetuning_task", "task_specific_params", "transformers.js_config", "is_llama_config", "max_sequence_length",
-    "vocab_size", "tensor_data_layout", "rope.scaling.finetuned",
+    "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "finetuned", "eos_token_ids",
 ))  # fmt: skip
 """What the file is and where it comes from; special tokens are read from other files; the checkpoint's reader itself
 reads quantization_config and dtype."""
@@ -42,7 +42,7 @@ RUNNING = frozenset((
     "use_cache", "return_dict", "use_return_dict", "output_hidden_states", "output_attentions", "output_scores",
     "torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward", "attn_implementation",
     "experts_implementation", "use_flash_attn", "is_decoder", "tie_last_hidden_states", "tie_encoder_decoder",
-    "cross_attention_hidden_size",
+    "cross_attention_hidden_size", "output_past",
 ))  # fmt: skip
 """How one implementation computes the same."""
 
@@ -93,6 +93,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "parallel_attn": (False,),
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
+    "use_mrope": (False,),
     "qk_layernorm": (False,),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),

@@ -154,3 +154,12 @@ def calibrating_bytes(pieces: Sequence[Piece], tokens: int, hidden: int, inner: 
     )
     widest = max(inner, hidden)
     return CALIBRATING + embed + 3 * layer + 4 * 4 * widest**2 + 4 * tokens * (2 * hidden + 3 * widest)
+
+
+def reading_bytes(pieces: Sequence[Piece]) -> int:
+    """While layers are read for a GPU that calibrates: the embedding, or a layer and the next one, in float32."""
+    embed, layer = (
+        sum(4 * torch.Size(p.shape).numel() for p in pieces if p.module.startswith(prefix))
+        for prefix in ("embed", "layers.0.")
+    )
+    return CALIBRATING + max(embed, 2 * layer)

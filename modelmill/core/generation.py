@@ -105,7 +105,7 @@ class Generation:
     def resolve(self, params: SamplingParams, prompt: int) -> SamplingParams:
         """``params`` with every unset field filled. prompt: its length in tokens.
 
-        Raises RequestError where the checkpoint's max_length leaves no token for an answer.
+        A prompt that reaches the checkpoint's max_length is bounded by the context alone.
         """
         found = self.values
         if self.source == OWN_SOURCE and any(getattr(params, name) is not None for name in OWN):
@@ -113,12 +113,9 @@ class Generation:
             found = {name: value for name, value in found.items() if name not in OWN}
         if self.greedy and asks_to_draw(params):
             found["temperature"] = self.draws.get("temperature", 1.0)
-        if self.max_length is not None and self.max_tokens is None and params.max_tokens is None:
-            if prompt >= self.max_length:
-                raise RequestError(
-                    f"the prompt has {prompt} tokens, and the checkpoint's max_length is {self.max_length}, "
-                    "the prompt included; set max_tokens"
-                )
+        bounded = self.max_length is not None and self.max_tokens is None and params.max_tokens is None
+        # Llama 3's is half its context: a longer prompt is answered, as far as the context goes
+        if bounded and self.max_length is not None and prompt < self.max_length:
             found["max_tokens"] = self.max_length - prompt
         if self.min_length is not None and self.min_tokens is None:
             found["min_tokens"] = max(self.min_length - prompt, 0)

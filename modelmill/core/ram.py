@@ -21,15 +21,15 @@ class Memory(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """What a control group calls its limit, its use, and the part of its use that is caches nobody reads."""
+    """What a control group calls its limit, its use, and the parts of its use that are pages of files."""
 
     limit: str
     used: str
-    idle: str
+    idle: tuple[str, str]
 
 
-_ONE = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_TWO = _Files("memory.max", "memory.current", "inactive_file")
+_ONE = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_TWO = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def memory(groups: Path = GROUPS, mount: Path = MOUNT) -> Memory:
@@ -109,8 +109,9 @@ def _above(base: Path, path: str) -> Iterator[Path]:
 
 
 def _idle(folder: Path, files: _Files) -> int:
-    told = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
-    return int(told.get(files.idle, 0))
+    stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
+    # also those that were read twice, as a checkpoint is by its build: the system takes them back before it ends anyone
+    return sum(int(stat.get(name, 0)) for name in files.idle)
 
 
 def _number(path: Path) -> int | None:

@@ -70,7 +70,7 @@ def _is_json(declared: str) -> bool:
 def _loaded(data: bytearray) -> Any:
     """A small body. Raises ApiError."""
     try:
-        return json.loads(data)
+        return json.loads(str(data, "utf-8-sig", "surrogatepass"))  # JSON is UTF-8 (RFC 8259), however long it is
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise invalid("the request's body is not JSON") from None
     except (ValueError, RecursionError):

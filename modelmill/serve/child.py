@@ -40,6 +40,9 @@ class Process:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._system: psutil.Process | None = None
+        with contextlib.suppress(psutil.Error, OSError):
+            self._system = psutil.Process(process.pid)
 
     @property
     def pid(self) -> int:
@@ -55,7 +58,10 @@ class Process:
             return
         started: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error, OSError):  # no descriptor may be left to look with
-            started = psutil.Process(self._process.pid).children(recursive=True)
+            if self._system is not None:
+                if not self._system.is_running():
+                    return  # its id may be another's by now
+                started = self._system.children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
         for process in started:

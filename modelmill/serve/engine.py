@@ -48,6 +48,8 @@ from modelmill.serve.watchdog import Watchdog
 SHORT = 30.0
 """A worker that lived for fewer seconds counts as a failed start."""
 TRIES = 5
+UNKILLABLE = 30.0
+"""Seconds in which the system has to end a process that was killed."""
 AT_ONCE = 16 << 10
 """Bytes that are read together: five steps of 64 answers. An API that is behind writes them as one piece."""
 MOST_TOKENS = 16384
@@ -339,8 +341,19 @@ class Engine:
             if self._writer is None:
                 sock.close()
             self._lost()
-            code = await child.wait()
+            code = await self._end_of(child)
         return code
+
+    async def _end_of(self, child: Child) -> int:
+        """The exit code of a worker that was killed. Raises ConnectionAbortedError where none comes, and says why."""
+        try:
+            return await asyncio.wait_for(child.wait(), UNKILLABLE)
+        except TimeoutError:
+            # a driver or a disk that does not answer: neither a restart nor the server's end may wait for it
+            why = f"{self._hung or 'ended'}, and the system cannot end its process {child.pid}"
+            self.error = f"the worker of {self.name} {why}"
+            self.state, self._closing = State.FAILED, True
+            raise ConnectionAbortedError from None
 
     async def _watch(self, dog: Watchdog, writer: asyncio.StreamWriter, child: Child) -> None:
         """End a worker that hangs; ``_life`` then goes on as if it had died."""

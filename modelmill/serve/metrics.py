@@ -107,7 +107,9 @@ class EngineMetrics:
             self._last[key] = now
         if delta.finish_reason is not None:
             self._last.pop(key, None)
-            self._ended[EMBEDDING if dialogue.request.pooling is not None else delta.finish_reason].inc()
+            given_up = delta.finish_reason in (Finish.ABORT, Finish.ERROR)
+            embedded = dialogue.request.pooling is not None and not given_up
+            self._ended[EMBEDDING if embedded else delta.finish_reason].inc()
             if delta.answer.seconds is not None:
                 self._whole(delta.answer.seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,10 @@ from modelmill.serve.traces import Traces
 T = TypeVar("T")
 TENANT = "modelmill.tenant"
 """Where a request's scope says with which key it came: a mark, not the key."""
+
+
+LARGE_BODY, QUEUED_BODIES = 1 << 20, 4
+"""Bytes from which a body waits among the large ones; how many of the largest size may wait."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,11 @@ class Service:
             engine.metrics = self.metrics.of(engine.name)
             engine.sight.metrics = self.metrics.sight
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
-        # of those that parse few run at once: each may keep the loop from the interpreter for some milliseconds
+        # one a lane: each may keep the loop from the interpreter for some milliseconds. Large bodies have a lane of
+        # their own, so that somebody's megabytes do not hold up everybody's prompts
         self._parsers = ThreadPoolExecutor(1, thread_name_prefix="modelmill-body")
+        self._large_parsers = ThreadPoolExecutor(1, thread_name_prefix="modelmill-large-body")
+        self._parsing = 0
 
     @property
     def distinct(self) -> list[Engine]:
@@ -98,9 +106,26 @@ class Service:
         """Run text work on a thread, so that streams go on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
-    async def beside(self, work: Callable[..., T], *args: Any) -> T:
-        """Parse a large body on a thread, one after another."""
-        return await asyncio.get_running_loop().run_in_executor(self._parsers, work, *args)
+    async def beside(self, work: Callable[..., T], data: bytearray, *args: Any) -> T:
+        """Parse a body on a thread, one after another of those of a like size.
+
+        Raises ApiError 503 where as many bytes as QUEUED_BODIES bodies of the largest size wait already.
+        """
+        size, lane = len(data), self._parsers if len(data) <= LARGE_BODY else self._large_parsers
+        if self._parsing and self._parsing + size > QUEUED_BODIES * self.limits.body:
+            raise ApiError(
+                503, "too many large requests are being read; try again soon", "service_unavailable_error", None,
+                "busy", {"Retry-After": "1"},
+            )  # fmt: skip
+        self._parsing += size
+        future = lane.submit(work, data, *args)
+        loop = asyncio.get_running_loop()
+        # counted until its thread is done with it, also where nobody waits for it any more
+        future.add_done_callback(lambda _: _call_soon(loop, lambda: self._parsed(size)))
+        return await asyncio.wrap_future(future)
+
+    def _parsed(self, size: int) -> None:
+        self._parsing -= size
 
     @property
     def json_bounds(self) -> Bounds:
@@ -110,10 +135,15 @@ class Service:
 
     def close(self) -> None:
         """Stop the threads."""
-        for pool in (self._pool, self._parsers):
+        for pool in (self._pool, self._parsers, self._large_parsers):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(call)
 
 
 def salted(tenant: str, salt: str | None) -> str | None:

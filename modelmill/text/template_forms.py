@@ -74,7 +74,7 @@ def _message(
         content = joined(content)
     if out.get("tool_calls"):
         forms = calls()
-        if content is None and forms.empty and not forms.null:
+        if content is None and not forms.null:  # templates that write no calls read a text, too
             content = ""
         elif content == "" and forms.null and not forms.empty:
             content = None

@@ -40,12 +40,10 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     put(
         tmp_path / "mount",
         memory_max=8 * GIB,
-        memory_current=3 * GIB,
-        memory_stat=f"anon 5\ninactive_file {GIB}\nfile 7",
+        memory_current=4 * GIB,
+        memory_stat=f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\nfile 7",
     )
-    assert asked(tmp_path, "0::/\n") == (8 * GIB, 6 * GIB), (
-        "caches that nobody reads are given back when they are wanted"
-    )
+    assert asked(tmp_path, "0::/\n") == (8 * GIB, 6 * GIB), "pages of files are given back when they are wanted"
 
 
 def test_the_tightest_group_on_the_way_counts(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Request, SamplingParams, Token
 from modelmill.dialogue import Dialogue
+from modelmill.serve import engine as engine_module
 from modelmill.serve import logs
 from modelmill.serve import ticket as ticket_module
 from modelmill.serve.engine import AT_ONCE, Busy, Engine, NotReady, State, received
@@ -337,5 +338,27 @@ def test_a_worker_that_is_being_started_while_the_engine_is_closed_is_ended() ->
             await task
         assert engine.state is State.STOPPED
         assert not launcher.children[0]._thread.is_alive()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_the_system_cannot_end_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck(Launcher):
+        async def __call__(self) -> Any:
+            sock, child = await super().__call__()
+            child.wait = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+            return sock, child
+
+    async def main() -> None:
+        monkeypatch.setattr(engine_module, "UNKILLABLE", 0.01)
+        launcher = Stuck()
+        engine = Engine("tiny", Open("tiny", {}, {}), queue=4, start=launcher, read=language)
+        task = asyncio.create_task(engine.run())
+        await engine.settled.wait()
+        launcher.children[0].kill()
+        async with asyncio.timeout(PATIENCE):
+            await task
+        assert engine.state is State.FAILED
+        assert engine.error == "the worker of tiny ended, and the system cannot end its process 0"
 
     asyncio.run(main())

@@ -160,3 +160,21 @@ def test_parts_that_a_template_pastes_together_make_no_control_token() -> None:
     assert tokenizer.special["<|end|>"] not in ids
     assert tokenizer.decode(ids) == "[user]<|end|><|end|>"
     chat.close()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '.' }}{% endfor %}",
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.strip() }}.{% endfor %}",
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}.{% endfor %}",
+    ],
+)
+def test_a_template_that_writes_no_calls_reads_no_null(template: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": "ho"},
+    ]
+    assert rendered(template, talk) == "<|user|>hi.<|assistant|>.<|user|>ho."
