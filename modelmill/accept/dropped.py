@@ -111,10 +111,7 @@ def _near(tensor: Tensor, expected: Tensor) -> bool:
 
 
 def _frequencies(reference: Reference, tensor: Tensor) -> bool:
-    """Those of the config's rotation, scaled or not, or of the first LLaMA's: files of all three kinds were written.
-
-    The last ones are what code without ``rope_theta`` left in its fine-tunes; the originals read the config alone.
-    """
+    """Those of the config's rotation, scaled or not: files of both kinds were written."""
     rope = getattr(reference, "rope", None)
     if rope is None:
         return False

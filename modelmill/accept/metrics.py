@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,14 +60,29 @@ def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> Row:
     unit = scale or float(left.abs().max()) or 1.0
     left, right, off = left / unit, right / unit, error / unit
     power, ours_power, product = float(right @ right), float(left @ left), float(left @ right)
+    sums = _Sums(power, ours_power, product, float(off.norm()))
+    return _row(name, max_abs, float(error.mean()), float(error.median()), scale, sums)
+
+
+class _Sums(NamedTuple):
+    """Of normalised values: ‖ref‖², ‖ours‖², <ours, ref> and ‖ours − ref‖."""
+
+    power: float
+    ours_power: float
+    product: float
+    off: float
+
+
+def _row(name: str, max_abs: float, mean_abs: float, median_abs: float, scale: float, sums: _Sums) -> Row:
+    power, ours_power, product, off = sums
     same = max_abs == 0.0
     return Row(
         name,
         max_abs=max_abs,
-        mean_abs=float(error.mean()),
-        median_abs=float(error.median()),
+        mean_abs=mean_abs,
+        median_abs=median_abs,
         max_rel=0.0 if same else _ratio(max_abs, scale),
-        rel_l2=0.0 if same else _ratio(float(off.norm()), math.sqrt(power)),
+        rel_l2=0.0 if same else _ratio(off, math.sqrt(power)),
         cosine=1.0 if same else (product / math.sqrt(power * ours_power) if power and ours_power else 0.0),
         gain=1.0 if same else _ratio(product, power),
         scale=scale,
@@ -137,18 +153,8 @@ def compare_logits(name: str, ours: Tensor, reference: Tensor) -> Row:
         power, ours_power = power + float(right @ right), ours_power + float(left @ left)
         product += float(left @ right)
         off += float((left - right).square().sum())
-    same = max_abs == 0.0
-    return Row(
-        name,
-        max_abs=max_abs,
-        mean_abs=total / reference.numel(),
-        median_abs=float(errors.reshape(-1).median()),
-        max_rel=0.0 if same else _ratio(max_abs, scale),
-        rel_l2=0.0 if same else _ratio(math.sqrt(off), math.sqrt(power)),
-        cosine=1.0 if same else (product / math.sqrt(power * ours_power) if power and ours_power else 0.0),
-        gain=1.0 if same else _ratio(product, power),
-        scale=scale,
-    )
+    mean_abs, median_abs = total / reference.numel(), float(errors.reshape(-1).median())
+    return _row(name, max_abs, mean_abs, median_abs, scale, _Sums(power, ours_power, product, math.sqrt(off)))
 
 
 def _centred_blocks(ours: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -170,10 +176,10 @@ def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> Agreement:
         sure.append((best.values[:, 0] - best.values[:, 1]) > margin * exact.std(-1))
         wide = _wide(left, right)
         same.append((wide.argmax(-1) == best.indices[:, 0]) & wide.isfinite().all(-1))
-    every, right_ones = torch.cat(sure), torch.cat(same)
-    wrong = (every & ~right_ones).nonzero()
+    is_sure, agrees = torch.cat(sure), torch.cat(same)
+    wrong = (is_sure & ~agrees).nonzero()
     first = int(wrong[0]) if len(wrong) else None
-    return Agreement(len(every), int(every.sum()), int((every & right_ones).sum()), first)
+    return Agreement(len(is_sure), int(is_sure.sum()), int((is_sure & agrees).sum()), first)
 
 
 def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:

@@ -135,10 +135,9 @@ def judging_bytes(checkpoint: Checkpoint, pieces: Sequence[Piece], vocab: int, h
     table = 4 * vocab * hidden if expanded else 0
     logits = int(LOGITS * 4 * JUDGED_ROWS * vocab) + 8 * BLOCK_COPIES * min(BLOCK_LOGITS, JUDGED_ROWS * vocab)
     logits += 4 * min(HEAD_ROWS, vocab) * hidden
-    layer = [p for p in pieces if p.module.startswith("layers.0.")]
-    weights = sum(torch.Size(p.shape).numel() for p in layer)
+    weights = float32_bytes(pieces, "layers.0.") // 4
     # the checkpoint's in float32, beside them what a rounded engine holds, and blocks of both that are compared
-    rounded = any(p.held not in (None, "dense") for p in layer)
+    rounded = any(p.held not in (None, "dense") for p in pieces if p.module.startswith("layers.0."))
     return JUDGING + max(logits + table, weights * (9 if rounded else 5))
 
 
@@ -148,18 +147,16 @@ def calibrating_bytes(pieces: Sequence[Piece], tokens: int, hidden: int, inner: 
     That is the embedding, a layer (three times at its widest matrix), the statistics of one site, and the tokens
     between two layers.
     """
-    embed, layer = (
-        sum(4 * torch.Size(p.shape).numel() for p in pieces if p.module.startswith(prefix))
-        for prefix in ("embed", "layers.0.")
-    )
+    embed, layer = float32_bytes(pieces, "embed"), float32_bytes(pieces, "layers.0.")
     widest = max(inner, hidden)
     return CALIBRATING + embed + 3 * layer + 4 * 4 * widest**2 + 4 * tokens * (2 * hidden + 3 * widest)
 
 
 def reading_bytes(pieces: Sequence[Piece]) -> int:
     """While layers are read for a GPU that calibrates: the embedding, or a layer and the next one, in float32."""
-    embed, layer = (
-        sum(4 * torch.Size(p.shape).numel() for p in pieces if p.module.startswith(prefix))
-        for prefix in ("embed", "layers.0.")
-    )
-    return CALIBRATING + max(embed, 2 * layer)
+    return CALIBRATING + max(float32_bytes(pieces, "embed"), 2 * float32_bytes(pieces, "layers.0."))
+
+
+def float32_bytes(pieces: Sequence[Piece], prefix: str) -> int:
+    """Bytes in float32 of the tensors of modules whose names begin with ``prefix``."""
+    return sum(4 * torch.Size(p.shape).numel() for p in pieces if p.module.startswith(prefix))

@@ -154,13 +154,12 @@ class Plan:
         judging = memory_plan.judging_bytes(self.checkpoint, self.pieces, self.sizes.vocab, self.sizes.hidden)
         judging += min(self.expanded_bytes, int(EXPANDED_SHARE * ram.memory().free))
         calibrating = 0
-        if self.calibration is not None:
+        if self.calibration is not None and self.device == "cuda":
+            # the tokens, their statistics and the layer are there; here one is read, and one read ahead
+            calibrating = memory_plan.reading_bytes(self.pieces)
+        elif self.calibration is not None:
             tokens = self.calibration.samples * self.calibration.length
             calibrating = memory_plan.calibrating_bytes(self.pieces, tokens, self.sizes.hidden, self.sizes.inner)
-            if (
-                self.device == "cuda"
-            ):  # the tokens, their statistics and the layer are there; one is read, one read ahead
-                calibrating = memory_plan.reading_bytes(self.pieces)
         return BuildMemory(*shared, writing, calibrating, judging)
 
     @property
