@@ -25,7 +25,7 @@ demo-sam: $(VENV)/.core
 	test -e $(SAM_ENGINE) || $(BIN)/modelmill build $(WEIGHTS) -o $(SAM_ENGINE)
 	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
-HALF := tests/ops tests/accept tests/build
+HALF := tests/ops tests/accept tests/builder
 # the tests in two halves, side by side, since most keep one core busy; grep passes whole lines on
 test: $(VENV)/.test lint
 	$(MAKE) --no-print-directory -j2 test-half test-rest
@@ -45,7 +45,7 @@ lint: $(VENV)/.test
 
 # the oldest and the newest version of every range in pyproject.toml, on every Python that is here; resumable
 test-versions: $(VENV)/.test
-	$(BIN)/python tools/version_matrix.py $(if $(PYTHONS),--python $(PYTHONS)) $(if $(PINS),--pin $(PINS))
+	$(BIN)/python tools/version_matrix.py $(if $(PYTHONS),--python $(PYTHONS)) $(if $(PINS),--pin $(PINS)) $(if $(PAGE),--write $(PAGE))
 
 # every test that needs a CUDA device; on the device's own Python and torch
 test-gpu:

@@ -56,12 +56,12 @@ def compile_levels(path: str, machine: str, folder: Path) -> list[Path]:
     """Every level of ``machine`` as a shared object in ``folder``; those of these sources that are there stay."""
     prebuilt = _prebuilt()
     folder.mkdir(parents=True, exist_ok=True)
-    made = [folder / prebuilt.file_name(level, KERNELS) for level in prebuilt.levels_of(machine)]
+    made = [folder / prebuilt.file_name(level, KERNELS) for level in prebuilt.cpu_levels(machine)]
     for path in set(folder.iterdir()) - set(made):
         path.unlink()
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = []
-        for level in prebuilt.levels_of(machine):
+        for level in prebuilt.cpu_levels(machine):
             target = folder / prebuilt.file_name(level, KERNELS)
             if target.exists():
                 continue
@@ -117,7 +117,7 @@ class PlatformWheel(bdist_wheel):
 
     def finalize_options(self) -> None:
         self._levels = compiler()
-        if self._levels is not None and _prebuilt().levels_of(self._levels[1]):
+        if self._levels is not None and _prebuilt().cpu_levels(self._levels[1]):
             # the package then goes where machine code belongs (platlib), and the wheel is not one for any machine
             self.distribution.has_ext_modules = lambda: True
         super().finalize_options()

@@ -15,27 +15,27 @@ from typing import Any
 
 import torch
 
-ROWS = 64
+ROWS_PER_STEP = 64
 """Rows whose float64 distributions are in memory at a time."""
 
-Told = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass
-class Sums:
+class FidelitySums:
     """Running sums over rows: nats of the tokens that came, KL to the reference, equal next tokens."""
 
     scored: int = 0
     nats: float = 0.0
     rows: int = 0
     kl: float = 0.0
-    kl_most: float = 0.0
-    agreed: int = 0
+    max_kl: float = 0.0
+    num_equal: int = 0
 
     def add(self, logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor) -> None:
         """logits, reference: [R, V]; targets: [R] the tokens that came, −1 where none did. All on one device."""
-        for at in range(0, len(logits), ROWS):
-            part = slice(at, at + ROWS)
+        for at in range(0, len(logits), ROWS_PER_STEP):
+            part = slice(at, at + ROWS_PER_STEP)
             ours, came = logits[part].double().log_softmax(-1), targets[part]
             known = came >= 0
             self.scored += int(known.sum())
@@ -46,26 +46,28 @@ class Sums:
             each = (exact.exp() * (exact - ours)).sum(-1).clamp(min=0)
             self.rows += len(each)
             self.kl += float(each.sum())
-            self.kl_most = max(self.kl_most, float(each.max()))
-            self.agreed += int((ours.argmax(-1) == exact.argmax(-1)).sum())
+            self.max_kl = max(self.max_kl, float(each.max()))
+            self.num_equal += int((ours.argmax(-1) == exact.argmax(-1)).sum())
 
     def facts(self) -> dict[str, Any]:
         """perplexity, and what was compared with a reference."""
         found: dict[str, Any] = {"perplexity": math.exp(self.nats / self.scored)}
         if self.rows:
-            found |= {"mean_kl": self.kl / self.rows, "max_kl": self.kl_most, "agreement": self.agreed / self.rows}
+            found |= {"mean_kl": self.kl / self.rows, "max_kl": self.max_kl, "agreement": self.num_equal / self.rows}
         return found
 
 
-def windows_of(ids: Sequence[int], length: int) -> list[list[int]]:
+def split_windows(ids: Sequence[int], length: int) -> list[list[int]]:
     """Stretches of ``length`` ids that do not overlap; a last one of a single token has nothing to score."""
     cuts = [list(ids[at : at + length]) for at in range(0, len(ids), length)]
     return [cut for cut in cuts if len(cut) > 1]
 
 
-def measure(loop: Any, windows: Sequence[Sequence[int]], reference: torch.Tensor | None, told: Told) -> dict[str, Any]:
+def measure_fidelity(
+    engine_core: Any, windows: Sequence[Sequence[int]], reference: torch.Tensor | None, on_progress: ProgressCallback
+) -> dict[str, Any]:
     """The loop's engine on the windows. reference: [all rows, V] float32 in the windows' order, on the CPU."""
-    sums, first = Sums(), 0
+    sums, first = FidelitySums(), 0
     for number, window in enumerate(windows):
         targets = torch.tensor([*window[1:], -1])
 
@@ -74,23 +76,25 @@ def measure(loop: Any, windows: Sequence[Sequence[int]], reference: torch.Tensor
             right = None if reference is None else reference[start + to.start : start + to.stop].to(logits.device)
             sums.add(logits.float(), right, targets[to].to(logits.device))
 
-        loop.scorer().run([window], None, take)
+        engine_core.scorer().run([window], None, take)
         first += len(window)
-        told(number + 1, len(windows))
+        on_progress(number + 1, len(windows))
     return sums.facts()
 
 
-def kept_logits(open_loop: Callable[[], Any], windows: Sequence[Sequence[int]], file: Path, told: Told) -> torch.Tensor:
+def cached_logits(
+    open_engine_core: Callable[[], Any], windows: Sequence[Sequence[int]], file: Path, on_progress: ProgressCallback
+) -> torch.Tensor:
     """The float32 logits [all rows, V] of an engine on the windows, from ``file`` where it has them already.
 
-    open_loop: called only where they must be computed. The file's name is completed by a digest of the windows.
+    open_engine_core: called only where they must be computed. The file's name is completed by a digest of the windows.
     """
     digest = hashlib.sha256(repr([list(w) for w in windows]).encode()).hexdigest()[:12]
     rows = sum(map(len, windows))
     done = file.with_name(f"{file.name}-{digest}.f32")
     if not done.exists():
-        loop = open_loop()
-        vocab = loop.runner.sampler.vocab
+        loop = open_engine_core()
+        vocab = loop.model_runner.sampler.vocab
         part = done.with_suffix(".part")
         found = torch.from_file(str(part), shared=True, size=rows * vocab, dtype=torch.float32).view(rows, vocab)
         first = 0
@@ -101,7 +105,7 @@ def kept_logits(open_loop: Callable[[], Any], windows: Sequence[Sequence[int]], 
 
             loop.scorer().run([window], None, take)
             first += len(window)
-            told(number + 1, len(windows))
+            on_progress(number + 1, len(windows))
         del found
         part.rename(done)
     size = done.stat().st_size // 4

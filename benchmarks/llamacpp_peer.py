@@ -30,10 +30,10 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.jsonl"
 PROMPTS = (16, 512)
-Measured = tuple[float, float]  # seconds of prefill, seconds of the tokens after the first
+Timing = tuple[float, float]  # seconds of prefill, seconds of the tokens after the first
 
 
-def ids(count: int, seed: int) -> list[int]:
+def random_ids(count: int, seed: int) -> list[int]:
     """Ordinary tokens, other ones each time, so that no side can reuse a prompt."""
     return [1000 + (seed * 7919 + i * i * 31 + i * 17) % 40000 for i in range(count)]
 
@@ -70,7 +70,7 @@ def serve_peer(gguf: str, threads: int) -> None:
         print(json.dumps([told["prompt_ms"] / 1e3, told["predicted_ms"] / 1e3]), file=out, flush=True)
 
 
-class Peer:
+class LlamaCppPeer:
     """llama.cpp behind a pipe."""
 
     def __init__(self, python: str, gguf: Path, threads: int) -> None:
@@ -80,7 +80,7 @@ class Peer:
         )
         self._read()
 
-    def measure(self, prompt: list[int], count: int) -> Measured:
+    def measure(self, prompt: list[int], count: int) -> Timing:
         """One prompt and ``count`` tokens."""
         assert self._process.stdin is not None
         print(json.dumps({"ids": prompt, "count": count}), file=self._process.stdin, flush=True)
@@ -103,17 +103,17 @@ class Peer:
 # -- ours ------------------------------------------------------------------------------------------------------------
 
 
-def open_ours(engine: Path, threads: int) -> tuple[Callable[[list[int], int], Measured], dict[str, Any]]:
-    """A function that measures as ``Peer.measure`` does, and what the engine is."""
+def open_modelmill(engine: Path, threads: int) -> tuple[Callable[[list[int], int], Timing], dict[str, Any]]:
+    """A function that measures as ``LlamaCppPeer.measure`` does, and what the engine is."""
     from modelmill.core.config import RunConfig
     from modelmill.core.types import Request, SamplingParams
-    from modelmill.runtime.loop import Loop
+    from modelmill.runtime.engine_core import EngineCore
 
     config = RunConfig(device="cpu", threads=threads, max_model_len=2048, enable_prefix_caching=False, max_num_seqs=1)
-    loop = Loop.open(engine, config)
+    loop = EngineCore.open(engine, config)
     assert loop.artifact is not None
 
-    def measure(prompt: list[int], count: int) -> Measured:
+    def measure(prompt: list[int], count: int) -> Timing:
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         started = time.perf_counter()
         loop.add(Request(id="only", prompt=prompt, params=params))
@@ -129,7 +129,7 @@ def open_ours(engine: Path, threads: int) -> tuple[Callable[[list[int], int], Me
 
 
 @contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
+def busy_processes(count: int) -> Iterator[None]:
     """``count`` processes that do nothing but count."""
     running = [multiprocessing.get_context("spawn").Process(target=_count, daemon=True) for _ in range(count)]
     for process in running:
@@ -169,17 +169,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows are appended")
     parser.add_argument("--note", default="", help="what else is to be said of this run, such as its priority")
     options = parser.parse_args()
-    measure, engine = open_ours(options.engine, options.threads)
-    peer = Peer(options.peer_python, options.gguf, options.threads)
+    measure, engine = open_modelmill(options.engine, options.threads)
+    peer = LlamaCppPeer(options.peer_python, options.gguf, options.threads)
     sides = {"ours": measure, "llama.cpp": peer.measure}
     speeds: dict[tuple[int, str, str], list[float]] = {}
     for side in sides.values():
-        side(ids(16, 99), 8)
-    with busy(options.busy):
+        side(random_ids(16, 99), 8)
+    with busy_processes(options.busy):
         for turn in range(options.rounds):
             for length in PROMPTS:
                 for name in list(sides)[:: 1 if turn % 2 else -1]:
-                    prefill, decode = sides[name](ids(length, turn), options.tokens)
+                    prefill, decode = sides[name](random_ids(length, turn), options.tokens)
                     speeds.setdefault((length, "prefill", name), []).append(length / prefill)
                     speeds.setdefault((length, "decode", name), []).append((options.tokens - 1) / decode)
     peer.close()

@@ -36,12 +36,12 @@ GPT2_MEDIUM = {
     "bos_token_id": 50256, "eos_token_id": 50256, "torch_dtype": "float16",
 }  # fmt: skip
 NORMAL, UNIFORM = "normal", "uniform"
-SPAN = 1e-3
+UNIFORM_RANGE = 1e-3
 """Uniform weights are within it: what vLLM's ``load_format="dummy"`` draws, norms and biases as well."""
 SHAPES = {"qwen-7b": QWEN_7B, "llama-7b": LLAMA_7B, "gpt2-medium": GPT2_MEDIUM}
 
 
-def of_layers(shape: str, layers: int | None = None) -> dict[str, object]:
+def with_num_layers(shape: str, layers: int | None = None) -> dict[str, object]:
     """The config of a shape, with fewer (or more) layers where ``layers`` says so."""
     config: dict[str, object] = {**SHAPES[shape]}
     if layers is not None:
@@ -53,7 +53,7 @@ def tensors(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
     """Shapes by name, one dict a shard: the ends, then one a layer."""
     kind = config["model_type"]
     if kind == "gpt2":
-        yield from _gpt2(config)
+        yield from _gpt2_tensors(config)
         return
     hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])  # type: ignore[call-overload]
     inner = int(config["intermediate_size"]) // (2 if kind == "qwen" else 1)  # type: ignore[call-overload]
@@ -85,7 +85,7 @@ def tensors(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
         }  # fmt: skip
 
 
-def _gpt2(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
+def _gpt2_tensors(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
     hidden, vocab = int(config["n_embd"]), int(config["vocab_size"])  # type: ignore[call-overload]
     places, layers = int(config["n_positions"]), int(config["n_layer"])  # type: ignore[call-overload]
     yield {
@@ -108,7 +108,7 @@ def fill(
     """Seeded: norm weights around 1, embeddings of unit spread, matrices of 1/sqrt(inputs); or all of it uniform."""
     if weights == UNIFORM:
         drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
-        return ((2 * drawn - 1) * SPAN).to(dtype).cpu()
+        return ((2 * drawn - 1) * UNIFORM_RANGE).to(dtype).cpu()
     value = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
     if len(shape) == 1:
         norm = name.endswith("weight")
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="other than the shape's, to rehearse a run")
     parser.add_argument("--weights", choices=(NORMAL, UNIFORM), default=NORMAL, help="how they are drawn")
     args = parser.parse_args()
-    config = of_layers(args.shape, args.layers)
+    config = with_num_layers(args.shape, args.layers)
     dtype = getattr(torch, str(config["torch_dtype"]))
     generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,11 @@
 
 request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. first: its first token alone. many: 64
 of them at once. eyes: the tower, the Q-Former and the projection alone, one picture and 16. Every call brings pictures
-that were not seen before. A call runs from pixels (ours: bytes; transformers: normalised floats, as its processor
-gives them) on the host to ids on the host. Sides take turns call by call on one card, and their seconds become a figure
-by one function (``statistic.whole``). Weights are drawn at random: the language model is LLaMA-7B's shape with Vicuna's
-vocabulary.
-Sides of ours: how the language model's matrices are held (``forms.py``; bfloat16: as they are), ``+int8-tower``.
+that were not seen before. A call runs from pixels (ours: bytes; transformers: normalised floats, as its processor gives
+them) on the host to ids on the host. Sides take turns call by call on one card, and their seconds become a figure by
+one function (``figure_statistics.whole_call_figure``). Weights are drawn at random: the language model is LLaMA-7B's
+shape with Vicuna's vocabulary. Sides of ours: how the language model's matrices are held (``weight_formats.py``;
+bfloat16: as they are), ``+int8-tower``.
 """
 
 from __future__ import annotations
@@ -31,123 +31,136 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.forms import form  # noqa: E402
+from benchmarks.append_rows import append_rows, portable_command  # noqa: E402
+from benchmarks.figure_statistics import whole_call_figure  # noqa: E402
 from benchmarks.make_checkpoint import LLAMA_7B  # noqa: E402
-from benchmarks.record import append, command_of  # noqa: E402
-from benchmarks.side import prompts_of  # noqa: E402
-from benchmarks.statistic import whole  # noqa: E402
+from benchmarks.peer_process import random_prompts  # noqa: E402
+from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
-from modelmill.core.types import Insert  # noqa: E402
+from modelmill.core.types import EmbeddingSpan  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
-from modelmill.eval.subjects import greedy_request  # noqa: E402
-from modelmill.models.minigpt4 import MEAN, STD  # noqa: E402
+from modelmill.eval.targets import greedy_request  # noqa: E402
+from modelmill.models.minigpt4 import IMAGE_MEAN, IMAGE_STD  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
-from modelmill.nn.trial import draw_weights  # noqa: E402
-from modelmill.runtime.load import build  # noqa: E402
-from modelmill.runtime.loop import Loop  # noqa: E402
+from modelmill.nn.synthetic_step import fill_random_weights  # noqa: E402
+from modelmill.runtime.engine_core import EngineCore  # noqa: E402
+from modelmill.runtime.model_loader import build_model  # noqa: E402
 
-TOWER = {"width": 1408, "depth": 39, "heads": 16, "inner": 6144, "image": 224, "patch": 14}
+VISION_ENCODER = {"width": 1408, "depth": 39, "heads": 16, "inner": 6144, "image": 224, "patch": 14}
 QFORMER = {
     "width": 768, "depth": 12, "heads": 12, "inner": 3072, "seen": 1408, "every": 2, "queries": 32,
 }  # fmt: skip
-TEXT, NEW, BEFORE, MANY = 100, 100, 40, 64
+TEXT, NEW_TOKENS, TOKENS_BEFORE_IMAGE, MANY_REQUESTS = 100, 100, 40, 64
 """Tokens of text and of an answer; how many of the text stand before the picture; requests at once."""
 PEER = "transformers"
-COUNTS = {"request": (1,), "first": (1,), "many": (MANY,), "eyes": (1, 16)}
+BATCH_SIZES = {"request": (1,), "first": (1,), "many": (MANY_REQUESTS,), "eyes": (1, 16)}
 """Pictures of a call, each of a request of its own."""
-LENGTHS = {"request": NEW, "first": 1, "many": NEW}
+OUTPUT_LENGTHS = {"request": NEW_TOKENS, "first": 1, "many": NEW_TOKENS}
 Prepare = Callable[[int], Callable[[], int]]
 """A seed for the prompts and pictures → what is timed, which gives the number of tokens that came."""
 
 
 @dataclass(frozen=True)
-class Side:
-    """One subject. asks: so many requests at once for so many tokens. eyes: so many pictures, by the eyes alone."""
+class MiniGPT4Side:
+    """One subject. prepare_requests: so many requests at once for so many tokens. prepare_encoder: so many pictures, by
+    the eyes alone."""
 
     name: str
-    asks: Callable[[int, int], Prepare]
-    eyes: Callable[[int], Prepare]
+    prepare_requests: Callable[[int, int], Prepare]
+    prepare_encoder: Callable[[int], Prepare]
     facts: dict[str, Any]
 
 
-def shape(layers: int | None, tower: dict[str, int] = TOWER, qformer: dict[str, int] = QFORMER) -> dict[str, Any]:
+def make_config(
+    layers: int | None, tower: dict[str, int] = VISION_ENCODER, qformer: dict[str, int] = QFORMER
+) -> dict[str, Any]:
     """The config of MiniGPT-4 in its published sizes; layers: of the language model, to rehearse."""
     config = LLAMA_7B | {"vocab_size": 32001} | ({} if layers is None else {"num_hidden_layers": layers})
     return config | {"model_type": "minigpt4", "reader": {"tower": tower, "qformer": qformer}}
 
 
-def drawn(name: str, config: dict[str, Any], device: str) -> nn.Module:
+def random_model(name: str, config: dict[str, Any], device: str) -> nn.Module:
     """Our model with weights held as a side's name says."""
     language, _, tower = name.partition("+")
     kind = "dense" if language == "bfloat16" else language
-    model = build("minigpt4", config)
+    model = build_model("minigpt4", config)
     linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    held = {name: form(kind) for name in linears if name.startswith("layers.")}
+    held = {name: weight_quantizer(kind) for name in linears if name.startswith("layers.")}
     if tower == "int8-tower":
-        held |= {name: form("smoothquant") for name in linears if name.startswith("reader.visual_encoder.blocks.")}
+        held |= {
+            name: weight_quantizer("smoothquant")
+            for name in linears
+            if name.startswith("image_embedder.visual_encoder.blocks.")
+        }
     elif tower:
         raise SystemExit(f"{name}: behind the + may stand int8-tower")
-    return draw_weights(model, held, torch.bfloat16, device)
+    return fill_random_weights(model, held, torch.bfloat16, device)
 
 
-def pictures(count: int, seed: int, side: int) -> torch.Tensor:
+def random_images(count: int, seed: int, side: int) -> torch.Tensor:
     """[count, S, S, 3] uint8 that no other seed gives."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=generator)
 
 
-def ours(name: str, config: dict[str, Any], device: str) -> Side:
+def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Side:
     """A loop around a drawn model."""
-    model = drawn(name, config, device)
+    model = random_model(name, config, device)
     queries, side = config["reader"]["qformer"]["queries"], config["reader"]["tower"]["image"]
-    length = TEXT + queries + NEW
+    length = TEXT + queries + NEW_TOKENS
     page = 16
     size = model.kv.page_bytes(page, torch.bfloat16)  # type: ignore[union-attr, operator]
-    told = {"kv_cache_bytes": (MANY + 1) * -(-length // page) * size, "max_num_seqs": MANY, "page_size": page}
+    told = {
+        "kv_cache_bytes": (MANY_REQUESTS + 1) * -(-length // page) * size,
+        "max_num_seqs": MANY_REQUESTS,
+        "page_size": page,
+    }
     run = RunConfig(**told, max_model_len=length, device=device, enable_prefix_caching=False)
-    loop = Loop(model, run, max_model_len=length)
+    loop = EngineCore(model, run, max_model_len=length)
 
     def asks(count: int, new: int) -> Prepare:
-        return functools.partial(_requests, loop, (count, new), queries, side)
+        return functools.partial(_prepare_requests, loop, (count, new), queries, side)
 
     def eyes(count: int) -> Prepare:
         def prepare(seed: int) -> Callable[[], int]:
-            shown = list(pictures(count, seed, side))
-            return lambda: len(torch.stack(loop.eyes.read(shown)).cpu())
+            shown = list(random_images(count, seed, side))
+            return lambda: len(torch.stack(loop.vision_runner.encode_images(shown)).cpu())
 
         return prepare
 
-    facts = {"device": device_name(loop.device), "versions": versions(), "kernels": dict(loop.ops.chosen)}
-    return Side(name, asks, eyes, facts)
+    facts = {"device": device_name(loop.device), "versions": versions(), "kernels": dict(loop.ops.backends)}
+    return MiniGPT4Side(name, asks, eyes, facts)
 
 
-def _requests(loop: Loop, work: tuple[int, int], queries: int, side: int, seed: int) -> Callable[[], int]:
+def _prepare_requests(
+    engine_core: EngineCore, work: tuple[int, int], queries: int, side: int, seed: int
+) -> Callable[[], int]:
     count, new = work
-    prompts = prompts_of([(TEXT, new)] * count, seed)
-    shown = pictures(count, seed, side).numpy()
+    prompts = random_prompts([(TEXT, new)] * count, seed)
+    shown = random_images(count, seed, side).numpy()
     requests = []
     for i, prompt in enumerate(prompts):
-        ids = [*prompt[:BEFORE], *[0] * queries, *prompt[BEFORE:]]
-        insert = Insert(BEFORE, queries, f"{seed}-{i}", shown[i])
+        ids = [*prompt[:TOKENS_BEFORE_IMAGE], *[0] * queries, *prompt[TOKENS_BEFORE_IMAGE:]]
+        insert = EmbeddingSpan(TOKENS_BEFORE_IMAGE, queries, f"{seed}-{i}", shown[i])
         requests.append(replace(greedy_request(f"{seed}-{i}", ids, new), inserts=(insert,)))
 
     def call() -> int:
-        loop.add_all(requests)
+        engine_core.add_all(requests)
         tokens = ended = 0
         while ended < count:
-            for token in loop.step():
-                tokens += token.id is not None
-                ended += token.finish is not None
+            for token in engine_core.step():
+                tokens += token.token_id is not None
+                ended += token.finish_reason is not None
         return tokens
 
     return call
 
 
-def theirs(config: dict[str, Any], device: str) -> Side:
+def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
     """transformers' BLIP-2 with a LLaMA behind it: one static batch through generate()."""
     import transformers
 
-    from benchmarks.proxy import randomise
+    from benchmarks.synthetic_shapes import randomize_weights
 
     tower, qformer = config["reader"]["tower"], config["reader"]["qformer"]
     text = transformers.LlamaConfig(
@@ -171,11 +184,11 @@ def theirs(config: dict[str, Any], device: str) -> Side:
             model = transformers.Blip2ForConditionalGeneration(told).to(torch.bfloat16).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
-    randomise(model)
+    randomize_weights(model)
 
     def floats(count: int, seed: int) -> torch.Tensor:
-        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (MEAN, STD))
-        return (pictures(count, seed, tower["image"]).permute(0, 3, 1, 2).float() / 255 - mean) / std
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD))
+        return (random_images(count, seed, tower["image"]).permute(0, 3, 1, 2).float() / 255 - mean) / std
 
     def asks(count: int, new: int) -> Prepare:
         lengths = {"max_new_tokens": new, "min_new_tokens": new}
@@ -183,8 +196,8 @@ def theirs(config: dict[str, Any], device: str) -> Side:
 
         def prepare(seed: int) -> Callable[[], int]:
             prompts = [
-                [*prompt[:BEFORE], *[0] * qformer["queries"], *prompt[BEFORE:]]
-                for prompt in prompts_of([(TEXT, new)] * count, seed)
+                [*prompt[:TOKENS_BEFORE_IMAGE], *[0] * qformer["queries"], *prompt[TOKENS_BEFORE_IMAGE:]]
+                for prompt in random_prompts([(TEXT, new)] * count, seed)
             ]
             asked, shown = torch.tensor(prompts), floats(count, seed)
 
@@ -216,40 +229,40 @@ def theirs(config: dict[str, Any], device: str) -> Side:
         return prepare
 
     found = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
-    return Side(PEER, asks, eyes, {"device": device_name(device), "versions": found})
+    return MiniGPT4Side(PEER, asks, eyes, {"device": device_name(device), "versions": found})
 
 
-def rows(sides: Sequence[Side], works: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+def measure_rows(sides: Sequence[MiniGPT4Side], works: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """One row a side and work; sides take turns."""
     found = []
-    for work, count in [(each, count) for each in works for count in COUNTS[each]]:
+    for work, count in [(each, count) for each in works for count in BATCH_SIZES[each]]:
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         for turn in range(rounds + 1):
             for side in sides:
-                new = LENGTHS.get(work, 1)
-                prepare = side.eyes(count) if work == "eyes" else side.asks(count, new)
-                took = timed(prepare(turn + 1000 * count + new), count * new, side.name)
+                new = OUTPUT_LENGTHS.get(work, 1)
+                prepare = side.prepare_encoder(count) if work == "eyes" else side.prepare_requests(count, new)
+                took = time_call(prepare(turn + 1000 * count + new), count * new, side.name)
                 if turn:  # the first compiles and records
                     seconds[side.name].append(took)
-        found += [row(work, count, side, seconds[side.name]) for side in sides]
+        found += [make_row(work, count, side, seconds[side.name]) for side in sides]
     return found
 
 
-def timed(call: Callable[[], int], wanted: int, name: str) -> float:
+def time_call(call: Callable[[], int], expected_count: int, name: str) -> float:
     """Seconds of one call that must give so many tokens (embeddings)."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
     count = call()
     took = time.perf_counter() - began
-    if count != wanted:
-        raise SystemExit(f"{name} gave {count} where {wanted} were asked for")
+    if count != expected_count:
+        raise SystemExit(f"{name} gave {count} where {expected_count} were asked for")
     return took
 
 
-def row(work: str, count: int, side: Side, seconds: Sequence[float]) -> dict[str, Any]:
+def make_row(work: str, count: int, side: MiniGPT4Side, seconds: Sequence[float]) -> dict[str, Any]:
     """What is kept of one figure."""
-    figure = whole(seconds, 1e3)
+    figure = whole_call_figure(seconds, 1e3)
     told = {
         "bench": "minigpt4", "work": work, "pictures": count, "subject": side.name, "value": round(figure.value, 3),
         "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
@@ -261,7 +274,7 @@ def row(work: str, count: int, side: Side, seconds: Sequence[float]) -> dict[str
     return told | {"facts": side.facts}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sides", default=f"bfloat16,int4,{PEER}")
@@ -274,14 +287,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print and record."""
-    options = parse()
+    options = parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = shape(options.layers)
+    config = make_config(options.layers)
     names = options.sides.split(",")
-    sides = [theirs(config, device) if name == PEER else ours(name, config, device) for name in names]
-    found = rows(sides, options.works.split(","), options.rounds)
+    sides = [
+        transformers_side(config, device) if name == PEER else modelmill_side(name, config, device) for name in names
+    ]
+    found = measure_rows(sides, options.works.split(","), options.rounds)
     if options.out:
-        append(options.out, found, command_of("minigpt4", sys.argv[1:]))
+        append_rows(options.out, found, portable_command("minigpt4", sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from modelmill.cli.bench_ops import rows_of_ops  # noqa: E402
-from modelmill.eval.ceilings import measure  # noqa: E402
-from modelmill.eval.op_bench import Wanted, bench  # noqa: E402
-from modelmill.eval.report import device_name, save  # noqa: E402
+from modelmill.cli.bench_ops import make_op_rows  # noqa: E402
+from modelmill.eval.op_bench import OpBenchSelection, bench_ops  # noqa: E402
+from modelmill.eval.report import append_rows, device_name  # noqa: E402
+from modelmill.eval.roofline import measure_roofline  # noqa: E402
 
 
 @torch.inference_mode()
@@ -41,17 +41,17 @@ def main(words: Sequence[str] | None = None, device: str = "cuda", out: Path | N
     options = parser.parse_args(words)
     if options.threads:
         torch.set_num_threads(options.threads)
-    wanted = Wanted(tuple(options.op), tuple(options.variant), options.case, options.runs)
+    wanted = OpBenchSelection(tuple(options.op), tuple(options.variant), options.case, options.runs)
     command = shlex.join(["python", *sys.argv])
     usual = ["bfloat16"] if options.device.startswith("cuda") else ["float32", "bfloat16"]
     for dtype in options.dtype or usual:
-        ceilings = measure(options.device, [getattr(torch, dtype)])
+        ceilings = measure_roofline(options.device, [getattr(torch, dtype)])
         facts = {"device": device_name(options.device), "dtype": dtype, "ceilings": ceilings.to_dict()}
         print(json.dumps(facts), flush=True)
-        for each in bench(ceilings, getattr(torch, dtype), wanted):
+        for each in bench_ops(ceilings, getattr(torch, dtype), wanted):
             print(json.dumps(each.to_dict()), flush=True)
             if options.save is not None:
-                save(options.save, rows_of_ops(command, {**facts, "results": [each.to_dict()]}))
+                append_rows(options.save, make_op_rows(command, {**facts, "results": [each.to_dict()]}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def commit_of(root: Path = ROOT) -> str | None:
+def git_commit(root: Path = ROOT) -> str | None:
     """The commit of a checkout, with "-dirty" behind it where tracked files differ; None outside of one."""
     commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:

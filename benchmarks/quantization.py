@@ -27,9 +27,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.fidelity import kept_logits, measure, windows_of  # noqa: E402
-from benchmarks.kept import built, content_of, files_of, note, sources  # noqa: E402
-from benchmarks.measured import CALIBRATION, articles_of, given_calibration, names_of, of_device, standing  # noqa: E402
+from benchmarks.engine_cache import build_or_reuse, engine_content_digest, note, option_file_digests, source_digest  # noqa: E402
+from benchmarks.fidelity import cached_logits, measure_fidelity, split_windows  # noqa: E402
+from benchmarks.result_rows import (  # noqa: E402
+    CALIBRATION,
+    calibration_options,
+    matching_rows,
+    option_names,
+    rouge_articles,
+    without_threads,
+)
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
 FLOAT32 = ("--dtype", "float32")
@@ -37,11 +44,11 @@ FLOAT32 = ("--dtype", "float32")
 
 def main(argv: Sequence[str]) -> int:
     """The script."""
-    options, build = parse(argv)
+    options, build = parse_args(argv)
     if options.report:
         report(read_rows(options.results))
         return 0
-    row = one(options, build, argv)
+    row = measure_build(options, build, argv)
     if row is not None:
         with options.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -49,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, and those of the build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?")
@@ -83,55 +90,61 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words[cut + 1 :]
 
 
-def one(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> dict[str, Any] | None:
+def measure_build(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> dict[str, Any] | None:
     """Build, measure; the row, or None where it stands already."""
-    from modelmill.eval.texts import read_text, refuse_calibration
+    from modelmill.eval.datasets import read_text, refuse_calibration_file
 
-    asked, stands = standing(read_rows(options.results), options, build)
+    asked, stands = matching_rows(read_rows(options.results), options, build)
     if stands and not options.again:
-        older = "" if stands[-1].get("sources") == sources() else ", of other sources than today's"
+        older = "" if stands[-1].get("sources") == source_digest() else ", of other sources than today's"
         note(f"this row stands already{older}: {shlex.join(build) or 'as it is'} (--again measures once more)")
         return None
     folder = options.work / options.checkpoint.stem
     folder.mkdir(parents=True, exist_ok=True)
-    plain, _ = built(options.checkpoint, FLOAT32, folder)
+    plain, _ = build_or_reuse(options.checkpoint, FLOAT32, folder)
     assert plain is not None, "the float32 engine is accepted"
-    words = (*given_calibration(options, build), *dtype_of(build), *build)
-    engine, seconds = built(options.checkpoint, words, folder, options.fresh)
+    words = (*calibration_options(options, build), *dtype_options(build), *build)
+    engine, seconds = build_or_reuse(options.checkpoint, words, folder, options.fresh)
     row: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/quantization.py", *argv]), "key": asked}
     row |= {"checkpoint": options.checkpoint.name, "options": shlex.join(build), "text": options.text.name}
     row |= {"tokens": options.tokens, "window": options.window, "kv_cache_dtype": options.kv_cache_dtype}
-    row |= {"sources": sources(), "names": names_of(options, build), "text_sha256": files_of([str(options.text)])[0]}
+    row |= {
+        "sources": source_digest(),
+        "names": option_names(options, build),
+        "text_sha256": option_file_digests([str(options.text)])[0],
+    }
     if engine is None:
-        return row | {"accepted": False} | stamp("")
-    loop = opened(engine, options, options.kv_cache_dtype)
+        return row | {"accepted": False} | row_provenance("")
+    loop = open_engine_core(engine, options, options.kv_cache_dtype)
     if options.whole_inputs:
         row["whole_inputs"] = True
-        leave_inputs(loop)
-    refuse_calibration(options.text, loop.artifact.manifest.source)
-    ids = tokens_of(loop, read_text(options.text), options.tokens)
-    windows = windows_of(ids, options.window)
-    reference = folder / f"reference-{content_of(plain)}"
-    right = kept_logits(lambda: opened(plain, options, "auto"), windows, reference, told("float32"))
-    exact = perplexity_of(right, windows, reference)
+        keep_inputs_unquantized(loop)
+    refuse_calibration_file(options.text, loop.artifact.manifest.source)
+    ids = encode_text(loop, read_text(options.text), options.tokens)
+    windows = split_windows(ids, options.window)
+    reference = folder / f"reference-{engine_content_digest(plain)}"
+    right = cached_logits(
+        lambda: open_engine_core(plain, options, "auto"), windows, reference, make_progress("float32")
+    )
+    exact = cached_perplexity(right, windows, reference)
     began = time.perf_counter()
-    found = measure(loop, windows, right, told(shlex.join(build)))
-    row |= facts_of(loop.artifact) | {"tokens": len(ids), "windows": len(windows)} | found
+    found = measure_fidelity(loop, windows, right, make_progress(shlex.join(build)))
+    row |= artifact_facts(loop.artifact) | {"tokens": len(ids), "windows": len(windows)} | found
     row |= {"float32": exact, "excess": found["perplexity"] / exact - 1}
     row |= {"build_seconds": seconds, "seconds": round(time.perf_counter() - began, 1)}
     device = str(loop.device)
     del loop
-    if (articles := articles_of(options)) is not None:
-        row |= summarized(engine, options) | {"articles": articles}
-    return row | stamp(device)
+    if (articles := rouge_articles(options)) is not None:
+        row |= measure_rouge(engine, options) | {"articles": articles}
+    return row | row_provenance(device)
 
 
-def dtype_of(build: Sequence[str]) -> Sequence[str]:
+def dtype_options(build: Sequence[str]) -> Sequence[str]:
     """float32 activations unless the options say otherwise, so that a row shows the recipe alone."""
     return () if "--dtype" in build else FLOAT32
 
 
-def summarized(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_rouge(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     """ROUGE of an engine's greedy summaries in percent, by the verb."""
     given = ["--data", str(options.summaries), "--num", str(options.num), "--device", options.device]
     given += ["--kv-cache-dtype", options.kv_cache_dtype]
@@ -144,56 +157,58 @@ def summarized(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {"rouge": found["rouge"], "summaries": found["items"]}
 
 
-def opened(engine: Path, options: argparse.Namespace, kv: str) -> Any:
+def open_engine_core(engine: Path, options: argparse.Namespace, kv: str) -> Any:
     """A loop that reads one window at a time."""
     from modelmill.core.config import RunConfig
-    from modelmill.runtime.loop import Loop
+    from modelmill.runtime.engine_core import EngineCore
 
     length = options.window
     how = {"device": options.device, "threads": options.threads, "kv_cache_dtype": kv, "max_num_seqs": 1}
-    return Loop.open(engine, RunConfig(**how, max_model_len=length, kv_cache_bytes=2**28, enable_prefix_caching=False))
+    return EngineCore.open(
+        engine, RunConfig(**how, max_model_len=length, kv_cache_bytes=2**28, enable_prefix_caching=False)
+    )
 
 
-def leave_inputs(loop: Any) -> None:
+def keep_inputs_unquantized(engine_core: Any) -> None:
     """Weights that round their inputs become dense ones of the same values."""
     from modelmill.nn.linear import Linear
-    from modelmill.weights.dense import Held
+    from modelmill.weights.dense import DenseWeight
 
-    for module in loop.runner.model.modules():
-        if isinstance(module, Linear) and hasattr(module.held, "seen"):
-            module.held = Held(module.held.dense())
+    for module in engine_core.model_runner.model.modules():
+        if isinstance(module, Linear) and hasattr(module.weight, "fake_quantize"):
+            module.weight = DenseWeight(module.weight.dense())
 
 
-def tokens_of(loop: Any, text: str, count: int) -> list[int]:
+def encode_text(engine_core: Any, text: str, count: int) -> list[int]:
     """The first ``count`` tokens, without BOS."""
     from modelmill.text.tokenizer import load_tokenizer
 
-    return load_tokenizer(loop.artifact.tokenizer_files()).encode(text, bos=False)[:count]
+    return load_tokenizer(engine_core.artifact.tokenizer_files()).encode(text, bos=False)[:count]
 
 
-def perplexity_of(right: Any, windows: Sequence[Sequence[int]], reference: Path) -> float:
+def cached_perplexity(reference_core: Any, windows: Sequence[Sequence[int]], reference: Path) -> float:
     """The reference's own perplexity, kept in a small file beside its logits."""
-    from benchmarks.fidelity import Sums
+    from benchmarks.fidelity import FidelitySums
 
     digest = hashlib.sha256(json.dumps(list(map(list, windows))).encode()).hexdigest()[:12]
     file = reference.with_name(f"{reference.name}-{digest}.json")
     if not file.exists():
         import torch
 
-        sums, first = Sums(), 0
+        sums, first = FidelitySums(), 0
         for window in windows:
-            sums.add(right[first : first + len(window)], None, torch.tensor([*window[1:], -1]))
+            sums.add(reference_core[first : first + len(window)], None, torch.tensor([*window[1:], -1]))
             first += len(window)
         file.write_text(json.dumps(sums.facts()))
     return float(json.loads(file.read_text())["perplexity"])
 
 
-def facts_of(artifact: Any) -> dict[str, Any]:
+def artifact_facts(artifact: Any) -> dict[str, Any]:
     """Recipe and options as the manifest has them, bytes on disk and of the linears."""
     manifest = artifact.manifest
     config = manifest.build
     kinds: dict[str, int] = {}
-    for module, kind in manifest.weights.items():
+    for module, kind in manifest.weight_formats.items():
         if not module.startswith("head"):
             kinds[kind] = kinds.get(kind, 0) + 1
     found: dict[str, Any] = {"recipe": config["quantization"], "method": config.get("method"), "dtype": config["dtype"]}
@@ -204,7 +219,7 @@ def facts_of(artifact: Any) -> dict[str, Any]:
     return found | {"bytes": sum(entry["bytes"] for entry in manifest.files.values())}
 
 
-def stamp(device: str) -> dict[str, Any]:
+def row_provenance(device: str) -> dict[str, Any]:
     """Device, versions, date."""
     from modelmill.eval.report import device_name, versions
 
@@ -219,8 +234,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
     """A table, the last row of each measurement, by checkpoint and excess."""
-    from modelmill.cli.output import table
-    from modelmill.core.size import byte_text
+    from modelmill.cli.output import print_table
+    from modelmill.core.byte_size import format_bytes
 
     last = {row["key"]: row for row in rows}.values()
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -228,12 +243,12 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         groups.setdefault((row["checkpoint"], row["text"], row["tokens"], row["window"]), []).append(row)
     for (checkpoint, text, tokens, window), found in groups.items():
         cells = []
-        names = [label_of(row) for row in found]
+        names = [row_label(row) for row in found]
         for row in sorted(found, key=lambda row: row.get("excess", float("inf"))):
-            name = label_of(row)
+            name = row_label(row)
             if names.count(name) > 1:  # what else makes them two measurements
                 calibrated = (row.get("calibration") or {}).get("name")
-                name += f", {of_device(row['device'])}" + (f", calibrated on {calibrated}" if calibrated else "")
+                name += f", {without_threads(row['device'])}" + (f", calibrated on {calibrated}" if calibrated else "")
             if "perplexity" not in row:
                 cells.append([name, "refused", *[None] * 5])
                 continue
@@ -243,22 +258,22 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
                     name,
                     *numbers,
                     f"{100 * row['agreement']:.2f} %",
-                    byte_text(row["bytes"]),
+                    format_bytes(row["bytes"]),
                     row["seconds"],
                 ]
             )
         title = f"{checkpoint}: {text}, {tokens} tokens in windows of {window}"
         columns = ("build", "perplexity", "over float32", "mean KL", "same next token", "on disk", "seconds")
-        table(columns, cells, title=title)
+        print_table(columns, cells, title=title)
 
 
-def label_of(row: dict[str, Any]) -> str:
+def row_label(row: dict[str, Any]) -> str:
     """What was built and how it was run."""
     name = f"{row['options']}{'' if row['kv_cache_dtype'] == 'auto' else ', KV ' + row['kv_cache_dtype']}"
     return name + ", inputs whole" * bool(row.get("whole_inputs")) or "as it is"
 
 
-def told(label: str) -> Any:
+def make_progress(label: str) -> Any:
     """Progress on stderr."""
     return lambda done, total: print(f"\r{label}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr)
 

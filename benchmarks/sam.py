@@ -10,7 +10,7 @@ everything: a new picture of 1800 × 1200, 1,024 points, to masks on the host, o
 until the device is done. Weights are drawn at random, whose scores and boxes mean nothing: thresholds are chosen so
 that at most 85 % of all masks pass the first one, none is unstable, and 100 or more are returned; how many these were
 stands in the row (``passing``, ``returned``). Boxes are so alike that it is all of them or one.
-Sides of ours: how the encoder's matrices are held (``forms.py``; bfloat16: as they are).
+Sides of ours: how the encoder's matrices are held (``weight_formats.py``; bfloat16: as they are).
 """
 
 from __future__ import annotations
@@ -33,84 +33,84 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.forms import form  # noqa: E402
-from benchmarks.record import append, command_of  # noqa: E402
-from benchmarks.statistic import whole  # noqa: E402
+from benchmarks.append_rows import append_rows, portable_command  # noqa: E402
+from benchmarks.figure_statistics import whole_call_figure  # noqa: E402
+from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
 from modelmill.models import sam  # noqa: E402
-from modelmill.models._sam_vit import VitSpec  # noqa: E402
+from modelmill.models._sam_vit import SamVitSpec  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
-from modelmill.nn.still import Still  # noqa: E402
-from modelmill.nn.trial import draw_weights  # noqa: E402
-from modelmill.ops.shelf import resolve  # noqa: E402
-from modelmill.vision.everything import Everything  # noqa: E402
+from modelmill.nn.synthetic_step import fill_random_weights  # noqa: E402
+from modelmill.nn.vision_context import VisionContext  # noqa: E402
+from modelmill.ops.registry import select_backends  # noqa: E402
+from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions  # noqa: E402
 from modelmill.vision.prompts import Prompt  # noqa: E402
-from modelmill.vision.segment import Eye  # noqa: E402
+from modelmill.vision.sam_model import SamModel  # noqa: E402
 
-VIT_H = VitSpec(width=1280, depth=32, heads=16, whole=(7, 15, 23, 31), inner=5120)
-SIZE = (1800, 1200)
+VIT_H = SamVitSpec(width=1280, depth=32, heads=16, global_attn_indexes=(7, 15, 23, 31), inner=5120)
+IMAGE_SIZE = (1800, 1200)
 PEER = "transformers"
-PASS, RETURNED = 0.85, 100
+IOU_THRESHOLD, MASKS_RETURNED = 0.85, 100
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Side:
-    """One subject. embed: pixels to embeddings. eye: ours, for the other works."""
+class SamSide:
+    """One subject. embed: pixels to embeddings. model: ours, for the other works."""
 
     name: str
     embed: Embed
     facts: dict[str, Any]
-    eye: Eye | None = None
+    model: SamModel | None = None
 
 
-def spec_of(depth: int | None) -> VitSpec:
+def vit_h_spec(depth: int | None) -> SamVitSpec:
     """ViT-H; depth: fewer layers, to rehearse."""
     if depth is None:
         return VIT_H
-    return VitSpec(VIT_H.width, depth, VIT_H.heads, (depth - 1,), VIT_H.inner)
+    return SamVitSpec(VIT_H.width, depth, VIT_H.heads, (depth - 1,), VIT_H.inner)
 
 
-def drawn(name: str, spec: VitSpec, device: str) -> nn.Module:
+def random_model(name: str, spec: SamVitSpec, device: str) -> nn.Module:
     """Our model: the encoder in bfloat16 or held as the name says, prompts and masks in float32."""
     model = sam.Model(sam.SamConfig(spec))
     encoder = [n for n, m in model.image_encoder.named_modules() if isinstance(m, Linear)]
-    held = {} if name == "bfloat16" else {n: form(name) for n in encoder if n.startswith("blocks.")}
-    draw_weights(model.image_encoder, held, torch.bfloat16, device)
+    held = {} if name == "bfloat16" else {n: weight_quantizer(name) for n in encoder if n.startswith("blocks.")}
+    fill_random_weights(model.image_encoder, held, torch.bfloat16, device)
     for rest in (model.prompt_encoder, model.mask_decoder):
-        draw_weights(rest, {}, torch.float32, device)
+        fill_random_weights(rest, {}, torch.float32, device)
     return model
 
 
-def ours(name: str, spec: VitSpec, device: str, kernels: Mapping[str, str]) -> Side:
+def modelmill_side(name: str, spec: SamVitSpec, device: str, kernels: Mapping[str, str]) -> SamSide:
     """An eye around a drawn model. kernels: OP → variant, switched by hand."""
-    ops = resolve(device, kernels)
-    eye = Eye(drawn(name, spec, device), Still(ops), sam.MEAN, sam.STD)
-    facts = {"device": device_name(device), "versions": versions(), "kernels": dict(ops.chosen)}
-    return Side(name, lambda pixels: torch.cat(eye.embedded(pixels)), facts, eye)
+    ops = select_backends(device, kernels)
+    eye = SamModel(random_model(name, spec, device), VisionContext(ops), sam.IMAGE_MEAN, sam.IMAGE_STD)
+    facts = {"device": device_name(device), "versions": versions(), "kernels": dict(ops.backends)}
+    return SamSide(name, lambda pixels: torch.cat(eye.run_encoder(pixels)), facts, eye)
 
 
-def theirs(name: str, spec: VitSpec, device: str) -> Side:
+def transformers_side(name: str, spec: SamVitSpec, device: str) -> SamSide:
     """transformers' SamModel in bfloat16; ``-compiled``: its encoder through torch.compile."""
     import transformers
 
-    from benchmarks.proxy import randomise
+    from benchmarks.synthetic_shapes import randomize_weights
 
     vision = transformers.SamVisionConfig(
         hidden_size=spec.width, num_hidden_layers=spec.depth, num_attention_heads=spec.heads, mlp_dim=spec.inner,
-        global_attn_indexes=list(spec.whole),
+        global_attn_indexes=list(spec.global_attn_indexes),
     )  # fmt: skip
     with torch.device(device):
         model = transformers.SamModel(transformers.SamConfig(vision_config=vision.to_dict()))
     encoder = model.vision_encoder.to(torch.bfloat16).eval().requires_grad_(False)
-    randomise(encoder)
+    randomize_weights(encoder)
     call = torch.compile(encoder) if name.endswith("-compiled") else encoder
     found = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
     facts = {"device": device_name(device), "versions": found, "attention": encoder.config._attn_implementation}
-    return Side(name, lambda pixels: call(pixels).last_hidden_state, facts)
+    return SamSide(name, lambda pixels: call(pixels).last_hidden_state, facts)
 
 
-def encoder_rows(sides: Sequence[Side], batches: Sequence[int], rounds: int, device: str) -> list[dict[str, Any]]:
+def encoder_rows(sides: Sequence[SamSide], batches: Sequence[int], rounds: int, device: str) -> list[dict[str, Any]]:
     """Milliseconds of a call, one row a side and batch."""
     found = []
     for batch in batches:
@@ -119,61 +119,66 @@ def encoder_rows(sides: Sequence[Side], batches: Sequence[int], rounds: int, dev
             generator = torch.Generator(device).manual_seed(turn + 10 * batch)
             pixels = torch.randn(batch, 3, 1024, 1024, device=device, generator=generator).to(torch.bfloat16)
             for side in sides:
-                took = timed(functools.partial(side.embed, pixels))
+                took = time_call(functools.partial(side.embed, pixels))
                 if turn >= 0:
                     seconds[side.name].append(took)
         for side in sides:
-            told = row("encoder", side, seconds[side.name])
+            told = make_row("encoder", side, seconds[side.name])
             found.append(told | {"batch": batch, "images_per_s": round(batch / told["value"] * 1e3, 2)})
     return found
 
 
-def click_row(side: Side, rounds: int) -> dict[str, Any]:
+def click_row(side: SamSide, rounds: int) -> dict[str, Any]:
     """Milliseconds from a point to its three masks."""
-    assert side.eye is not None, "ours"
-    eye, seconds = side.eye, []
-    seen = eye.see(picture(0))
+    assert side.model is not None, "ours"
+    eye, seconds = side.model, []
+    seen = eye.embed_image(random_image(0))
     for turn in range(-3, rounds):
         prompt = Prompt(((900.0 + 40 * turn, 600.0 - 20 * turn),), (1,))
-        took = timed(functools.partial(eye.predict, seen, prompt))
+        took = time_call(functools.partial(eye.predict, seen, prompt))
         if turn >= 0:
             seconds.append(took)
-    return row("click", side, seconds)
+    return make_row("click", side, seconds)
 
 
-def everything_row(side: Side, rounds: int) -> dict[str, Any]:
+def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
     """Milliseconds from a picture to all its masks."""
-    assert side.eye is not None, "ours"
-    eye, seconds, returned = side.eye, [], 0
-    points = [Prompt(((float(x), 600.0),), (1,)) for x in range(0, SIZE[0], 15)]
-    scores = eye.decode(eye.see(picture(1)), points)[1][:, 1:]
-    passing = float(scores.flatten().quantile(1 - PASS))
+    assert side.model is not None, "ours"
+    eye, seconds, returned = side.model, [], 0
+    points = [Prompt(((float(x), 600.0),), (1,)) for x in range(0, IMAGE_SIZE[0], 15)]
+    scores = eye.decode(eye.embed_image(random_image(1)), points)[1][:, 1:]
+    passing = float(scores.flatten().quantile(1 - IOU_THRESHOLD))
     told = {"pred_iou_thresh": min(1.0, max(0.0, passing)), "stability_score_thresh": 0.0}
     overlap = (0.0, 1.0)  # drawn masks have nearly one box: how much two may overlap is found, not given
     for _ in range(6):
         middle = sum(overlap) / 2
-        few = len(eye.everything(picture(1), Everything(**told, box_nms_thresh=middle))) < RETURNED
+        few = (
+            len(eye.generate_masks(random_image(1), AutomaticMaskOptions(**told, box_nms_thresh=middle)))
+            < MASKS_RETURNED
+        )
         overlap = (middle, overlap[1]) if few else (overlap[0], middle)
-    options = Everything(**told, box_nms_thresh=overlap[1])
+    options = AutomaticMaskOptions(**told, box_nms_thresh=overlap[1])
     for turn in range(-2, rounds):
-        shown = picture(turn + 10)
+        shown = random_image(turn + 10)
         began = time.perf_counter()
-        returned = len(eye.everything(shown, options))
+        returned = len(eye.generate_masks(shown, options))
         torch.cuda.synchronize()
         if turn >= 0:
             seconds.append(time.perf_counter() - began)
     share = float((scores > options.pred_iou_thresh).float().mean())
-    return row("everything", side, seconds) | {"points": 1024, "passing": round(share, 3), "returned": returned}
+    return make_row("everything", side, seconds) | {"points": 1024, "passing": round(share, 3), "returned": returned}
 
 
-def picture(seed: int) -> np.ndarray:
+def random_image(seed: int) -> np.ndarray:
     """[1200, 1800, 3] uint8 that no other seed gives: coarse noise, as a photo has more of it than fine."""
-    coarse = np.random.default_rng(seed + 100).integers(0, 256, (SIZE[1] // 20, SIZE[0] // 20, 3), dtype=np.uint8)
+    coarse = np.random.default_rng(seed + 100).integers(
+        0, 256, (IMAGE_SIZE[1] // 20, IMAGE_SIZE[0] // 20, 3), dtype=np.uint8
+    )
     return coarse.repeat(20, 0).repeat(20, 1)
 
 
 @torch.inference_mode()
-def timed(call: Callable[[], object]) -> float:
+def time_call(call: Callable[[], object]) -> float:
     """Seconds of one call until the device is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -184,9 +189,9 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def row(work: str, side: Side, seconds: Sequence[float]) -> dict[str, Any]:
+def make_row(work: str, side: SamSide, seconds: Sequence[float]) -> dict[str, Any]:
     """What is kept of one figure."""
-    figure = whole(seconds, 1e3)
+    figure = whole_call_figure(seconds, 1e3)
     return {
         "bench": "sam", "model": "vit_h", "work": work, "subject": side.name, "value": round(figure.value, 3),
         "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
@@ -194,7 +199,9 @@ def row(work: str, side: Side, seconds: Sequence[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows(sides: Sequence[Side], works: Sequence[str], batches: Sequence[int], rounds: int, device: str) -> list[Any]:
+def measure_rows(
+    sides: Sequence[SamSide], works: Sequence[str], batches: Sequence[int], rounds: int, device: str
+) -> list[Any]:
     """All that was asked for, told as it comes."""
     found = []
     for work in works:
@@ -202,14 +209,14 @@ def rows(sides: Sequence[Side], works: Sequence[str], batches: Sequence[int], ro
             new = encoder_rows(sides, batches, rounds, device)
         else:
             measure = click_row if work == "click" else everything_row
-            new = [measure(next(side for side in sides if side.eye is not None), rounds)]
+            new = [measure(next(side for side in sides if side.model is not None), rounds)]
         for each in new:
             print(json.dumps({k: v for k, v in each.items() if k != "facts"}), flush=True)
         found += new
     return found
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sides", default=f"bfloat16,fp8,smoothquant,{PEER}")
@@ -225,18 +232,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 @torch.inference_mode()
 def main() -> None:
     """Measure, print and record."""
-    options = parse()
+    options = parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    spec = spec_of(options.depth)
+    spec = vit_h_spec(options.depth)
     names = options.sides.split(",")
     kernels = dict(each.split("=", 1) for each in options.kernel)
     sides = [
-        theirs(name, spec, device) if name.startswith(PEER) else ours(name, spec, device, kernels) for name in names
+        transformers_side(name, spec, device) if name.startswith(PEER) else modelmill_side(name, spec, device, kernels)
+        for name in names
     ]
     batches = [int(each) for each in options.batches.split(",")]
-    found = rows(sides, options.works.split(","), batches, options.rounds, device)
+    found = measure_rows(sides, options.works.split(","), batches, options.rounds, device)
     if options.out:
-        append(options.out, found, command_of("sam", sys.argv[1:]))
+        append_rows(options.out, found, portable_command("sam", sys.argv[1:]))
 
 
 if __name__ == "__main__":

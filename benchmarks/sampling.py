@@ -25,35 +25,37 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
-from benchmarks.step import make_step, random_model  # noqa: E402
+from benchmarks.model_step import make_step, random_model  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
-from modelmill.ops.clock import in_turn, recorded  # noqa: E402
-from modelmill.ops.sample import case  # noqa: E402
+from modelmill.ops.sample import random_case  # noqa: E402
+from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
 
 
-def by_sort(logits: torch.Tensor, how: dict[str, torch.Tensor]) -> torch.Tensor:
+def sample_by_sort(logits: torch.Tensor, sampling_inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Top-k, top-p and a draw as they are usually written."""
-    logits = logits / how["temperature"][:, None]
+    logits = logits / sampling_inputs["temperature"][:, None]
     kth = logits.topk(50, dim=-1).values[:, -1:]
     logits = logits.masked_fill(logits < kth, float("-inf"))
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     likely = values.softmax(-1)
-    out = likely.cumsum(-1) - likely >= how["top_p"][:, None]
+    out = likely.cumsum(-1) - likely >= sampling_inputs["top_p"][:, None]
     logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).scatter_(1, order, out), float("-inf"))
     running = logits.softmax(-1).cumsum(-1)
-    target = how["noise"].float()[:, None] * running[:, -1:]
+    target = sampling_inputs["noise"].float()[:, None] * running[:, -1:]
     return torch.searchsorted(running, target, right=True)[:, 0]
 
 
-def asked(batch: int, vocab: int) -> dict[str, torch.Tensor]:
+def make_sampling_inputs(batch: int, vocab: int) -> dict[str, torch.Tensor]:
     """How every row is drawn."""
-    how = case(batch, vocab, "cuda", how=0).args
+    how = random_case(batch, vocab, "cuda", sampling=0).args
     del how["logits"]
     how["min_p"].zero_()
     return how
 
 
-def ways(model: nn.Module, step: Step, how: dict[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
+def make_variants(
+    model: nn.Module, step: Step, sampling_inputs: dict[str, torch.Tensor]
+) -> dict[str, Callable[[], Any]]:
     """A step of each way, ready to be timed while the caller holds what the graphs read."""
     ops = step.ops
     held: list[torch.Tensor] = []
@@ -64,18 +66,18 @@ def ways(model: nn.Module, step: Step, how: dict[str, torch.Tensor]) -> dict[str
     inside = {
         "greedy by torch": lambda: model(step).argmax(-1),
         "greedy": lambda: ops.argmax(model(step)),
-        "drawn": lambda: ops.sample(model(step), **how),
+        "drawn": lambda: ops.sample(model(step), **sampling_inputs),
         "logits": leave,
     }
     graphs: dict[str, Callable[[], Any]] = {}
     for name, call in inside.items():
         call()  # compiles
-        graphs[name] = recorded(call)
+        graphs[name] = capture_graph(call)
     logits, outside = held[0], graphs["logits"]
 
     def then_sorted() -> torch.Tensor:
         outside()
-        return by_sort(logits, how)
+        return sample_by_sort(logits, sampling_inputs)
 
     return {**graphs, "sorted": then_sorted}
 
@@ -97,9 +99,9 @@ def main() -> None:
     }  # fmt: skip
     for batch in map(int, options.batch.split(",")):
         step = make_step(model, batch, 1, options.context)
-        how = asked(batch, int(model.config.vocab))  # type: ignore[union-attr, arg-type]
-        calls = ways(model, step, how)
-        for name, seconds in zip(calls, in_turn(list(calls.values()), 15, 4, "cuda"), strict=True):
+        how = make_sampling_inputs(batch, int(model.config.vocab))  # type: ignore[union-attr, arg-type]
+        calls = make_variants(model, step, how)
+        for name, seconds in zip(calls, time_interleaved(list(calls.values()), 15, 4, "cuda"), strict=True):
             found = {"batch": batch, "context": options.context, "chosen": name}
             row = {"figure": "step.sampled_ms", **found, "value": round(statistics.median(seconds) * 1e3, 3)}
             print(json.dumps(row), flush=True)

@@ -24,21 +24,21 @@ from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-LEAST = 5
-ROUND = 0.2
+MIN_ROUNDS = 5
+ROUND_SECONDS = 0.2
 """Seconds of silence before each side."""
 
 
-class Feed:
-    """A loop as ``serve.worker.Worker`` sees it: each step tells one token of every request that is open."""
+class FakeEngineCore:
+    """A loop as ``serve.worker.EngineWorker`` sees it: each step tells one token of every request that is open."""
 
     def __init__(self, vocab: int, step: float, seed: int = 0) -> None:
         """step: seconds from one step to the next; one that is late is not made up for."""
         self._rng, self._vocab, self._step, self._due = random.Random(seed), vocab, step, 0.0
         self._left: dict[str, int] = {}
-        self.entry = self.ledger = self
-        self.live: dict[str, list[Any]] = {}
-        self.guides: Any = None
+        self.input_processor = self.output_processor = self
+        self.live_sequences: dict[str, list[Any]] = {}
+        self.guide_factory: Any = None
         self.steps = self.told = 0
 
     @property
@@ -49,13 +49,13 @@ class Feed:
     def add(self, request: Any) -> None:
         """Open a request."""
         self._left[request.id] = request.params.max_tokens
-        leader = SimpleNamespace(request=request, began=None, finish=None, row=-1, outputs=0, computed=0)
-        self.live[request.id] = [leader]
+        leader = SimpleNamespace(request=request, started_at=None, finish_reason=None)
+        self.live_sequences[request.id] = [leader]
 
     def abort(self, id: str) -> None:
         """Close it."""
         self._left.pop(id, None)
-        self.live.pop(id, None)
+        self.live_sequences.pop(id, None)
 
     def finish(self, id: str, index: int) -> None:  # noqa: ARG002  as the loop's
         """Close it."""
@@ -63,7 +63,7 @@ class Feed:
 
     def step(self) -> list[Any]:
         """A token of each."""
-        from modelmill.core.types import Finish, Token
+        from modelmill.core.types import FinishReason, TokenOutput
 
         now = time.perf_counter()
         if now < self._due:
@@ -72,10 +72,17 @@ class Feed:
         told = []
         for id in list(self._left):
             self._left[id] -= 1
-            leader = self.live[id][0]
-            leader.began, leader.row = leader.began or now, 0
+            leader = self.live_sequences[id][0]
+            leader.started_at = leader.started_at or now
             last = not self._left[id]
-            told.append(Token(id, 0, self._rng.randrange(LEAST, self._vocab), finish=Finish.LENGTH if last else None))
+            told.append(
+                TokenOutput(
+                    id,
+                    0,
+                    self._rng.randrange(MIN_ROUNDS, self._vocab),
+                    finish_reason=FinishReason.LENGTH if last else None,
+                )
+            )
             if last:
                 self.abort(id)
         self.steps, self.told = self.steps + 1, self.told + len(told)
@@ -88,29 +95,29 @@ class Feed:
         return Stats(len(self._left), 0, 1, 1, 0, self.steps, 0, self.told, 0, 0)
 
 
-def feed(fd: int, engine: str, step: float) -> None:
+def run_worker(fd: int, engine: str, step: float) -> None:
     """The worker's process."""
     import os
     import socket
 
     from modelmill.artifact.store import open_artifact
-    from modelmill.serve.message import Ready
-    from modelmill.serve.worker import Inbox, Wire, Worker
+    from modelmill.serve.worker import EngineWorker, Inbox, MessageChannel
+    from modelmill.serve.worker_messages import EngineReady
 
-    wire = Wire(socket.socket(fileno=fd))
+    wire = MessageChannel(socket.socket(fileno=fd))
     wire.receive()
     manifest = open_artifact(Path(engine)).manifest
     vocab = int(manifest.config["vocab_size"])
-    wire.send(Ready(engine, "cpu", vocab, manifest.max_model_len, 1 << 20, 16, 1, 512))
-    Worker(Feed(vocab, step), wire, Inbox(wire, lost=lambda: os._exit(0))).run()  # type: ignore[arg-type]
+    wire.send(EngineReady(engine, "cpu", vocab, manifest.max_model_len, 1 << 20, 16, 1, 512))
+    EngineWorker(FakeEngineCore(vocab, step), wire, Inbox(wire, on_server_gone=lambda: os._exit(0))).run()  # type: ignore[arg-type]
 
 
-def api(engine: str, root: str, step: float) -> None:
+def run_api(engine: str, root: str, step: float) -> None:
     """The API's process."""
-    from modelmill.serve import child
-    from modelmill.serve.engine import Engine
-    from modelmill.serve.message import Open
-    from modelmill.serve.server import Place, Server
+    from modelmill.serve import worker_process
+    from modelmill.serve.engine_client import EngineClient
+    from modelmill.serve.server import Server, ServerOptions
+    from modelmill.serve.worker_messages import OpenEngine
 
     async def launch() -> Any:
         import socket
@@ -121,16 +128,16 @@ def api(engine: str, root: str, step: float) -> None:
             process = await asyncio.create_subprocess_exec(
                 *words, "--step-ms", str(1000 * step), pass_fds=(theirs.fileno(),)
             )
-        return ours, child.Process(process)
+        return ours, worker_process.WorkerSubprocess(process)
 
     async def serve() -> None:
-        served = Engine("load", Open(engine, {}, {}), queue=4096, start=launch)
-        await Server([served], Place(port=0)).run(lambda url: note(f"listening on {url};"))
+        served = EngineClient("load", OpenEngine(engine, {}, {}), max_waiting=4096, launch=launch)
+        await Server([served], ServerOptions(port=0)).run(lambda url: note(f"listening on {url};"))
 
     asyncio.run(serve())
 
 
-class Side:
+class CheckoutServer:
     """An API that is served from one checkout."""
 
     def __init__(self, args: argparse.Namespace, root: Path) -> None:
@@ -143,9 +150,9 @@ class Side:
         found = re.search(r"listening on (http://[^;]+);", said := self._process.stderr.readline())
         if found is None:
             raise RuntimeError(said + self._process.stderr.read())
-        from modelmill.eval.remote import Remote
+        from modelmill.eval.openai_client import OpenAIClient
 
-        self.remote = Remote.at(found[1])
+        self.client = OpenAIClient.from_url(found[1])
 
     def ready(self, cores: list[int]) -> None:
         """Wait for it; pin the worker and the API where cores were named."""
@@ -155,7 +162,7 @@ class Side:
 
         for _ in range(600):
             try:
-                asyncio.run(self.remote.get("/health"))
+                asyncio.run(self.client.get("/health"))
                 break
             except ModelmillError:
                 time.sleep(0.1)
@@ -164,16 +171,16 @@ class Side:
         for process, core in zip((self._worker, self._api), cores):
             process.cpu_affinity([core])
 
-    def once(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    def run_round(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
         """One round: its figures."""
         import psutil
 
-        from benchmarks.serving_load import together
+        from benchmarks.serving_load import time_streams
 
-        time.sleep(ROUND)
+        time.sleep(ROUND_SECONDS)
         which = {"worker": self._worker, "api": self._api, "client": psutil.Process()}
         before = {name: each.cpu_times() for name, each in which.items()}
-        told = asyncio.run(together(self.remote, prompts, tokens))
+        told = asyncio.run(time_streams(self.client, prompts, tokens))
         for name, each in which.items():
             now = each.cpu_times()
             told[name + "_us"] = 1e6 * (now.user + now.system - before[name].user - before[name].system)
@@ -186,20 +193,20 @@ class Side:
         self._process.communicate(timeout=30)
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def compare_checkouts(args: argparse.Namespace) -> dict[str, Any]:
     """Rounds in turn, and their figures."""
-    from benchmarks.serving_load import Plan, figure
+    from benchmarks.serving_load import LoadPlan, median_min_max
 
     roots = {"here": HERE, **({"against": args.against.resolve()} if args.against else {})}
-    sides = {name: Side(args, root) for name, root in roots.items()}
+    sides = {name: CheckoutServer(args, root) for name, root in roots.items()}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     try:
         for side in sides.values():
             side.ready(args.cores)
-        plan = Plan(args.streams, args.prompt, args.tokens, 0, 0, args.seed, args.vocab)
+        plan = LoadPlan(args.streams, args.prompt, args.tokens, 0, 0, args.seed, args.vocab)
         for round in range(-1, args.rounds):
             for name in sorted(sides, reverse=bool(round % 2)):
-                told = sides[name].once(plan.prompts(round, args.streams, args.prompt), args.tokens)
+                told = sides[name].run_round(plan.prompts(round, args.streams, args.prompt), args.tokens)
                 if round >= 0:
                     rounds[name].append(told)
                     note(f"{name} " + ", ".join(f"{key} {value:.4g}" for key, value in told.items()))
@@ -210,12 +217,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, Any] = {"streams": args.streams, "tokens": args.tokens, "step_ms": args.step_ms}
     out["rounds"] = args.rounds
     for name, told in rounds.items():
-        out[name] = {key: figure([each[key] for each in told]) for key in told[0]}
-        out[name]["tokens_per_s"] = figure([count / each["served_s"] for each in told])
+        out[name] = {key: median_min_max([each[key] for each in told]) for key in told[0]}
+        out[name]["tokens_per_s"] = median_min_max([count / each["served_s"] for each in told])
     if args.against:
         for key in ("served_s", "api_us"):
             ratios = [a[key] / b[key] for a, b in zip(rounds["here"], rounds["against"])]
-            out[f"{key}_here_over_against"] = {**figure(ratios), "mean": statistics.mean(ratios)}
+            out[f"{key}_here_over_against"] = {**median_min_max(ratios), "mean": statistics.mean(ratios)}
     return out
 
 
@@ -224,7 +231,7 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def arguments() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", type=Path)
@@ -247,14 +254,14 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Measure and tell."""
-    args = arguments()
+    args = parse_args()
     sys.path.insert(0, str(args.root))
     if args.feed is not None:
-        feed(args.feed, str(args.engine), args.step_ms / 1000)
+        run_worker(args.feed, str(args.engine), args.step_ms / 1000)
     elif args.api:
-        api(str(args.engine), str(args.root), args.step_ms / 1000)
+        run_api(str(args.engine), str(args.root), args.step_ms / 1000)
     else:
-        told = compare(args)
+        told = compare_checkouts(args)
         print(json.dumps(told, indent=1))
         if args.json:
             args.json.write_text(json.dumps(told, indent=1) + "\n")

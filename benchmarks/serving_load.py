@@ -27,17 +27,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving_side import Alone, Served
-from modelmill.eval.remote import Remote
+from benchmarks.serving_processes import CoreProcess, ServedEngine
+from modelmill.eval.openai_client import OpenAIClient
 from modelmill.eval.report import quantile
 
-LEAST, MOST = 5, 30000
-SETTLE = 0.3
+MIN_ROUNDS, MAX_TOKEN_ID = 5, 30000
+SETTLE_SECONDS = 0.3
 """Seconds of silence before each side, so that no side computes while the other is measured."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """streams at once, each a prompt of so many ids and an answer of so many tokens; long prompts join in a burst.
 
     beside: tokens of the answers that run during a burst.
@@ -55,10 +55,10 @@ class Plan:
     def prompts(self, round: int, count: int, length: int) -> list[list[int]]:
         """Ids that no round shares with another: nothing is found in the prefix cache."""
         rng = random.Random(f"{self.seed} {round} {length}")
-        return [[rng.randrange(LEAST, min(MOST, self.vocab)) for _ in range(length)] for _ in range(count)]
+        return [[rng.randrange(MIN_ROUNDS, min(MAX_TOKEN_ID, self.vocab)) for _ in range(length)] for _ in range(count)]
 
 
-async def stream(remote: Remote, prompt: list[int], tokens: int) -> list[float]:
+async def time_stream(remote: OpenAIClient, prompt: list[int], tokens: int) -> list[float]:
     """When each token of one answer came; several in one event came at once."""
     body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
     times: list[float] = []
@@ -70,25 +70,25 @@ async def stream(remote: Remote, prompt: list[int], tokens: int) -> list[float]:
     return times
 
 
-async def together(remote: Remote, prompts: Sequence[list[int]], tokens: int) -> dict[str, float]:
+async def time_streams(remote: OpenAIClient, prompts: Sequence[list[int]], tokens: int) -> dict[str, float]:
     """Seconds from the first request to the last token; to the last first token; the longest gap of any stream."""
     began = time.perf_counter()
-    told = await asyncio.gather(*(stream(remote, prompt, tokens) for prompt in prompts))
+    told = await asyncio.gather(*(time_stream(remote, prompt, tokens) for prompt in prompts))
     seconds = time.perf_counter() - began
     gap = max((b - a for times in told for a, b in pairwise(times)), default=0.0)
     return {"served_s": seconds, "last_first_s": max(times[0] for times in told) - began, "longest_gap_s": gap}
 
 
-async def burst(remote: Remote, plan: Plan, round: int) -> dict[str, list[float]]:
+async def burst(remote: OpenAIClient, plan: LoadPlan, round: int) -> dict[str, list[float]]:
     """Gaps in ms of running answers before long prompts come and while they are computed."""
     running = plan.prompts(1000 + round, plan.streams, plan.prompt)
     long = plan.prompts(2000 + round, plan.burst, plan.long)
-    answers = [asyncio.create_task(stream(remote, prompt, plan.beside or 4 * plan.tokens)) for prompt in running]
+    answers = [asyncio.create_task(time_stream(remote, prompt, plan.beside or 4 * plan.tokens)) for prompt in running]
     await asyncio.sleep(0)
     # a third of the answers' time is quiet
-    await asyncio.sleep(await together_time(remote, plan))
+    await asyncio.sleep(await quiet_seconds(remote, plan))
     begin = time.perf_counter()
-    firsts = await asyncio.gather(*(stream(remote, prompt, 1) for prompt in long))
+    firsts = await asyncio.gather(*(time_stream(remote, prompt, 1) for prompt in long))
     end = max(times[0] for times in firsts)
     told = await asyncio.gather(*answers)
     quiet: list[float] = []
@@ -102,26 +102,26 @@ async def burst(remote: Remote, plan: Plan, round: int) -> dict[str, list[float]
     return {"quiet": quiet, "during": during, "first": [1000 * (times[0] - begin) for times in firsts]}
 
 
-async def together_time(remote: Remote, plan: Plan) -> float:
+async def quiet_seconds(remote: OpenAIClient, plan: LoadPlan) -> float:
     """Seconds to let the running answers be quiet: as long as a few tokens of an answer of another take."""
-    times = await stream(remote, plan.prompts(3000, 1, plan.prompt)[0], 16)
+    times = await time_stream(remote, plan.prompts(3000, 1, plan.prompt)[0], 16)
     return max(0.2, 2 * (times[-1] - times[0]))
 
 
-def one_round(plan: Plan, round: int, alone: Alone, served: Served) -> dict[str, float]:
+def run_round(plan: LoadPlan, round: int, core_process: CoreProcess, server: ServedEngine) -> dict[str, float]:
     """Both sides once; which is first changes with each round."""
     prompts = plan.prompts(round, plan.streams, plan.prompt)
     found: dict[str, float] = {}
 
     def loop() -> None:
-        time.sleep(SETTLE)
-        found["alone_s"], found["alone_cpu_s"] = alone.generate(prompts, plan.tokens)
+        time.sleep(SETTLE_SECONDS)
+        found["alone_s"], found["alone_cpu_s"] = core_process.generate(prompts, plan.tokens)
 
     def serve() -> None:
-        time.sleep(SETTLE)
-        before = served.cpu()
-        found.update(asyncio.run(together(served.remote, prompts, plan.tokens)))
-        for name, seconds in served.cpu().items():
+        time.sleep(SETTLE_SECONDS)
+        before = server.cpu()
+        found.update(asyncio.run(time_streams(server.client, prompts, plan.tokens)))
+        for name, seconds in server.cpu().items():
             found[f"{name}_cpu_s"] = seconds - before[name]
 
     for side in (loop, serve) if round % 2 else (serve, loop):
@@ -129,35 +129,41 @@ def one_round(plan: Plan, round: int, alone: Alone, served: Served) -> dict[str,
     return found
 
 
-def figure(values: Sequence[float]) -> dict[str, float]:
+def median_min_max(values: Sequence[float]) -> dict[str, float]:
     """Median, least, most."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def at(values: Sequence[float], share: float) -> float:
+def quantile_at(values: Sequence[float], share: float) -> float:
     """A quantile."""
     return quantile(sorted(values), share)
 
 
-def steps(bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+def step_figures(bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """The loop's own steps, in ms, without long prompts and with them."""
     quiet, during = ([1000 * each for found in bursts for each in found[name]] for name in ("quiet", "during"))
-    median = at(quiet, 0.5)
-    told = {"quiet_median_ms": median, "quiet_p99_ms": at(quiet, 0.99), "during_median_ms": at(during, 0.5)}
-    told |= {"during_p99_ms": at(during, 0.99), "p99_over_quiet_median": at(during, 0.99) / median}
-    return told | {"rounds": [at(each["during"], 0.99) / at(each["quiet"], 0.5) for each in bursts]}
+    median = quantile_at(quiet, 0.5)
+    told = {
+        "quiet_median_ms": median,
+        "quiet_p99_ms": quantile_at(quiet, 0.99),
+        "during_median_ms": quantile_at(during, 0.5),
+    }
+    told |= {"during_p99_ms": quantile_at(during, 0.99), "p99_over_quiet_median": quantile_at(during, 0.99) / median}
+    return told | {"rounds": [quantile_at(each["during"], 0.99) / quantile_at(each["quiet"], 0.5) for each in bursts]}
 
 
-def summary(plan: Plan, rounds: Sequence[dict[str, float]], bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+def summary(
+    plan: LoadPlan, rounds: Sequence[dict[str, float]], bursts: Sequence[dict[str, list[float]]]
+) -> dict[str, Any]:
     """The figures of all rounds."""
     tokens = plan.streams * plan.tokens
     told: dict[str, Any] = {
-        "alone_tokens_per_s": figure([tokens / each["alone_s"] for each in rounds]),
-        "served_tokens_per_s": figure([tokens / each["served_s"] for each in rounds]),
-        "ratio": figure([each["alone_s"] / each["served_s"] for each in rounds]),
-        "cpu_ratio": figure([each["alone_cpu_s"] / each["worker_cpu_s"] for each in rounds]),
-        "api_us_per_token": figure([1e6 * each["api_cpu_s"] / tokens for each in rounds]),
-        "client_us_per_token": figure([1e6 * each["client_cpu_s"] / tokens for each in rounds]),
+        "alone_tokens_per_s": median_min_max([tokens / each["alone_s"] for each in rounds]),
+        "served_tokens_per_s": median_min_max([tokens / each["served_s"] for each in rounds]),
+        "ratio": median_min_max([each["alone_s"] / each["served_s"] for each in rounds]),
+        "cpu_ratio": median_min_max([each["alone_cpu_s"] / each["worker_cpu_s"] for each in rounds]),
+        "api_us_per_token": median_min_max([1e6 * each["api_cpu_s"] / tokens for each in rounds]),
+        "client_us_per_token": median_min_max([1e6 * each["client_cpu_s"] / tokens for each in rounds]),
     }
     if bursts:
         quiet = [gap for each in bursts for gap in each["quiet"]]
@@ -165,18 +171,18 @@ def summary(plan: Plan, rounds: Sequence[dict[str, float]], bursts: Sequence[dic
         if not quiet or not during:
             raise RuntimeError("the running answers had ended before the burst: give more --tokens or --streams")
         told["burst"] = {
-            "quiet_median_ms": at(quiet, 0.5),
-            "quiet_p99_ms": at(quiet, 0.99),
-            "during_median_ms": at(during, 0.5),
-            "during_p99_ms": at(during, 0.99),
-            "p99_over_quiet_median": at(during, 0.99) / at(quiet, 0.5),
-            "rounds": [at(each["during"], 0.99) / at(each["quiet"], 0.5) for each in bursts],
-            "first_token_ms": at([t for each in bursts for t in each["first"]], 0.5),
+            "quiet_median_ms": quantile_at(quiet, 0.5),
+            "quiet_p99_ms": quantile_at(quiet, 0.99),
+            "during_median_ms": quantile_at(during, 0.5),
+            "during_p99_ms": quantile_at(during, 0.99),
+            "p99_over_quiet_median": quantile_at(during, 0.99) / quantile_at(quiet, 0.5),
+            "rounds": [quantile_at(each["during"], 0.99) / quantile_at(each["quiet"], 0.5) for each in bursts],
+            "first_token_ms": quantile_at([t for each in bursts for t in each["first"]], 0.5),
         }
     return told
 
 
-def arguments() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", type=Path)
@@ -202,38 +208,38 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Measure and tell."""
-    args = arguments()
+    args = parse_args()
     engine_core, api_core = args.cores[:2]
     os.sched_setaffinity(0, {args.cores[-1]})
     run = {"device": args.device, "threads": args.threads, "max_num_seqs": 2 * max(args.streams, 8)}
     run |= {"kv_cache_bytes": args.kv_cache_bytes}
-    alone = Alone(args.engine, run, engine_core)
-    served = Served(args.engine, run, engine_core, api_core)
+    alone = CoreProcess(args.engine, run, engine_core)
+    served = ServedEngine(args.engine, run, engine_core, api_core)
     try:
         vocab = alone.ready()
-        plan = Plan(args.streams, args.prompt, args.tokens, args.burst, args.long, args.seed, vocab, args.beside)
+        plan = LoadPlan(args.streams, args.prompt, args.tokens, args.burst, args.long, args.seed, vocab, args.beside)
         served.ready()
         rounds: list[dict[str, float]] = []
         bursts: list[dict[str, list[float]]] = []
         inner: list[dict[str, list[float]]] = []
-        one_round(replace(plan, tokens=min(plan.tokens, 128)), -1, alone, served)  # both warm
+        run_round(replace(plan, tokens=min(plan.tokens, 128)), -1, alone, served)  # both warm
         if plan.burst:
-            asyncio.run(burst(served.remote, plan, -1))
+            asyncio.run(burst(served.client, plan, -1))
         for round in range(args.rounds):
-            rounds.append(one_round(plan, round, alone, served))
+            rounds.append(run_round(plan, round, alone, served))
             last = rounds[-1]
             print(f"round {round + 1}: {last['alone_s'] / last['served_s']:.4f} of the loop's output", file=sys.stderr)
             print(json.dumps(last), file=sys.stderr, flush=True)
             if plan.burst:
-                bursts.append(asyncio.run(burst(served.remote, plan, round)))
+                bursts.append(asyncio.run(burst(served.client, plan, round)))
                 long = plan.prompts(2500 + round, plan.burst, plan.long)
                 inner.append(alone.burst(plan.prompts(1500 + round, plan.streams, plan.prompt), long))
-                told_burst = {"served": summary(plan, rounds, bursts[-1:])["burst"], "steps": steps(inner[-1:])}
+                told_burst = {"served": summary(plan, rounds, bursts[-1:])["burst"], "steps": step_figures(inner[-1:])}
                 print(json.dumps(told_burst), file=sys.stderr, flush=True)
         told = {"engine": args.engine.name, "device": args.device, "streams": args.streams, "prompt": args.prompt}
         told |= {"tokens": args.tokens, "rounds": args.rounds, **summary(plan, rounds, bursts)}
         if inner:
-            told["burst_steps"] = steps(inner)
+            told["burst_steps"] = step_figures(inner)
     finally:
         served.close()
         alone.close()

@@ -16,10 +16,10 @@
 
 --peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is one); otherwise
 --peer-python: an interpreter that has vLLM; with neither, only ours is measured. The model is made and built once in
---work. Both sides live on the card together and take turns call by call (``marks``: block by block), with the same
-ids; only the trace and the start-up, which need the whole card, give it to one side after the other. The parts that
-share the card run in the order in which they are named: "first decode warm" begins on a cool card. Both sides' seconds
-become a figure by the same function (``benchmarks/statistic.py``). A row a side is appended to --out as soon as it is
+--work. Both sides live on the card together and take turns call by call (``marks``: block by block), with the same ids;
+only the trace and the start-up, which need the whole card, give it to one side after the other. The parts that share
+the card run in the order in which they are named: "first decode warm" begins on a cool card. Both sides' seconds become
+a figure by the same function (``benchmarks/figure_statistics.py``). A row a side is appended to --out as soon as it is
 known, with the commit (``--commit`` where this is no checkout), the card, its host and the seconds of every call.
 ``--weights uniform``: all of them within 0.001, as vLLM makes weights up; the targets' marks were taken on such.
 """
@@ -41,70 +41,84 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.figure_statistics import MeasuredFigure, speedup  # noqa: E402
 from benchmarks.make_checkpoint import NORMAL, UNIFORM  # noqa: E402
-from benchmarks.provenance import commit_of, host_facts  # noqa: E402
-from benchmarks.side import Lengths, Side  # noqa: E402
-from benchmarks.stage import ALONE, OURS, SHARED, Stage  # noqa: E402
-from benchmarks.statistic import Figure, ratio  # noqa: E402
+from benchmarks.peer_process import Lengths, PeerProcess  # noqa: E402
+from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, SINGLE_GPU_FRACTION, PeerSetup  # noqa: E402
+from benchmarks.provenance import git_commit, host_facts  # noqa: E402
 from benchmarks.targets import CPU_MUST, TARGETS  # noqa: E402
-from benchmarks.works import BLOCKS, FIRSTS, MARKS, PARTS, PEER_OF, Work, in_blocks, in_turn, pairs, warm_up, works_of  # noqa: E402
+from benchmarks.workloads import (  # noqa: E402
+    BLOCKS,
+    FIRST_TOKEN_PARTS,
+    PARTS,
+    PEER_BY_PART,
+    TARGET_MARKS,
+    Workload,
+    measure_in_blocks,
+    measure_in_turn,
+    parse_pairs,
+    warm_up,
+    workloads_for,
+)
 
 CPU_SIDES = ("ours", "llamacpp")
 ARRIVAL, LONGEST_FIRST = "arrival", "longest-first"
 
 
-class Bench:
+class SpeedTable:
     """One run of the script: its parts one after the other, and the rows that they give."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         peers = (options.peer, options.peer_python)
-        self.variants = dict(map(variant, options.also))
+        self.variants = dict(map(parse_variant, options.also))
         more = {"layers": options.layers, "check": not options.no_check, "weights": options.weights}
-        self.stage = Stage(options.work.resolve(), *peers, variants=self.variants, **more)
-        self.made_by = {"commit": options.commit or commit_of(), **host_facts()}
+        self.peer_setup = PeerSetup(options.work.resolve(), *peers, variants=self.variants, **more)
+        self.made_by = {"commit": options.commit or git_commit(), **host_facts()}
         self.run = datetime.now(UTC).strftime("table-%Y%m%dT%H%M%S")
-        self.lines: list[tuple[str, dict[str, Figure]]] = []
+        self.lines: list[tuple[str, dict[str, MeasuredFigure]]] = []
         self.cpu_rows: list[dict[str, Any]] = []
 
-    def names(self, part: str) -> list[str]:
+    def side_names(self, part: str) -> list[str]:
         """The sides of a part: ours, then its peer where there is one."""
-        peer = PEER_OF.get(part, "vLLM")
+        peer = PEER_BY_PART.get(part, "vLLM")
         known = peer != "vLLM" or self.options.peer is not None or self.options.peer_python is not None
-        ours = [OURS, *(self.variants if part == "trace" else ())]
+        ours = [MODELMILL, *(self.variants if part == "trace" else ())]
         wanted = [*ours, *([peer] if known else [])]
         return [name for name in wanted if not self.options.only or name in self.options.only]
 
-    def together(self, parts: Sequence[str], shape: str) -> None:
+    def run_parts(self, parts: Sequence[str], shape: str) -> None:
         """Parts whose sides share the card."""
-        with self.stage.opened(self.names(parts[0]), shape, SHARED, self.options.max_num_seqs) as sides:
+        with self.peer_setup.open_peers(
+            self.side_names(parts[0]), shape, SHARED_GPU_FRACTION, self.options.max_num_seqs
+        ) as sides:
             for part in parts:
                 facts = {side.name: side.facts for side in sides}
-                for batch, prompt in self.options.mark or MARKS if part == "marks" else ():
-                    for work, figures in in_blocks(batch, prompt, sides, self.options.blocks):
-                        self.tell(part, work, figures, facts, order=BLOCKS)
-                for work in works_of(part):
-                    rounds = self.options.rounds * (3 if part in FIRSTS else 1)
-                    self.tell(part, work, in_turn(work, sides, rounds), facts)
+                for batch, prompt in self.options.mark or TARGET_MARKS if part == "marks" else ():
+                    for work, figures in measure_in_blocks(batch, prompt, sides, self.options.blocks):
+                        self.record(part, work, figures, facts, order=BLOCKS)
+                for work in workloads_for(part):
+                    rounds = self.options.rounds * (3 if part in FIRST_TOKEN_PARTS else 1)
+                    self.record(part, work, measure_in_turn(work, sides, rounds), facts)
 
-    def trace(self) -> None:
+    def run_trace(self) -> None:
         """The trace on the whole card, ours, then the peer, then ours again where time allows."""
-        from modelmill.eval.texts import read_trace
+        from modelmill.eval.datasets import read_trace
 
         if self.options.trace is None:
             raise SystemExit("part trace needs --trace FILE.csv with ContextTokens and GeneratedTokens")
-        lengths = in_order(read_trace(self.options.trace, self.options.requests), self.options.order)
+        lengths = order_requests(read_trace(self.options.trace, self.options.requests), self.options.order)
         ending = "" if self.options.order == ARRIVAL else f"-{self.options.order}"
-        work = Work(f"trace-{len(lengths)}{ending}", (), (0,), scale=1.0)
+        work = Workload(f"trace-{len(lengths)}{ending}", (), (0,), scale=1.0)
         seconds: dict[str, list[float]] = {}
         facts: dict[str, Any] = {}
-        names = self.names("trace")
-        again = [name for name in names if name == OURS and len(names) > 1]
+        names = self.side_names("trace")
+        again = [name for name in names if name == MODELMILL and len(names) > 1]
         for number, name in enumerate([*names, *again]):
             runs = 2 if number < len(names) else 1
-            if number >= len(names) and not self.room_for(sum(seconds[name])):
+            if number >= len(names) and not self.has_time_for(sum(seconds[name])):
                 break
-            with self.stage.opened([name], "qwen-7b", ALONE, 256) as sides:
+            with self.peer_setup.open_peers([name], "qwen-7b", SINGLE_GPU_FRACTION, 256) as sides:
                 for side in sides:
                     facts[name] = side.facts
                     seconds.setdefault(name, []).extend(self._served(side, lengths, runs))
@@ -115,64 +129,71 @@ class Bench:
             "input": sum(p for p, _ in lengths),
             "output": sum(o for _, o in lengths),
         }
-        self.tell("trace", work, figures, facts, **more)
+        self.record("trace", work, figures, facts, **more)
 
-    def _served(self, side: Side, lengths: Lengths, runs: int) -> list[float]:
+    def _served(self, side: PeerProcess, lengths: Lengths, runs: int) -> list[float]:
         side.generate(warm_up(lengths), seed=1)
         found = []
         for number in range(runs):
             found.append(side.generate(lengths, seed=2 + number))
-            self.stage.note(f"{side.name}: {found[-1]:.2f} s")
+            self.peer_setup.note(f"{side.name}: {found[-1]:.2f} s")
         return found
 
-    def startup(self) -> None:
+    def run_startup(self) -> None:
         """Fresh processes in turn; the first of each side warms the file and compile caches where nothing ran yet."""
-        work = Work("startup", (128,), (1,), scale=1.0)
-        seconds: dict[str, list[float]] = {name: [] for name in self.names("startup")}
+        work = Workload("startup", (128,), (1,), scale=1.0)
+        seconds: dict[str, list[float]] = {name: [] for name in self.side_names("startup")}
         facts: dict[str, Any] = {}
-        self.stage.engine("qwen-7b")
+        self.peer_setup.engine("qwen-7b")
         warm = {"decode", "first", "marks", "trace"} & set(self.options.parts)
         for turn in range(0 if warm else -1, self.options.starts):
             for name in seconds:
-                side = self.stage.start(name, "qwen-7b", ALONE, 256)
+                side = self.peer_setup.start_peer(name, "qwen-7b", SINGLE_GPU_FRACTION, 256)
                 with contextlib.closing(side):
                     facts[name] = side.ready()
                     side.generate([(128, 1)], seed=turn)
-                    took = time.perf_counter() - side.began
-                self.stage.note(f"{name} started in {took:.1f} s{'' if turn >= 0 else ' (not counted)'}")
+                    took = time.perf_counter() - side.start_time
+                self.peer_setup.note(f"{name} started in {took:.1f} s{'' if turn >= 0 else ' (not counted)'}")
                 if turn >= 0:
                     seconds[name].append(took)
-        self.tell("startup", work, {name: work.figure({1: found}) for name, found in seconds.items()}, facts)
+        self.record("startup", work, {name: work.figure({1: found}) for name, found in seconds.items()}, facts)
 
-    def cpu(self) -> None:
+    def run_cpu(self) -> None:
         """The comparison with llama.cpp in turn, by ``llamacpp_peer.py``: its rows, and their table."""
         options = self.options
         if None in (options.gguf, options.peer_python):
             raise SystemExit("part cpu needs --gguf FILE and --peer-python PYTHON (that has xllamacpp)")
-        engine = options.engine or self.stage.cpu_engine(options.gguf)
+        engine = options.engine or self.peer_setup.cpu_engine(options.gguf)
         before = len(options.cpu_out.read_text().splitlines()) if options.cpu_out.exists() else 0
         more = ["--peer-python", str(options.peer_python), "--rounds", str(options.rounds), "--out", options.cpu_out]
         command = [sys.executable, ROOT / "benchmarks" / "llamacpp_peer.py", engine, options.gguf, *more]
         subprocess.run([str(each) for each in command], check=True, stdout=subprocess.DEVNULL)
         self.cpu_rows = [json.loads(line) for line in options.cpu_out.read_text().splitlines()[before:]]
 
-    def room_for(self, seconds: float) -> bool:
+    def has_time_for(self, seconds: float) -> bool:
         """Whether that much more still ends before --limit."""
-        return time.perf_counter() - self.stage.began + seconds < self.options.limit
+        return time.perf_counter() - self.peer_setup.began + seconds < self.options.limit
 
-    def tell(
-        self, part: str, work: Work, figures: dict[str, Figure], facts: Mapping[str, Mapping[str, Any]], **more: Any
+    def record(
+        self,
+        section: str,
+        work: Workload,
+        figures: dict[str, MeasuredFigure],
+        facts: Mapping[str, Mapping[str, Any]],
+        **more: Any,
     ) -> None:
         """Keep a line for the table and append its rows."""
         self.lines.append((work.name, figures))
         shown = ", ".join(f"{name} {figure.value:.3f}" for name, figure in figures.items())
-        self.stage.note(f"{work.name}: {shown}")
+        self.peer_setup.note(f"{work.name}: {shown}")
         with self.options.out.open("a", encoding="utf-8") as sink:
             for name, figure in figures.items():
-                row = self._row(part, work, name, figure, facts[name]) | more
+                row = self._row(section, work, name, figure, facts[name]) | more
                 sink.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def _row(self, part: str, work: Work, name: str, figure: Figure, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def _row(
+        self, part: str, work: Workload, name: str, figure: MeasuredFigure, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
         more = {"layers": self.options.layers} if self.options.layers else {}
         more |= {"weights": self.options.weights} if self.options.weights != NORMAL else {}
         more |= {"options": self.variants[name]} if name in self.variants else {}
@@ -181,11 +202,11 @@ class Bench:
             "bench": "table", "part": part, "work": work.name, "subject": name, "value": figure.value,
             "unit": target.unit if target else "s" if work.scale == 1 else "ms", "spread": figure.to_dict(),
             "calls_s": {name: [round(each, 5) for each in calls] for name, calls in figure.calls.items()},
-            "statistic": work.statistic, "run": self.run, "command": command_of(sys.argv[1:]), **facts,
+            "statistic": work.statistic, "run": self.run, "command": portable_command(sys.argv[1:]), **facts,
             **self.made_by, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **more,
         }  # fmt: skip
 
-    def show(self) -> None:
+    def print_tables(self) -> None:
         """The tables of this run."""
         from rich.console import Console
         from rich.table import Table
@@ -193,31 +214,31 @@ class Bench:
         console = Console(width=160)
         if self.lines:
             table = Table(title=f"{self.run}: lower is better; (least … most) of the rounds")
-            peers = list(dict.fromkeys(name for _, found in self.lines for name in found if name != OURS))
-            for column in ("work", "unit", "floor", "must", OURS, *peers, "× ours"):
+            peers = list(dict.fromkeys(name for _, found in self.lines for name in found if name != MODELMILL))
+            for column in ("work", "unit", "floor", "must", MODELMILL, *peers, "× ours"):
                 table.add_column(column, justify="left" if column == "work" else "right")
             for name, found in self.lines:
-                table.add_row(*line_of(name, found, peers))
+                table.add_row(*table_line(name, found, peers))
             console.print(table)
         if self.cpu_rows:
             table = Table(title="On the CPU, tokens/s: higher is better; (least … most) of the rounds")
-            for column in ("work", OURS, "llama.cpp", "× llama.cpp", "must"):
+            for column in ("work", MODELMILL, "llama.cpp", "× llama.cpp", "must"):
                 table.add_column(column, justify="left" if column == "work" else "right")
             for row in self.cpu_rows:
-                table.add_row(*cpu_line(row))
+                table.add_row(*cpu_table_line(row))
             console.print(table)
 
 
-def line_of(name: str, found: Mapping[str, Figure], peers: Sequence[str]) -> list[str]:
+def table_line(name: str, figures: Mapping[str, MeasuredFigure], peers: Sequence[str]) -> list[str]:
     """The cells of one line of the printed table."""
     target = TARGETS.get(name)
-    about = [target.title, target.unit, _plain(target.floor), _plain(target.must)] if target else [name, "", "", ""]
-    over = [ratio(found[peer], found[OURS]) for peer in peers if peer in found and OURS in found]
-    cells = [spread(found[side]) if side in found else "–" for side in (OURS, *peers)]
+    about = [target.title, target.unit, _plain(target.floor), _plain(target.required)] if target else [name, "", "", ""]
+    over = [speedup(figures[peer], figures[MODELMILL]) for peer in peers if peer in figures and MODELMILL in figures]
+    cells = [spread(figures[side]) if side in figures else "–" for side in (MODELMILL, *peers)]
     return [*about, *cells, " ".join(f"{each:.2f}×" for each in over) or "–"]
 
 
-def cpu_line(row: Mapping[str, Any]) -> list[str]:
+def cpu_table_line(row: Mapping[str, Any]) -> list[str]:
     """The cells of one line of the CPU table, from a row of ``llamacpp_peer.py``."""
     work = f"{row['phase']}, prompt {row['prompt']}"
     sides = [f"{row[side]:.0f} ({row[f'{side}_spread'][0]:.0f} … {row[f'{side}_spread'][1]:.0f})" for side in CPU_SIDES]
@@ -225,7 +246,7 @@ def cpu_line(row: Mapping[str, Any]) -> list[str]:
     return [work, *sides, f"{row['ratio']:.2f}", "–" if must is None else f"{must:g}"]
 
 
-def spread(figure: Figure) -> str:
+def spread(figure: MeasuredFigure) -> str:
     """4.21 (4.20 … 4.23), in three digits or more."""
     digits = 3 if figure.value < 1 else 2 if figure.value < 20 else 1
     return f"{figure.value:.{digits}f} ({figure.min:.{digits}f} … {figure.max:.{digits}f})"
@@ -235,30 +256,30 @@ def _plain(value: float | None) -> str:
     return "–" if value is None else f"{value:g}"
 
 
-def command_of(arguments: Sequence[str]) -> str:
+def portable_command(arguments: Sequence[str]) -> str:
     """The command line, folders of this machine by their last name only."""
     names = [Path(each).name if Path(each).is_absolute() else each for each in arguments]
     return shlex.join(["python", "benchmarks/table.py", *names])
 
 
-def in_order(lengths: Lengths, order: str) -> Lengths:
+def order_requests(lengths: Lengths, order: str) -> Lengths:
     """The requests as both sides are handed them: as they arrived, or those with the longest answers first."""
     return lengths if order == ARRIVAL else sorted(lengths, key=lambda pair: -pair[1])
 
 
-def mark(told: str) -> tuple[int, int]:
+def parse_mark(text: str) -> tuple[int, int]:
     """1x4096 → (1, 4096)."""
-    (pair,) = pairs(told)
+    (pair,) = parse_pairs(text)
     return pair
 
 
-def variant(told: str) -> tuple[str, dict[str, Any]]:
+def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
     """modelmill-int8kv={"…": …} → its name and fields of RunConfig."""
-    name, _, fields = told.partition("=")
+    name, _, fields = text.partition("=")
     return name, dict(json.loads(fields))
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
@@ -274,7 +295,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=3, help="measured rounds of a line (first, warm: three times as many)"
     )
-    parser.add_argument("--mark", action="append", type=mark, metavar="BxP", help="marks: only these, 1x4096 say")
+    parser.add_argument("--mark", action="append", type=parse_mark, metavar="BxP", help="marks: only these, 1x4096 say")
     parser.add_argument("--blocks", type=int, default=2, help="marks: blocks of each side")
     parser.add_argument("--weights", choices=(NORMAL, UNIFORM), default=NORMAL, help="as make_checkpoint.py draws them")
     parser.add_argument("--starts", type=int, default=2, help="counted starts of each side")
@@ -293,21 +314,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Run the parts, print the table."""
-    options = parse()
-    bench = Bench(options)
+    options = parse_args()
+    bench = SpeedTable(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        shared = [part for part in options.parts if part in ("decode", "marks", *FIRSTS)]
+        shared = [part for part in options.parts if part in ("decode", "marks", *FIRST_TOKEN_PARTS)]
         if shared:
-            bench.together(shared, "qwen-7b")
+            bench.run_parts(shared, "qwen-7b")
         for part, shape in (("eager", "qwen-7b"), ("gpt2", "gpt2-medium")):
             if part in options.parts:
-                bench.together([part], shape)
-        for part, measure in (("trace", bench.trace), ("startup", bench.startup), ("cpu", bench.cpu)):
+                bench.run_parts([part], shape)
+        for part, measure in (("trace", bench.run_trace), ("startup", bench.run_startup), ("cpu", bench.run_cpu)):
             if part in options.parts:
                 measure()
     finally:
-        bench.show()
+        bench.print_tables()
 
 
 if __name__ == "__main__":

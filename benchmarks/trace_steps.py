@@ -30,14 +30,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.forms import FORMS  # noqa: E402
-from benchmarks.step import copy_rate, random_model, weight_bytes  # noqa: E402
-from benchmarks.works import warm_up  # noqa: E402
+from benchmarks.model_step import copy_bandwidth, random_model, weight_bytes  # noqa: E402
+from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
+from benchmarks.workloads import warm_up  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
-from modelmill.eval.texts import read_trace  # noqa: E402
+from modelmill.eval.datasets import read_trace  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
-from modelmill.runtime.loop import Loop  # noqa: E402
+from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 from modelmill.runtime.scheduler import Schedule  # noqa: E402
 
 FLOPS = 700e12  # bfloat16 products of many rows on an H200 that is warm
@@ -50,7 +50,7 @@ ORDERS: dict[str, Callable[[tuple[int, int]], Any] | None] = {
 
 
 @dataclass
-class Kept:
+class StepRecord:
     """One step: its single tokens, its prompt tokens, the keys that were read, and its events."""
 
     singles: int
@@ -67,10 +67,10 @@ class Kept:
         return f"decode <= {next(b for b in (1, 8, 32, 64, 128, 192, 256) if self.singles <= b)}"
 
 
-def watch(loop: Loop) -> list[Kept]:
+def record_steps(engine_core: EngineCore) -> list[StepRecord]:
     """Have every launched step noted, with events around it."""
-    kept: list[Kept] = []
-    launch = loop.runner.launch
+    kept: list[StepRecord] = []
+    launch = engine_core.model_runner.launch
 
     def noted(plan: Schedule) -> Any:
         counts = [(seq.computed, count) for seq, count in plan.work]
@@ -80,41 +80,46 @@ def watch(loop: Loop) -> list[Kept]:
         end.record()
         singles = sum(1 for _, c in counts if c == 1)
         keys = sum(done + c for done, c in counts)
-        kept.append(Kept(singles, sum(c for _, c in counts if c > 1), keys, start, end))
+        kept.append(StepRecord(singles, sum(c for _, c in counts if c > 1), keys, start, end))
         return flight
 
-    loop.runner.launch = noted  # type: ignore[method-assign]
+    engine_core.model_runner.launch = noted  # type: ignore[method-assign]
     return kept
 
 
-def serve(loop: Loop, work: list[tuple[int, int]], seed: int, *, together: bool = False) -> float:
-    """Seconds to serve all of ``work`` at once; together: handed in with one call."""
+def serve_trace(
+    engine_core: EngineCore, workload: list[tuple[int, int]], seed: int, *, together: bool = False
+) -> float:
+    """Seconds to serve all of ``workload`` at once; together: handed in with one call."""
     draw = random.Random(seed)
     requests = []
-    for number, (prompt, new) in enumerate(work):
+    for number, (prompt, new) in enumerate(workload):
         ids = [draw.randrange(5, 30000) for _ in range(prompt)]
         params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
         requests.append(Request(id=f"{seed}-{number}", prompt=tuple(ids), params=params))
     torch.cuda.synchronize()
     begin = time.perf_counter()
     if together:
-        loop.add_all(requests)
+        engine_core.add_all(requests)
     else:
         for request in requests:
-            loop.add(request)
-    while loop.has_work:
-        loop.step()
+            engine_core.add(request)
+    while engine_core.has_work:
+        engine_core.step()
     torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
-def table(kept: list[Kept], loop: Loop, rate: float) -> list[dict[str, Any]]:
+def group_table(records: list[StepRecord], engine_core: EngineCore, rate: float) -> list[dict[str, Any]]:
     """One row per group: steps, seconds, and the floor of its reads and products in seconds."""
-    model = loop.model
-    weights, token = weight_bytes(model), loop.runner.kv.nbytes / (loop.runner.kv.pages * loop.page_size)
+    model = engine_core.model
+    weights, token = (
+        weight_bytes(model),
+        engine_core.model_runner.kv.nbytes / (engine_core.model_runner.kv.pages * engine_core.page_size),
+    )
     each = 2 * sum(m.shape[0] * m.shape[1] for m in model.modules() if isinstance(m, Linear))  # operations a token
     rows: dict[str, dict[str, Any]] = {}
-    for step in kept:
+    for step in records:
         row = rows.setdefault(step.group, {"group": step.group, "steps": 0, "s": 0.0, "keys_s": 0.0, "products_s": 0.0})
         row["steps"] += 1
         row["s"] += step.start.elapsed_time(step.end) / 1e3
@@ -123,14 +128,14 @@ def table(kept: list[Kept], loop: Loop, rate: float) -> list[dict[str, Any]]:
     return [rows[g] for g in sorted(rows)]
 
 
-def parse() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--order", action="append", choices=sorted(ORDERS))
-    parser.add_argument("--as", dest="forms", action="append", metavar="WEIGHTS:KV[:N]", help=", ".join(FORMS))
+    parser.add_argument("--as", dest="forms", action="append", metavar="WEIGHTS:KV[:N]", help=", ".join(WEIGHT_FORMATS))
     parser.add_argument("--runs", type=int, default=1, help="of each, after its warm-up")
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--save", type=Path)
@@ -138,24 +143,24 @@ def parse() -> argparse.Namespace:
 
 
 @torch.inference_mode()
-def measure(options: argparse.Namespace, form: str, work: list[tuple[int, int]], rate: float) -> None:
+def measure(options: argparse.Namespace, weight_format: str, work: list[tuple[int, int]], rate: float) -> None:
     """Serve with weights, keys and values held in one way; print and record."""
-    weights, kv, mixed = (*form.split(":"), "", "")[:3]
+    weights, kv, mixed = (*weight_format.split(":"), "", "")[:3]
     model = random_model(options.shape, weights)
     config = RunConfig(
         max_num_seqs=256, max_num_batched_tokens=options.budget, enable_prefix_caching=False, max_model_len=4096,
         kv_cache_dtype=kv or "auto", max_mixed_tokens=int(mixed) if mixed else None,
     )  # fmt: skip
-    loop = Loop(model, config)
+    loop = EngineCore(model, config)
     loop.warm_up()
-    serve(loop, warm_up(work), 1, together=True)
-    kept = watch(loop)
+    serve_trace(loop, warm_up(work), 1, together=True)
+    kept = record_steps(loop)
     for number, name in enumerate((options.order or ["together"]) * options.runs):
         order = ORDERS[name]
         kept.clear()
         done = work if order is None else sorted(work, key=order)
-        seconds = serve(loop, done, 2 + number, together=name == "together")
-        rows = table(kept, loop, rate)
+        seconds = serve_trace(loop, done, 2 + number, together=name == "together")
+        rows = group_table(kept, loop, rate)
         for row in rows:
             print(
                 f"{row['group']:16} {row['steps']:5} steps {row['s']:7.2f} s   floor: keys {row['keys_s']:6.2f} "
@@ -166,8 +171,8 @@ def measure(options: argparse.Namespace, form: str, work: list[tuple[int, int]],
         floor = sum(r["keys_s"] + r["products_s"] for r in rows)
         line = {
             "figure": "trace.loop_s", "value": seconds, "gpu_s": gpu, "floor_s": floor, "order": name,
-            "weights": weights, "kv": kv or "auto", "mixed": loop.scheduler.limits.mixed,
-            "requests_per_s": len(work) / seconds, "kernels": dict(loop.ops.chosen),
+            "weights": weights, "kv": kv or "auto", "mixed": loop.scheduler.limits.max_mixed_tokens,
+            "requests_per_s": len(work) / seconds, "kernels": dict(loop.ops.backends),
             "preemptions": loop.stats().preemptions, "pages": loop.num_pages, "groups": rows, "shape": options.shape,
             "copy_gbps": round(rate / 1e9), "command": "python benchmarks/trace_steps.py " + " ".join(sys.argv[1:]),
             "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},
@@ -181,9 +186,9 @@ def measure(options: argparse.Namespace, form: str, work: list[tuple[int, int]],
 
 def main() -> None:
     """Each way of holding weights, keys and values in turn."""
-    options = parse()
+    options = parse_args()
     work = read_trace(options.trace, options.requests, 4096)
-    rate = copy_rate()
+    rate = copy_bandwidth()
     for form in options.forms or ["dense:auto"]:
         measure(options, form, work, rate)
         gc.collect()

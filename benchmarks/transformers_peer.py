@@ -11,17 +11,17 @@ import json
 import sys
 from collections.abc import Sequence
 
-from benchmarks.side import Prepared, private_stdout, serve
+from benchmarks.peer_process import Prepared, serve_requests, take_over_stdout
 
 
 def main() -> None:
     """Make the model on the GPU and serve."""
-    pipe = private_stdout()
+    pipe = take_over_stdout()
     told = json.loads(sys.argv[1])
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    from benchmarks.proxy import randomise
+    from benchmarks.synthetic_shapes import randomize_weights
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
@@ -44,7 +44,9 @@ def main() -> None:
 
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
-    serve(prepare, {"device": name, "versions": versions}, pipe, randomise=functools.partial(randomise, model))
+    serve_requests(
+        prepare, {"device": name, "versions": versions}, pipe, randomize=functools.partial(randomize_weights, model)
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm_peer '{"config": FOLDER, "run": {"max_num_seqs": 64, …}}'
 
-FOLDER holds a ``config.json`` (``benchmarks/proxy.py`` writes it). Weights are dummies at the start, as vLLM makes
-them; ``randomise`` then draws every parameter like ``make_checkpoint.py`` does. Greedy, end-of-text ignored, no
+FOLDER holds a ``config.json`` (``benchmarks/synthetic_shapes.py`` writes it). Weights are dummies at the start, as vLLM
+makes them; ``randomise`` then draws every parameter like ``make_checkpoint.py`` does. Greedy, end-of-text ignored, no
 prefix cache, no text.
 """
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.side import Prepared, private_stdout, serve
+from benchmarks.peer_process import Prepared, serve_requests, take_over_stdout
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 def main() -> None:
     """Open vLLM and serve. run: arguments of ``vllm.LLM`` beside the fixed ones."""
-    pipe = private_stdout()
+    pipe = take_over_stdout()
     told = json.loads(sys.argv[1])
     import torch
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
@@ -67,13 +67,13 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "versions": {"vllm": importlib.metadata.version("vllm"), **versions},
     }
-    serve(prepare, facts, pipe, randomise=draw)
+    serve_requests(prepare, facts, pipe, randomize=draw)
 
 
 def _randomise(weights: str, model: Any) -> None:
-    from benchmarks.proxy import randomise
+    from benchmarks.synthetic_shapes import randomize_weights
 
-    randomise(model, weights)
+    randomize_weights(model, weights)
 
 
 if __name__ == "__main__":

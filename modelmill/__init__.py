@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 __all__ = ["AsyncLLM", "LLM", "ModelmillError", "SamplingParams", "Segmenter", "__version__", "build_engine"]
 
 _LAZY = {
-    "AsyncLLM": ("modelmill.aio", "AsyncLLM"),
+    "AsyncLLM": ("modelmill.async_llm", "AsyncLLM"),
     "LLM": ("modelmill.llm", "LLM"),
     "Segmenter": ("modelmill.segmenter", "Segmenter"),
     "build_engine": ("modelmill.llm", "build_engine"),
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
         from modelmill.core import env
 
         module, attribute = _LAZY[name]
-        with env.importing():
+        with env.passive_wait_imports():
             return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'modelmill' has no attribute {name!r}")
 

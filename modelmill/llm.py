@@ -11,37 +11,37 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
-from modelmill.answer import Answer, Delta
-from modelmill.artifact.manifest import check_kind
+from modelmill.artifact.manifest import check_engine_type
 from modelmill.artifact.store import is_engine
 from modelmill.core import log
+from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import UsageError
 from modelmill.core.options import (
-    BUILD,
-    RUN,
+    BUILD_FIELDS,
+    RUN_FIELDS,
     EngineOptions,
     accept_options,
-    check_known,
+    check_option_names,
     describe_options,
 )
-from modelmill.core.size import byte_text
-from modelmill.core.types import MEAN, SamplingParams
-from modelmill.dialogue import Dialogue
-from modelmill.inputs import each_params, listed, one_params, stack_embeddings
-from modelmill.language import Language, Messages, Prompt
-from modelmill.progress import shown
-from modelmill.runtime.device import prepare
-from modelmill.runtime.loop import Loop
+from modelmill.core.types import POOL_MEAN, SamplingParams
+from modelmill.outputs import OutputDelta, RequestOutput
+from modelmill.progress import show_progress
+from modelmill.prompt_inputs import as_prompt_list, check_params, params_per_prompt, stack_embeddings
+from modelmill.request_state import RequestState
+from modelmill.runtime.device import compile_cpu_kernels
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.text_processor import Messages, Prompt, TextProcessor
 
 if TYPE_CHECKING:
-    from modelmill.build.plan import Plan
+    from modelmill.builder.plan import BuildPlan
 
-_log = log.get(__name__)
-Progress = Callable[[str, int, int], None]
+_log = log.get_logger(__name__)
+ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
-DELAY = 1.0
+PROGRESS_DELAY_SECONDS = 1.0
 """Seconds before answers that are made show a bar."""
 
 
@@ -57,7 +57,7 @@ class LLM:
         progress: Called with (stage, done, total) while it is built, compiled for and opened. None: shown on a
             terminal and in a notebook; False: nowhere.
         openai_defaults: Where the checkpoint says nothing of sampling, a request that says nothing either is drawn as
-            OpenAI's API would; by default as ``core.generation`` says.
+            OpenAI's API would; by default as ``core.generation_defaults`` says.
         options: Fields of RunConfig and BuildConfig, by name. They are listed below.
 
     Raises:
@@ -73,20 +73,20 @@ class LLM:
         *,
         tensor_parallel_size: int | None = None,
         chat_template: str | Path | None = None,
-        progress: Progress | bool | None = None,
+        progress: ProgressCallback | bool | None = None,
         openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        check_known(options, (*RUN, *BUILD), type(self).__name__)
+        check_option_names(options, (*RUN_FIELDS, *BUILD_FIELDS), type(self).__name__)
         if tensor_parallel_size is not None:
             options = {"tp": tensor_parallel_size, **options}
         engine = Path(model)
         self.path = engine
-        self._loop: Loop | None = None
+        self._engine_core: EngineCore | None = None
         if callable(progress):
             self._open(engine, chat_template, options, progress, openai_defaults)
         else:
-            with shown(f"opening {engine.name}", wanted=progress) as report:
+            with show_progress(f"opening {engine.name}", enabled=progress) as report:
                 self._open(engine, chat_template, options, report, openai_defaults)
 
     def _open(
@@ -94,13 +94,13 @@ class LLM:
         engine: Path,
         chat_template: str | Path | None,
         options: EngineOptions,
-        progress: Progress,
+        progress: ProgressCallback,
         openai_defaults: bool,
     ) -> None:
-        build = {name: value for name, value in options.items() if name in BUILD}
-        run = {name: value for name, value in options.items() if name in RUN}
+        build = {name: value for name, value in options.items() if name in BUILD_FIELDS}
+        run = {name: value for name, value in options.items() if name in RUN_FIELDS}
         config = RunConfig(**run)  # type: ignore[arg-type]
-        prepare(config.device, progress)
+        compile_cpu_kernels(config.device, progress)
         if not is_engine(engine):
             engine = cached_engine(engine, BuildConfig(**build), progress)  # type: ignore[arg-type]
         elif build:
@@ -109,53 +109,58 @@ class LLM:
                 "leave it out, or give the checkpoint"
             )
         self.path = engine
-        self._loop = loop = Loop.open(engine, config)
+        self._engine_core = loop = EngineCore.open(engine, config)
         artifact = loop.artifact
         assert artifact is not None, "a loop that was opened from a folder keeps its artifact"
-        self.language = language = Language(
-            engine, artifact.manifest, artifact.tokenizer_files(), chat_template, local=True, openai=openai_defaults
+        self.language = language = TextProcessor(
+            engine,
+            artifact.manifest,
+            artifact.tokenizer_files(),
+            chat_template,
+            allow_local_files=True,
+            openai_defaults=openai_defaults,
         )
         self.tokenizer, self.chat_format = language.tokenizer, language.chat_format
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
-        if (unused := language.generation.warning()) is not None:
+        if (unused := language.generation_defaults.warning()) is not None:
             _log.warning("%s", unused)
         vocab = loop.vocab  # not the loop, which would hold itself
-        loop.entry.guides = lambda request: language.guide(request, vocab)
-        self._running: dict[str, Dialogue] = {}
-        self._news: dict[str, deque[Delta]] = {}
+        loop.input_processor.guide_factory = lambda request: language.make_guide(request, vocab)
+        self._running: dict[str, RequestState] = {}
+        self._news: dict[str, deque[OutputDelta]] = {}
 
     @property
-    def loop(self) -> Loop:
+    def engine_core(self) -> EngineCore:
         """The engine's loop. Raises UsageError once it is closed."""
-        if self._loop is None:
+        if self._engine_core is None:
             raise UsageError(f"this {type(self).__name__} ({self.path}) is closed; open the engine again")
-        return self._loop
+        return self._engine_core
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._loop is None
+        return self._engine_core is None
 
     def close(self) -> None:
         """Give weights and KV cache free and end the other ranks, where there are any. Closing twice is closing once.
 
         Streams that are open end with the UsageError that every later call gets.
         """
-        loop, self._loop = self._loop, None
+        loop, self._engine_core = self._engine_core, None
         if loop is not None:
             loop.close()
 
     def __enter__(self) -> Self:
-        self.loop  # noqa: B018 -- a closed one cannot be entered
+        self.engine_core  # noqa: B018 -- a closed one cannot be entered
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        if self._loop is None:
+        if self._engine_core is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
-        loop, manifest = self._loop, self.language.manifest
+        loop, manifest = self._engine_core, self.language.manifest
         sizes = [entry["bytes"] for name, entry in manifest.files.items() if name.startswith("weights/")]
         facts = {
             "model_type": manifest.model_type,
@@ -163,7 +168,7 @@ class LLM:
             "quantization": manifest.build.get("quantization", "none"),
             "device": str(loop.device),
             **({"tp": loop.config.tp} if loop.config.tp > 1 else {}),
-            "weights": byte_text(sum(sizes)),
+            "weights": format_bytes(sum(sizes)),
             "max_model_len": loop.max_model_len,
         }
         told = ", ".join(f"{name}={value!r}" for name, value in facts.items())
@@ -177,20 +182,21 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Answer raw prompts: texts, {"prompt": text}, {"prompt_token_ids": ids} or lists of ids, all in one batch.
 
-        An object may add a "cache_salt": requests of different salts share no cached prefix.
-        Returns one Answer a prompt, in order. An answer ends at ``max_tokens`` or where prompt and answer fill what the
-        engine reads (``max_model_len``), whichever comes first: ``finish_reason`` is "length" then.
+        An object may add a "cache_salt": requests of different salts share no cached prefix. Returns one RequestOutput
+        a prompt, in order. An answer ends at ``max_tokens`` or where prompt and answer fill what the engine reads
+        (``max_model_len``), whichever comes first: ``finish_reason`` is "length" then.
 
         progress: a bar; default: on a terminal (stderr) and in a notebook, where it takes longer than a second.
         """
-        asked = listed(prompts)
+        asked = as_prompt_list(prompts)
         requests = [
-            self.request(prompt, given) for prompt, given in zip(asked, each_params(params, len(asked)), strict=True)
+            self.request(prompt, given)
+            for prompt, given in zip(asked, params_per_prompt(params, len(asked)), strict=True)
         ]
-        return self._answer(requests, progress)
+        return self._run_requests(requests, progress)
 
     def chat(
         self,
@@ -199,26 +205,26 @@ class LLM:
         *,
         progress: bool | None = None,
         **template: Any,
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Answer conversations ([{"role", "content"}, …], one or many) through the engine's chat template."""
         talks = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         requests = [
             self.chat_request(talk, given, **template)  # type: ignore[arg-type]
-            for talk, given in zip(talks, each_params(params, len(talks)), strict=True)
+            for talk, given in zip(talks, params_per_prompt(params, len(talks)), strict=True)
         ]
-        return self._answer(requests, progress)
+        return self._run_requests(requests, progress)
 
     def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
-    ) -> Iterator[Delta]:
+    ) -> Iterator[OutputDelta]:
         """Deltas of one answer as they come. Closing the iterator aborts the request."""
-        return self._pump([self.request(prompt, params, **template)])
+        return self._step_until_done([self.request(prompt, params, **template)])
 
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = MEAN,
+        pooling: str = POOL_MEAN,
         dimensions: int | None = None,
         progress: bool | None = None,
     ) -> np.ndarray:
@@ -227,72 +233,72 @@ class LLM:
         prompts: as ``generate`` takes them. pooling: of the final hidden states, "mean" or "last". dimensions: only the
         first so many, brought to length 1 again. Raises RequestError.
         """
-        requests = [self.embedding_request(prompt, pooling) for prompt in listed(prompts)]
-        return stack_embeddings(self._answer(requests, progress), dimensions)
+        requests = [self.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)]
+        return stack_embeddings(self._run_requests(requests, progress), dimensions)
 
-    def embedding_request(self, prompt: Prompt, pooling: str = MEAN) -> Dialogue:
+    def embedding_request(self, prompt: Prompt, pooling: str = POOL_MEAN) -> RequestState:
         """A prompt whose embedding is wanted, as a request that has not been added yet. Raises RequestError."""
         asked = self.request(prompt, SamplingParams(max_tokens=0)).request
-        return Dialogue(replace(asked, pooling=pooling), None, None)
+        return RequestState(replace(asked, pooling=pooling), None, None)
 
-    def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> Dialogue:
+    def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> RequestState:
         """A prompt in any form, or a conversation, as a request that has not been added yet. Raises RequestError."""
-        self.loop  # noqa: B018 -- a closed one makes none
-        return self.language.request(prompt, one_params(params), **template)
+        self.engine_core  # noqa: B018 -- a closed one makes none
+        return self.language.request(prompt, check_params(params), **template)
 
-    def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> Dialogue:
+    def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> RequestState:
         """One conversation as a request. Raises UsageError where the engine has no chat template."""
-        self.loop  # noqa: B018 -- a closed one makes none
-        return self.language.chat_request(messages, one_params(params), **template)
+        self.engine_core  # noqa: B018 -- a closed one makes none
+        return self.language.chat_request(messages, check_params(params), **template)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, dialogues: Sequence[Dialogue], progress: bool | None) -> list[Answer]:
+    def _run_requests(self, states: Sequence[RequestState], progress: bool | None) -> list[RequestOutput]:
         done = 0
-        with shown("prompts", wanted=progress, delay=0.0 if progress else DELAY) as report:
-            for delta in self._pump(dialogues):
-                if delta.answer.finished:
+        with show_progress("prompts", enabled=progress, delay=0.0 if progress else PROGRESS_DELAY_SECONDS) as report:
+            for delta in self._step_until_done(states):
+                if delta.output.finished:
                     done += 1
-                    report("prompts", done, len(dialogues))
-        return [d.answer for d in dialogues]
+                    report("prompts", done, len(states))
+        return [d.output for d in states]
 
-    def _pump(self, dialogues: Sequence[Dialogue]) -> Iterator[Delta]:
+    def _step_until_done(self, states: Sequence[RequestState]) -> Iterator[OutputDelta]:
         """Add the requests and step the loop until all have ended; aborts what is left when it is closed.
 
         Several may be open at once (a stream that is read while another is begun): each step serves all of them, and
         what it says of others waits for them.
         """
-        news: deque[Delta] = deque()
-        own = {d.request.id: d for d in dialogues}
+        news: deque[OutputDelta] = deque()
+        own = {d.request.id: d for d in states}
         try:
             for id, dialogue in own.items():
                 self._running[id], self._news[id] = dialogue, news
-            self.loop.add_all(dialogue.request for dialogue in own.values())
+            self.engine_core.add_all(dialogue.request for dialogue in own.values())
             while news or any(id in self._running for id in own):
                 while news:
                     yield news.popleft()
                 if any(id in self._running for id in own):
-                    assert self.loop.has_work, "the loop forgot a request"
-                    for delta in self.advance(self._running):
-                        self._news[delta.answer.id].append(delta)
+                    assert self.engine_core.has_work, "the loop forgot a request"
+                    for delta in self.step(self._running):
+                        self._news[delta.output.id].append(delta)
         finally:
             for id in own:
                 self._news.pop(id, None)
-                if self._running.pop(id, None) is not None and self._loop is not None:
-                    self._loop.abort(id)
+                if self._running.pop(id, None) is not None and self._engine_core is not None:
+                    self._engine_core.abort(id)
 
-    def advance(self, running: dict[str, Dialogue]) -> list[Delta]:
+    def step(self, running: dict[str, RequestState]) -> list[OutputDelta]:
         """One step of the loop: what it adds to the ``running`` dialogues; ended ones are taken out of the dict."""
         deltas = []
-        for token in self.loop.step():
-            dialogue = running.get(token.request)
+        for token in self.engine_core.step():
+            dialogue = running.get(token.request_id)
             if dialogue is None:
                 continue
-            delta, stopped = dialogue.push(token)
+            delta, stopped = dialogue.process(token)
             if stopped:
-                self.loop.finish(token.request, token.index)
-            if dialogue.answer.finished:
-                del running[token.request]
+                self.engine_core.finish(token.request_id, token.index)
+            if dialogue.output.finished:
+                del running[token.request_id]
             deltas.append(delta)
         return deltas
 
@@ -304,10 +310,10 @@ def build_engine(
     *,
     delta: Path | None = None,
     vision: Sequence[Path] = (),
-    progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
     check: bool = True,
     tune: bool = True,
-    plan: Plan | None = None,
+    plan: BuildPlan | None = None,
 ) -> dict[str, Any]:
     """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where it is refused.
 
@@ -315,46 +321,46 @@ def build_engine(
     is one, and keep the best in the engine. plan: what was decided already, of this checkpoint and config.
     """
     from modelmill.accept.run import accept
-    from modelmill.build.builder import build
-    from modelmill.build.plan import make_plan
-    from modelmill.build.rehearsal import tune as rehearse
+    from modelmill.builder.autotune_measure import autotune as rehearse
+    from modelmill.builder.build_engine import build
+    from modelmill.builder.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
 
     if plan is None:
         plan = make_plan(open_checkpoint(Path(checkpoint), delta=delta, vision=vision), config or BuildConfig())
 
     def judge(staged: Path, judged: Any) -> dict[str, Any]:
-        return accept(staged, judged.checkpoint, progress=progress)
+        return accept(staged, judged.checkpoint, on_progress=on_progress)
 
-    tuned = (lambda plan: rehearse(plan, progress)) if tune else None
-    return build(plan, Path(out), judge if check else None, progress, tuned)
+    tuned = (lambda plan: rehearse(plan, on_progress)) if tune else None
+    return build(plan, Path(out), judge if check else None, on_progress, tuned)
 
 
 def cached_engine(
     checkpoint: Path,
     config: BuildConfig,
-    progress: Callable[[str, int, int], None] | None = None,
-    kind: str | None = "language",
+    on_progress: Callable[[str, int, int], None] | None = None,
+    engine_type: str | None = "language",
 ) -> Path:
     """The engine of a checkpoint in the cache folder, built now where it is not there yet.
 
-    kind: what it must do; None: anything. Raises UsageError where the checkpoint's model does something else, and for
-    options that the recipe does not read.
+    engine_type: what it must do; None: anything. Raises UsageError where the checkpoint's model does something else,
+    and for options that the recipe does not read.
     """
-    from modelmill.build.options import check_concerns
-    from modelmill.build.plan import make_plan
+    from modelmill.builder.plan import make_plan
+    from modelmill.builder.recipe_options import check_recipe_options
     from modelmill.checkpoint.open import open_checkpoint
 
     plan = make_plan(open_checkpoint(checkpoint), config)
-    check_concerns(config, still=plan.kind != "language")
-    if kind is not None:
-        check_kind(checkpoint, plan.kind, kind)
-    engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.key()[:16]}.engine"
+    check_recipe_options(config, segmentation=plan.engine_type != "language")
+    if engine_type is not None:
+        check_engine_type(checkpoint, plan.engine_type, engine_type)
+    engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.resume_key()[:16]}.engine"
     if not is_engine(engine):
-        prepare("cpu" if config.target == "cpu" else "auto", progress or (lambda *_: None))
+        compile_cpu_kernels("cpu" if config.target == "cpu" else "auto", on_progress or (lambda *_: None))
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
         sys.stderr.writelines(f"modelmill: warning: {each}\n" for each in plan.warnings)
-        build_engine(checkpoint, engine, config, progress=progress, tune=False, plan=plan)
+        build_engine(checkpoint, engine, config, on_progress=on_progress, tune=False, plan=plan)
     return engine
 
 
@@ -365,5 +371,5 @@ LLM.__doc__ = f"""{LLM.__doc__}
 
     Options of a build, where a checkpoint is given:
 
-{describe_options(BuildConfig, leave=RUN)}
+{describe_options(BuildConfig, exclude=RUN_FIELDS)}
     """

@@ -15,18 +15,18 @@ from typing import Any, Protocol
 
 from modelmill.core import env
 
-Report = Callable[..., None]
+ProgressCallback = Callable[..., None]
 """Called with (stage, done, total) or (done, total)."""
 
 COMPILING = "compiling kernels"
 """How the stages begin that take long before anything else can be said: they are announced where no line moves, too."""
-WIDTH = 24
+BAR_WIDTH = 24
 """Characters of a notebook's bar."""
-INTERVAL = 0.5
+REFRESH_SECONDS = 0.5
 """Seconds between two updates in a notebook."""
 
 
-class Display(Protocol):
+class ProgressDisplay(Protocol):
     """Where progress is shown."""
 
     def update(self, stage: str, done: float, total: float) -> None:
@@ -37,34 +37,34 @@ class Display(Protocol):
 
 
 @contextlib.contextmanager
-def shown(label: str, *, wanted: bool | None = None, delay: float = 0.0) -> Iterator[Report]:
+def show_progress(label: str, *, enabled: bool | None = None, delay: float = 0.0) -> Iterator[ProgressCallback]:
     """Show progress while the block runs; yields the function that moves it.
 
-    wanted: None shows it on a terminal (stderr) and in a notebook; True draws it elsewhere, too; False nowhere. Where
+    enabled: None shows it on a terminal (stderr) and in a notebook; True draws it elsewhere, too; False nowhere. Where
     it is not drawn, only a compilation is told of, in a plain line on stderr.
 
     delay: seconds before anything is drawn, so that short work draws nothing.
     """
-    if wanted is False:
+    if enabled is False:
         yield lambda *_: None
         return
-    display = open_display(label, delay, wanted=bool(wanted)) or Announcer(sys.stderr.write)
+    display = open_display(label, delay, enabled=bool(enabled)) or CompileAnnouncer(sys.stderr.write)
     try:
-        yield reporter(label, display)
+        yield make_reporter(label, display)
     finally:
         display.close()
 
 
-def open_display(label: str, delay: float = 0.0, *, wanted: bool = False) -> Display | None:
+def open_display(label: str, delay: float = 0.0, *, enabled: bool = False) -> ProgressDisplay | None:
     """A terminal's or a notebook's; None where there is neither, or where the environment asks for plain output."""
     if in_notebook():
         return NotebookLine(label, delay)
-    if wanted or (sys.stderr.isatty() and not env.plain()):
+    if enabled or (sys.stderr.isatty() and not env.plain_output()):
         return TerminalLine(label, delay)
     return None
 
 
-def reporter(label: str, display: Display) -> Report:
+def make_reporter(label: str, display: ProgressDisplay) -> ProgressCallback:
     """The function that work reports to. label: the stage, where a report names none."""
 
     def move(*told: Any) -> None:
@@ -75,10 +75,10 @@ def reporter(label: str, display: Display) -> Report:
     return move
 
 
-def parse_report(label: str, told: Sequence[Any]) -> tuple[str, list[float]]:
+def parse_report(label: str, args: Sequence[Any]) -> tuple[str, list[float]]:
     """(stage, done, total) or (done, total): the stage, which is ``label`` where none is named, and the numbers."""
-    stage = str(told[0]) if told and isinstance(told[0], str) else label
-    return stage, [each for each in told if isinstance(each, (int, float))]
+    stage = str(args[0]) if args and isinstance(args[0], str) else label
+    return stage, [each for each in args if isinstance(each, (int, float))]
 
 
 def in_notebook() -> bool:
@@ -87,7 +87,7 @@ def in_notebook() -> bool:
     return getattr(get() if get is not None else None, "kernel", None) is not None
 
 
-class Announcer:
+class CompileAnnouncer:
     """Where no line can move: a plain line for each compilation, when it begins."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -114,7 +114,7 @@ class TerminalLine:
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
-            BarColumn(WIDTH),
+            BarColumn(BAR_WIDTH),
             TextColumn("{task.fields[share]}"),
             TimeElapsedColumn(),
             console=Console(stderr=True),
@@ -123,7 +123,7 @@ class TerminalLine:
             redirect_stdout=sys.stdout.isatty(),
         )
         self._task = self._bars.add_task(label, total=None, share="")
-        self._delayed = Delayed(self._bars.start, delay)
+        self._delayed = DelayedStart(self._bars.start, delay)
 
     def update(self, stage: str, done: float, total: float) -> None:
         """As Display. A stage of one step has no share: its bar only pulses."""
@@ -165,20 +165,20 @@ class NotebookLine:
             self._handle.update({"text/plain": ""}, raw=True)
 
     def _refresh(self, delay: float) -> None:
-        pause = max(delay, INTERVAL)
+        pause = max(delay, REFRESH_SECONDS)
         while not self._closed.wait(pause):
             self._draw()
-            pause = INTERVAL
+            pause = REFRESH_SECONDS
 
     def _draw(self) -> None:
-        line = bar_line(self._stage, self._done, self._total, time.monotonic() - self._began)
+        line = format_bar(self._stage, self._done, self._total, time.monotonic() - self._began)
         if self._handle is None:
             self._handle = self._display({"text/plain": line}, raw=True, display_id=True)
         else:
             self._handle.update({"text/plain": line}, raw=True)
 
 
-class Delayed:
+class DelayedStart:
     """Calls ``start`` after ``delay`` seconds, at once for none, unless it is cancelled before."""
 
     def __init__(self, start: Callable[[], None], delay: float) -> None:
@@ -204,10 +204,10 @@ class Delayed:
         self.started = True
 
 
-def bar_line(stage: str, done: float, total: float, seconds: float) -> str:
+def format_bar(stage: str, done: float, total: float, seconds: float) -> str:
     """'weights ━━━━━━──────────────────  25 %, 7 s'; of what is not counted the seconds alone."""
     if total <= 1:
         return f"{stage}, {seconds:.0f} s"
     share = min(max(done / total, 0.0), 1.0)
-    filled = round(WIDTH * share)
-    return f"{stage} {'━' * filled}{'─' * (WIDTH - filled)} {100 * share:3.0f} %, {seconds:.0f} s"
+    filled = round(BAR_WIDTH * share)
+    return f"{stage} {'━' * filled}{'─' * (BAR_WIDTH - filled)} {100 * share:3.0f} %, {seconds:.0f} s"

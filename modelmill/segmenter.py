@@ -11,20 +11,20 @@ import torch
 
 from modelmill.artifact.store import is_engine, open_artifact
 from modelmill.artifact.verify import verify
+from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, from_dict
 from modelmill.core.errors import RequestError, UsageError
-from modelmill.core.options import SegmenterOptions, accept_options, check_known, describe_options
-from modelmill.core.size import byte_text
-from modelmill.progress import Report, shown
-from modelmill.runtime.device import pick_device, prepare, use_threads
-from modelmill.vision.draw import as_prompt
-from modelmill.vision.everything import Everything
+from modelmill.core.options import SegmenterOptions, accept_options, check_option_names, describe_options
+from modelmill.progress import ProgressCallback, show_progress
+from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
+from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
+from modelmill.vision.draw import mask_prompt_logits
 from modelmill.vision.image import BLACK, as_image, open_image
-from modelmill.vision.open import KIND, open_eye
-from modelmill.vision.prompts import Prompt, check_inside, make
-from modelmill.vision.segment import Eye, Mask, Seen
+from modelmill.vision.open_model import ENGINE_TYPE, open_sam_model
+from modelmill.vision.prompts import Prompt, check_inside, make_prompt
+from modelmill.vision.sam_model import ImageEmbedding, Mask, SamModel
 
-OWN = ("device", "kernels", "threads")
+START_OPTIONS = ("device", "kernels", "threads")
 """Fields of the configs that are parameters of their own here."""
 
 
@@ -62,25 +62,29 @@ class Segmenter:
         progress: Callable[[str, int, int], None] | bool | None = None,
         **build: Unpack[SegmenterOptions],
     ) -> None:
-        check_known(build, SegmenterOptions.__annotations__, type(self).__name__)
+        check_option_names(build, SegmenterOptions.__annotations__, type(self).__name__)
         self.path, self.device = Path(model), pick_device(device)
-        self._eye: Eye | None = None
-        self._seen: Seen | None = None
+        self._model: SamModel | None = None
+        self._embedding: ImageEmbedding | None = None
         if callable(progress):
             self._open(kernels, threads, build, progress)
         else:
-            with shown(f"opening {self.path.name}", wanted=progress) as report:
+            with show_progress(f"opening {self.path.name}", enabled=progress) as report:
                 self._open(kernels, threads, build, report)
 
     def _open(
-        self, kernels: Mapping[str, str] | None, threads: int | None, build: SegmenterOptions, progress: Report
+        self,
+        kernels: Mapping[str, str] | None,
+        threads: int | None,
+        build: SegmenterOptions,
+        progress: ProgressCallback,
     ) -> None:
         engine = self.path
-        prepare(self.device, progress)
+        compile_cpu_kernels(self.device, progress)
         if not is_engine(engine):
             from modelmill.llm import cached_engine
 
-            engine = cached_engine(engine, BuildConfig(**build), progress, KIND)
+            engine = cached_engine(engine, BuildConfig(**build), progress, ENGINE_TYPE)
         elif build:
             raise UsageError(
                 f"{', '.join(build)}: decided when an engine is built, and {engine} is one already; "
@@ -89,51 +93,51 @@ class Segmenter:
         artifact = open_artifact(engine)
         if self.device == "cpu":
             use_threads(threads)
-        eye = open_eye(artifact, self.device, kernels)
+        eye = open_sam_model(artifact, self.device, kernels)
         verify(artifact)
-        self.path, self.manifest, self._eye = engine, artifact.manifest, eye
+        self.path, self.manifest, self._model = engine, artifact.manifest, eye
 
     @property
-    def eye(self) -> Eye:
+    def model(self) -> SamModel:
         """The opened model. Raises UsageError once it is closed."""
-        if self._eye is None:
+        if self._model is None:
             raise UsageError(f"this {type(self).__name__} ({self.path}) is closed; open the engine again")
-        return self._eye
+        return self._model
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._eye is None
+        return self._model is None
 
     def close(self) -> None:
         """Give the weights and the kept embeddings free. Closing twice is closing once."""
-        self._eye = self._seen = None
+        self._model = self._embedding = None
 
     def __enter__(self) -> Self:
-        self.eye  # noqa: B018 -- a closed one cannot be entered
+        self.model  # noqa: B018 -- a closed one cannot be entered
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        if self._eye is None:
+        if self._model is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
         build, files = self.manifest.build, self.manifest.files
-        weights = byte_text(sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights/")))
+        weights = format_bytes(sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights/")))
         told = f"dtype={build['dtype']!r}, quantization={build['quantization']!r}, device={self.device!r}"
         return f"{type(self).__name__}({str(self.path)!r}, {told}, weights={weights!r})"
 
     def set_image(self, image: Any) -> tuple[int, int]:
         """Look at an image: its embedding is computed, or taken from the cache. Returns its (width, height)."""
-        self._seen = self.eye.see(image)
-        return self._seen.size
+        self._embedding = self.model.embed_image(image)
+        return self._embedding.size
 
-    def see(self, images: Sequence[Any]) -> list[Seen]:
+    def embed_images(self, images: Sequence[Any]) -> list[ImageEmbedding]:
         """Several images in one batch, for ``predict_all``; each is in the cache then."""
         if isinstance(images, (str, bytes, Path)):
             raise UsageError("several images are a list of them; set_image takes one")
-        return self.eye.see_all(images)
+        return self.model.embed_images(images)
 
     def predict(
         self,
@@ -149,26 +153,26 @@ class Segmenter:
         y1; mask: logits of a former answer (``Mask.logits``), or a picture of a rough mask, white inside: a path,
         bytes, a PIL image, an array [H, W] of bools (``Mask.pixels``) or uint8.
         """
-        rough = None if mask is None else self._logits(mask, self._at(None))
-        return self.predict_all([make(points, labels, box, rough)], multimask=multimask)[0]
+        rough = None if mask is None else self._mask_logits(mask, self._current_embedding(None))
+        return self.predict_all([make_prompt(points, labels, box, rough)], multimask=multimask)[0]
 
     def predict_all(
-        self, prompts: Sequence[Prompt], *, seen: Seen | None = None, multimask: bool = True
+        self, prompts: Sequence[Prompt], *, embedding: ImageEmbedding | None = None, multimask: bool = True
     ) -> list[list[Mask]]:
         """The masks of each prompt, all in one call of the decoder; on the image that was set, or on another."""
-        where = self._at(seen)
+        where = self._current_embedding(embedding)
         for prompt in prompts:
             check_inside(prompt, where.size)
-        return self.eye.predict_all(where, prompts, multimask)
+        return self.model.predict_all(where, prompts, multimask)
 
-    def _at(self, seen: Seen | None) -> Seen:
-        self.eye  # noqa: B018 -- a closed one has no image
-        where = seen or self._seen
+    def _current_embedding(self, embedding: ImageEmbedding | None) -> ImageEmbedding:
+        self.model  # noqa: B018 -- a closed one has no image
+        where = embedding or self._embedding
         if where is None:
             raise UsageError("there is no image yet: call set_image(image) before predict")
         return where
 
-    def _logits(self, mask: Any, where: Seen) -> torch.Tensor:
+    def _mask_logits(self, mask: Any, name: ImageEmbedding) -> torch.Tensor:
         """A mask in any of its forms as a prompt's logits [S, S] float32. Raises RequestError."""
         if isinstance(mask, np.ndarray):
             mask = torch.from_numpy(np.ascontiguousarray(mask))
@@ -180,27 +184,27 @@ class Segmenter:
         if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
             mask = mask.to(torch.uint8) * 255
         if isinstance(mask, (str, Path, bytes)):
-            drawn = open_image(mask, "the mask", behind=BLACK)
+            drawn = open_image(mask, "the mask", background=BLACK)
         else:
             drawn = as_image(mask, "the mask")
-        return as_prompt(drawn, where.size, where.fitted, self.eye.side, self.eye.image)
+        return mask_prompt_logits(drawn, name.size, name.encoder_size, self.model.mask_size, self.model.image_size)
 
     def everything(
         self,
         image: Any,
-        options: Everything | None = None,
+        options: AutomaticMaskOptions | None = None,
         *,
         progress: Callable[[int, int], None] | None = None,
         **changes: Any,
     ) -> list[Mask]:
-        """Masks of all that a grid of points finds, best first; changes: fields of ``Everything``."""
+        """Masks of all that a grid of points finds, best first; changes: fields of ``AutomaticMaskOptions``."""
         if changes:
             if options is not None:
                 raise UsageError("give options or single fields of them, not both")
-            options = from_dict(Everything, changes, "everything")
-        return self.eye.everything(image, options, progress)
+            options = from_dict(AutomaticMaskOptions, changes, "everything")
+        return self.model.generate_masks(image, options, progress)
 
-    def generate_masks(self, image: Any, options: Everything | None = None, **changes: Any) -> list[Mask]:
+    def generate_masks(self, image: Any, options: AutomaticMaskOptions | None = None, **changes: Any) -> list[Mask]:
         """``everything``, by the name that SAM's automatic generator has made known."""
         return self.everything(image, options, **changes)
 
@@ -208,5 +212,5 @@ class Segmenter:
 Segmenter.__doc__ = f"""{Segmenter.__doc__}
     Options of a build, where a checkpoint is given:
 
-{describe_options(BuildConfig, leave=OWN)}
+{describe_options(BuildConfig, exclude=START_OPTIONS)}
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import extras
+from tests import optional_extras
 
 try:
     from hypothesis import HealthCheck, settings
@@ -26,7 +26,7 @@ if settings is not None:
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     """Modules whose imports want an extra that is absent are skipped."""
-    return extras.Module.from_parent(parent, path=module_path)
+    return optional_extras.SkippingModule.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,7 +35,7 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
     try:
         return (yield)
     except Exception as error:
-        extras.skipped(error)
+        optional_extras.skip_or_raise(error)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,7 +44,7 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
     try:
         return (yield)
     except Exception as error:
-        extras.skipped(error)
+        optional_extras.skip_or_raise(error)
 
 
 def shared_dir() -> Path | None:

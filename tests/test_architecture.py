@@ -22,26 +22,34 @@ MAY = {
     "artifact": {"core", "weights"},
     "models": {"core", "ops", "nn", "checkpoint.rename"},
     "runtime": {"core", "parallel", "ops", "weights", "nn", "artifact"},
-    "vision": {"core", "ops", "nn", "artifact", "runtime.expand", "runtime.load", "runtime.graph"},
-    "quant": {"core", "ops", "weights", "nn"},
-    "build": {
-        *("core", "checkpoint", "weights", "nn", "quant", "artifact", "ops"),
-        *("text.tokenizer", "text.image_chat", "vision.square"),
+    "vision": {
+        "core",
+        "ops",
+        "nn",
+        "artifact",
+        "runtime.unpack_weights",
+        "runtime.model_loader",
+        "runtime.decode_graphs",
     },
-    "accept": {"core", "runtime", "vision", "nn.still", "checkpoint", "artifact", "text"},
-    "answer": {"core"},
-    "dialogue": {"core", "text", "answer"},
-    "language": {"core", "text", "artifact.manifest", "dialogue", "vision.square"},
+    "quant": {"core", "ops", "weights", "nn"},
+    "builder": {
+        *("core", "checkpoint", "weights", "nn", "quant", "artifact", "ops"),
+        *("text.tokenizer", "text.image_chat", "vision.image_input"),
+    },
+    "accept": {"core", "runtime", "vision", "nn.linear", "nn.vision_context", "checkpoint", "artifact", "text"},
+    "outputs": {"core"},
+    "request_state": {"core", "text", "outputs"},
+    "text_processor": {"core", "text", "artifact.manifest", "request_state", "vision.image_input"},
     "progress": {"core"},
-    "inputs": {"core", "answer", "language"},
+    "prompt_inputs": {"core", "outputs", "text_processor"},
     "llm": {
-        *("core", "progress", "runtime", "artifact", "answer", "dialogue", "language", "inputs"),
-        *("build", "accept", "checkpoint"),
+        *("core", "progress", "runtime", "artifact", "outputs", "request_state", "text_processor", "prompt_inputs"),
+        *("builder", "accept", "checkpoint"),
     },
     "segmenter": {"core", "progress", "vision", "runtime.device", "artifact", "llm"},
-    "aio": {"core", "answer", "dialogue", "language", "inputs", "llm"},
-    "serve": {"core", "text", "vision", "artifact", "runtime", "answer", "dialogue", "language", "llm"},
-    "export": {"core", "artifact", "runtime.stats", "answer", "dialogue", "language", "aio"},
+    "async_llm": {"core", "outputs", "request_state", "text_processor", "prompt_inputs", "llm"},
+    "serve": {"core", "text", "vision", "artifact", "runtime", "outputs", "request_state", "text_processor", "llm"},
+    "export": {"core", "artifact", "runtime.stats", "outputs", "request_state", "text_processor", "async_llm"},
     "eval": {
         "core",
         "ops",
@@ -50,10 +58,10 @@ MAY = {
         "checkpoint",
         "artifact",
         "runtime",
-        "build",
+        "builder",
         "accept",
-        "answer",
-        "dialogue",
+        "outputs",
+        "request_state",
         "llm",
     },
 }
@@ -145,9 +153,9 @@ def test_variants_know_nothing_of_ours() -> None:
     Except core, and what kernels of both languages agree on where one stands behind the other.
     """
     common = ("modelmill.core", "modelmill.ops.carveout")
-    for shelf in ("triton", "cuda"):
-        own = f"modelmill.ops.{shelf}"
-        for path in (ROOT / "ops" / shelf).glob("*.py"):
+    for backend in ("triton", "cuda"):
+        own = f"modelmill.ops.{backend}"
+        for path in (ROOT / "ops" / backend).glob("*.py"):
             for name, line in imports(path):
                 allowed = not name.startswith("modelmill.") or name.startswith((*common, own))
                 assert allowed, f"{path.name}:{line} imports {name}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.core.errors import MissingDependency
-from tests import extras
+from tests import optional_extras
 
 ASKED = "--x needs it; install it with: pip install 'modelmill[some]'"
 IMPORT = "from modelmill.core.errors import MissingDependency"
@@ -15,17 +15,17 @@ IMPORT = "from modelmill.core.errors import MissingDependency"
 
 @pytest.fixture(autouse=True)
 def _an_extra_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extras.EXTRAS, "some", ("no_such_extra",))
-    monkeypatch.setitem(extras.EXTRA_OF, "no_such_extra", "some")
+    monkeypatch.setitem(optional_extras.EXTRAS, "some", ("no_such_extra",))
+    monkeypatch.setitem(optional_extras.EXTRA_OF, "no_such_extra", "some")
 
 
 def test_what_is_an_absent_extra() -> None:
     absent = ModuleNotFoundError("No module named 'no_such_extra.part'", name="no_such_extra.part")
-    assert extras.reason(absent) == "needs no_such_extra: pip install 'modelmill[some]'"
-    assert extras.reason(MissingDependency(ASKED)) == ASKED
-    extras.excuse("modelmill: all is well\n")
+    assert optional_extras.missing_extra_reason(absent) == "needs no_such_extra: pip install 'modelmill[some]'"
+    assert optional_extras.missing_extra_reason(MissingDependency(ASKED)) == ASKED
+    optional_extras.skip_if_extra_missing("modelmill: all is well\n")
     with pytest.raises(pytest.skip.Exception, match="--x needs it"):
-        extras.excuse(f"a line\nmodelmill: {ASKED}\n")
+        optional_extras.skip_if_extra_missing(f"a line\nmodelmill: {ASKED}\n")
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_what_is_an_absent_extra() -> None:
     ],
 )
 def test_what_is_a_failure(error: Exception) -> None:
-    assert extras.reason(error) is None
+    assert optional_extras.missing_extra_reason(error) is None
     with pytest.raises(type(error)):
-        extras.skipped(error)
+        optional_extras.skip_or_raise(error)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,6 @@ def test_a_module_is_skipped_or_fails(
 ) -> None:
     path = tmp_path / "test_made.py"
     path.write_text(source)
-    monkeypatch.setattr(extras, "ROOT", tmp_path)
+    monkeypatch.setattr(optional_extras, "ROOT", tmp_path)
     with pytest.raises(outcome):
-        _ = extras.Module.from_parent(request.session, path=path).obj
+        _ = optional_extras.SkippingModule.from_parent(request.session, path=path).obj

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from modelmill import LLM, AsyncLLM, SamplingParams
-from modelmill.artifact.manifest import NAME, Manifest
+from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.artifact.store import open_artifact
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CorruptArtifact, ModelmillError, RequestError, TokenizerError, UsageError
-from modelmill.core.generation import OPENAI, OWN
+from modelmill.core.generation_defaults import MODELMILL_DEFAULTS, OPENAI_DEFAULTS
 from modelmill.core.logits_processors import LogitsProcessors
-from modelmill.core.types import Finish, Request
-from modelmill.language import Language
+from modelmill.core.types import FinishReason, Request
 from modelmill.llm import build_engine
-from tests.patience import PATIENCE
+from modelmill.text_processor import TextProcessor
+from tests.wait import TIMEOUT_SECONDS
 
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -83,7 +83,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, cut: int) -> None:
     assert answer.stop_reason == stop
     kept = SamplingParams(temperature=0, max_tokens=60, stop=(stop,), include_stop=True)
     assert llm.generate("Once upon a time", kept)[0].outputs[0].text == whole[: whole.index(stop)] + stop
-    assert llm.loop.stats().running == 0
+    assert llm.engine_core.stats().running == 0
 
 
 def test_stop_token_ids_are_kept_out_of_the_text(llm: LLM) -> None:
@@ -119,9 +119,11 @@ def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:
     stream = llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=400))
     next(stream)
     stream.close()
-    assert llm.loop.stats().running == 0
-    assert [t.finish for t in llm.loop.step()] == [Finish.ABORT]  # the news of the abort is all that is left
-    assert not llm.loop.has_work
+    assert llm.engine_core.stats().running == 0
+    assert [t.finish_reason for t in llm.engine_core.step()] == [
+        FinishReason.ABORT
+    ]  # the news of the abort is all that is left
+    assert not llm.engine_core.has_work
 
 
 def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
@@ -200,25 +202,27 @@ def test_an_ids_only_engine_says_so(shared: Path, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, llm: LLM) -> None:
-    """The table of docs/serving.md; what a checkpoint says is in tests/core/test_generation.py."""
+    """The table of docs/serving.md; what a checkpoint says is in tests/core/test_generation_defaults.py."""
     assert llm.language.manifest.generation == {}
-    client = Language.read(engine)
-    assert llm.defaults == dict(OWN)
-    assert client.defaults == dict(OPENAI)
+    client = TextProcessor.from_engine(engine)
+    assert llm.defaults == dict(MODELMILL_DEFAULTS)
+    assert client.defaults == dict(OPENAI_DEFAULTS)
     for ask in ("Once upon", [1, 2, 3]):
         how, theirs = llm.request(ask).request.params, client.request(ask).request.params
         assert (how.temperature, how.top_p, how.top_k, how.min_p) == (0.6, 0.95, 40, 0.05)
         assert (theirs.temperature, theirs.top_p, theirs.top_k, theirs.min_p) == (1.0, 1.0, 0, 0.0)
-    assert client.suggested.values == llm.defaults
+    assert client.suggested_defaults.values == llm.defaults
 
 
 def test_a_generation_config_reaches_every_request(engine: Path) -> None:
     manifest = llm_manifest(engine, {"do_sample": True, "top_k": 7, "suppress_tokens": [3], "stop_strings": ["###"]})
     for openai in (False, True):
-        language = Language(engine, manifest, open_artifact(engine).tokenizer_files(), TEMPLATE, openai=openai)
+        language = TextProcessor(
+            engine, manifest, open_artifact(engine).tokenizer_files(), TEMPLATE, openai_defaults=openai
+        )
         talk = [{"role": "user", "content": "Hi"}]
-        for dialogue in (language.request("Once"), language.chat_request(talk, None)):
-            how = dialogue.request.params
+        for state in (language.request("Once"), language.chat_request(talk, None)):
+            how = state.request.params
             assert (how.temperature, how.top_k, how.stop) == (1.0, 7, ("###",))
             assert how.logits_processors == LogitsProcessors(suppress_tokens=(3,))
 
@@ -229,7 +233,7 @@ def test_what_has_no_effect_is_said_in_one_line_at_start(
     copy = tmp_path / "warned.engine"
     shutil.copytree(engine, copy)
     manifest = llm_manifest(engine, {"do_sample": True, "typical_p": 0.5})
-    (copy / NAME).write_text(manifest.to_json())
+    (copy / MANIFEST_FILE).write_text(manifest.to_json())
     assert LLM(copy, device="cpu").defaults == {}
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "without effect in generation_config: typical_p is not offered"
@@ -239,7 +243,7 @@ def test_what_has_no_effect_is_said_in_one_line_at_start(
 def test_a_manifest_whose_generation_config_makes_no_sense_is_refused(engine: Path) -> None:
     manifest = llm_manifest(engine, {"suppress_tokens": "x"})
     with pytest.raises(CorruptArtifact, match="suppress_tokens"):
-        Language(engine, manifest, {})
+        TextProcessor(engine, manifest, {})
 
 
 def llm_manifest(engine: Path, generation: dict[str, Any]) -> Manifest:
@@ -256,7 +260,7 @@ def test_streams_read_in_turns_do_not_starve_each_other(llm: LLM) -> None:
     got[1] += "".join(d.text for d in second)
     got[0] += "".join(d.text for d in first)
     assert [*got, third] == alone
-    assert not llm.loop.has_work
+    assert not llm.engine_core.has_work
 
 
 def test_an_unread_stream_is_aborted_when_it_is_closed(llm: LLM) -> None:
@@ -264,9 +268,9 @@ def test_an_unread_stream_is_aborted_when_it_is_closed(llm: LLM) -> None:
     next(stream)
     assert text(llm, "The dog") == text(llm, "The dog")
     stream.close()  # type: ignore[attr-defined]
-    while llm.loop.has_work:
-        llm.loop.step()
-    assert llm.loop.stats().free_pages == llm.loop.num_pages
+    while llm.engine_core.has_work:
+        llm.engine_core.step()
+    assert llm.engine_core.stats().free_pages == llm.engine_core.num_pages
 
 
 def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
@@ -303,7 +307,7 @@ def test_what_is_no_prompt_is_one_line(llm: LLM) -> None:
             llm.generate("Once", params)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no conversation"):
         llm.stream("Once", GREEDY, tools=[])
-    assert not llm.loop.has_work
+    assert not llm.engine_core.has_work
     assert text(llm, "Once upon a time").startswith(",")
 
 
@@ -316,19 +320,19 @@ def test_a_closed_engine_says_so(engine: Path) -> None:
 
 def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> None:
     many = AsyncLLM(engine, device="cpu")
-    step, go_on, advance = threading.Event(), threading.Event(), many.llm.advance
+    stepping, go_on, step = threading.Event(), threading.Event(), many.llm.step
 
     def held(running: Any) -> Any:
-        step.set()
-        assert go_on.wait(PATIENCE)
-        return advance(running)
+        stepping.set()
+        assert go_on.wait(TIMEOUT_SECONDS)
+        return step(running)
 
-    many.llm.advance = held  # type: ignore[method-assign]
+    many.llm.step = held  # type: ignore[method-assign]
 
     async def main() -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             first = asyncio.create_task(many.generate("Once", GREEDY))
-            await asyncio.to_thread(step.wait)
+            await asyncio.to_thread(stepping.wait)
             closing = asyncio.create_task(asyncio.to_thread(many.close))
             while many._commands.empty():
                 await asyncio.sleep(0)
@@ -356,17 +360,17 @@ def test_what_is_no_sampling_is_told_by_a_stream_too(llm: LLM, params: Any) -> N
 def test_asyncio_goes_on_where_one_request_finds_no_memory(engine: Path, llm: LLM) -> None:
     """A picture is read where its request is queued, before any step."""
     many = AsyncLLM(engine, device="cpu")
-    add = many.llm.loop.add
+    add = many.llm.engine_core.add
 
     def full(request: Request) -> None:
         if len(request.prompt) == 9:
             raise MemoryError
         add(request)
 
-    many.llm.loop.add = full  # type: ignore[method-assign]
+    many.llm.engine_core.add = full  # type: ignore[method-assign]
 
     async def main() -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             with pytest.raises(MemoryError):
                 await many.generate({"prompt_token_ids": [5] * 9}, GREEDY)
             answer = await many.generate("Once upon a time", GREEDY)
@@ -394,6 +398,6 @@ def test_asyncio_streams_abort_and_errors(engine: Path, llm: LLM) -> None:
         assert (await many.generate("Once upon a time", GREEDY)).outputs[0].text == expected
 
     asyncio.run(main())
-    loop = many.llm.loop
+    engine_core = many.llm.engine_core
     many.close()
-    assert not loop.has_work
+    assert not engine_core.has_work

@@ -36,9 +36,9 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     "request": lambda llm: llm.request("Once"),
     "chat_request": lambda llm: llm.chat_request([{"role": "user", "content": "Once"}], None),
     "embedding_request": lambda llm: llm.embedding_request("Once"),
-    "advance": lambda llm: llm.advance({}),
+    "step": lambda llm: llm.step({}),
     "with": lambda llm: llm.__enter__(),
-    "loop": lambda llm: llm.loop,
+    "engine_core": lambda llm: llm.engine_core,
 }
 
 
@@ -156,7 +156,7 @@ def test_a_stream_that_is_open_ends_when_it_is_closed(llm: LLM) -> None:
 def test_closing_gives_the_memory_free(engine: Path) -> None:
     llm = LLM(engine, device="cpu")
     llm.generate("Once", GREEDY)
-    model = weakref.ref(llm.loop.model)
+    model = weakref.ref(llm.engine_core.model)
     llm.close()
     gc.collect()
     assert model() is None
@@ -204,7 +204,7 @@ def test_embeddings_take_the_servers_options(llm: LLM) -> None:
         llm.embed([])
     with pytest.raises(RequestError):
         llm.embed("x" * 20000)
-    assert not llm.loop.has_work
+    assert not llm.engine_core.has_work
 
 
 def test_async_embeddings_are_the_same(engine: Path, llm: LLM) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from modelmill import LLM, SamplingParams, progress
 from modelmill.ops.cpu import build as kernels
-from modelmill.progress import Delayed, NotebookLine, TerminalLine, bar_line, shown
+from modelmill.progress import DelayedStart, NotebookLine, TerminalLine, format_bar, show_progress
 from modelmill.runtime import device
-from tests.patience import until
+from tests.wait import wait_until
 
 
 class Tty(io.StringIO):
@@ -53,7 +53,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=made.display))
-    monkeypatch.setattr(progress, "INTERVAL", 0.001)
+    monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.001)
     return made
 
 
@@ -67,22 +67,22 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
 
 
 def test_a_bar_in_words() -> None:
-    assert bar_line("weights", 1, 4, 7.4) == f"weights {'━' * 6}{'─' * 18}  25 %, 7 s"
-    assert bar_line("acceptance: wiring", 0, 1, 12) == "acceptance: wiring, 12 s"
-    assert " 100 %" in bar_line("weights", 5, 4, 0)
+    assert format_bar("weights", 1, 4, 7.4) == f"weights {'━' * 6}{'─' * 18}  25 %, 7 s"
+    assert format_bar("acceptance: wiring", 0, 1, 12) == "acceptance: wiring, 12 s"
+    assert " 100 %" in format_bar("weights", 5, 4, 0)
 
 
 def test_a_notebook_sees_the_stages_and_nothing_in_the_end(notebook: Notebook) -> None:
-    with shown("opening") as report:
+    with show_progress("opening") as report:
         assert notebook.outputs[0][0].startswith("opening, "), "at once, before anything is reported"
         report("weights", 1, 2)
-        until(lambda: any("weights" in line and " 50 %" in line for line in notebook.outputs[0]))
+        wait_until(lambda: any("weights" in line and " 50 %" in line for line in notebook.outputs[0]))
     assert notebook.outputs[0][-1] == ""
     assert len(notebook.outputs) == 1, "one output changes in place"
 
 
 def test_short_work_in_a_notebook_shows_nothing(notebook: Notebook) -> None:
-    with shown("prompts", delay=1000.0) as report:
+    with show_progress("prompts", delay=1000.0) as report:
         report("prompts", 1, 2)
     assert notebook.outputs == []
     assert not any(thread.name == "progress" for thread in threading.enumerate())
@@ -90,10 +90,10 @@ def test_short_work_in_a_notebook_shows_nothing(notebook: Notebook) -> None:
 
 def test_a_terminal_shows_one_stage_at_a_time_and_it_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
-    with shown("opening") as report:
+    with show_progress("opening") as report:
         report("weights", 97, 100)
         report("acceptance", 0, 1)
-        until(lambda: "acceptance" in terminal.getvalue())
+        wait_until(lambda: "acceptance" in terminal.getvalue())
     told = terminal.getvalue()
     assert told.rstrip("\n").rpartition("\n")[2].endswith("\x1b[2K"), "the last thing is that the line is erased"
 
@@ -113,7 +113,7 @@ def test_stages_take_each_others_place() -> None:
 def test_plain_output_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
-    with shown("opening") as report:
+    with show_progress("opening") as report:
         report("weights", 1, 2)
     assert terminal.getvalue() == ""
 
@@ -121,19 +121,19 @@ def test_plain_output_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wanted", [None, False])
 def test_a_log_is_told_of_a_compilation_once(monkeypatch: pytest.MonkeyPatch, wanted: bool | None) -> None:
     monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
-    with shown("opening", wanted=wanted) as report:
+    with show_progress("opening", enabled=wanted) as report:
         report("weights", 1, 2)
-        report(device.COMPILING, 0, 1)
-        report(device.COMPILING, 0, 1)
-    assert heard.getvalue() == ("" if wanted is False else f"modelmill: {device.COMPILING}\n")
+        report(device.COMPILING_STAGE, 0, 1)
+        report(device.COMPILING_STAGE, 0, 1)
+    assert heard.getvalue() == ("" if wanted is False else f"modelmill: {device.COMPILING_STAGE}\n")
 
 
 def test_what_is_delayed_is_not_started_when_it_is_over() -> None:
     started: list[int] = []
-    delayed = Delayed(lambda: started.append(1), 1000.0)
+    delayed = DelayedStart(lambda: started.append(1), 1000.0)
     assert not delayed.cancel()
     assert not started
-    assert Delayed(lambda: started.append(1), 0.0).cancel()
+    assert DelayedStart(lambda: started.append(1), 0.0).cancel()
     assert started == [1]
 
 
@@ -149,11 +149,11 @@ def test_opening_an_engine_says_that_kernels_compile(
     def compiling() -> Any:
         if not seen:
             seen.append(True)
-            until(lambda: any(device.COMPILING in line for output in notebook.outputs for line in output))
+            wait_until(lambda: any(device.COMPILING_STAGE in line for output in notebook.outputs for line in output))
         return load()
 
     monkeypatch.setattr(kernels, "load", compiling)
-    monkeypatch.setattr(kernels, "missing", lambda: not seen)
+    monkeypatch.setattr(kernels, "needs_compile", lambda: not seen)
     with LLM(shared / "data/models/stories260K", device="cpu") as llm:
         assert seen
         assert llm.generate("Once", SamplingParams(temperature=0, max_tokens=2))[0].finished

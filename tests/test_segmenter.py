@@ -15,7 +15,7 @@ from modelmill.core.errors import ArtifactError, RequestError, UsageError
 from modelmill.llm import LLM, build_engine
 from modelmill.segmenter import Segmenter
 from modelmill.vision.masks import mask_iou
-from modelmill.vision.prompts import make
+from modelmill.vision.prompts import make_prompt
 from tests.models.sam_seeded import small_file
 
 
@@ -39,7 +39,7 @@ def test_set_once_and_predict_many(engine: Path, monkeypatch: pytest.MonkeyPatch
     assert [m.score for m in masks] == sorted((m.score for m in masks), reverse=True)
     assert masks[0].pixels.shape == (120, 200)
     # the embedding is kept by the image's content
-    monkeypatch.setattr(found.eye.model, "embed", None)
+    monkeypatch.setattr(found.model.model, "encode_image", None)
     found.set_image(PIL.Image.fromarray(photo()))
     assert [m.box for m in found.predict([(50, 60)])] == [m.box for m in masks]
     assert len(found.predict(box=(10, 10, 90, 90), multimask=False)) == 1
@@ -61,7 +61,7 @@ def test_a_rough_mask_in_any_of_its_forms(engine: Path, tmp_path: Path) -> None:
     for form in (torch.from_numpy(white), white.astype(np.uint8) * 255, PIL.Image.fromarray(white),
                  tmp_path / "rough.png", (tmp_path / "rough.png").read_bytes()):  # fmt: skip
         assert [m.score for m in found.predict(mask=form)] == [m.score for m in drawn]
-    side = found.eye.side
+    side = found.model.mask_size
     for wrong in (torch.zeros(7, 7), torch.full((side, side), float("nan")), 5, b"no picture", tmp_path / "no.png"):
         with pytest.raises(RequestError):
             found.predict(mask=wrong)
@@ -84,7 +84,7 @@ def test_loose_values_are_one_line(engine: Path) -> None:
         assert "\n" not in str(caught.value)
     assert found.predict_all([]) == []
     with pytest.raises(UsageError, match="list of them"):
-        found.see("photo.jpg")
+        found.embed_images("photo.jpg")
     for name, value in (("points_per_side", "x"), ("points_per_side", 2.5), ("points_per_side", True),
                         ("crop_n_layers", 1.0), ("pred_iou_thresh", None), ("stability_score_offset", float("nan")),
                         ("points_per_side", 10**5000)):  # fmt: skip
@@ -101,9 +101,9 @@ def test_pictures_too_thin_for_crops(engine: Path, size: tuple[int, int]) -> Non
 
 def test_several_prompts_and_everything(engine: Path) -> None:
     found = Segmenter(engine)
-    seen = found.see([photo(0), photo(1, (90, 160))])
+    seen = found.embed_images([photo(0), photo(1, (90, 160))])
     assert [s.size for s in seen] == [(200, 120), (90, 160)]
-    both = found.predict_all([make([(5, 5)]), make(box=(1, 1, 80, 80))], seen=seen[1])
+    both = found.predict_all([make_prompt([(5, 5)]), make_prompt(box=(1, 1, 80, 80))], embedding=seen[1])
     assert [len(masks) for masks in both] == [3, 3]
     loose = {"points_per_side": 2, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "box_nms_thresh": 1.0}
     told: list[tuple[int, int]] = []
@@ -169,7 +169,7 @@ def test_mobilesam_engines_keep_the_facts(mobile: dict[str, Path], shared: Path)
     # the box and the score are those of the original pipeline, as published beside the weights
     one, two = Segmenter(mobile["one"], device="cpu"), Segmenter(mobile["two"], device="cpu")
     for name in ("truck.jpg", "dog.jpg"):
-        seen = [s.see([shared / "data/images" / name])[0].embedding for s in (one, two)]
+        seen = [s.embed_images([shared / "data/images" / name])[0].embedding for s in (one, two)]
         assert torch.equal(*seen)
     one.set_image(shared / "data/images/truck.jpg")
     best = one.predict([(500, 375)])[0]
@@ -201,13 +201,13 @@ def overlap(one: Segmenter, other: Segmenter, side: int, size: tuple[int, int]) 
     """Mean IoU of the best masks over side × side points (the first's choice of three), and the scores' distance."""
     ious, apart = [], []
     for y in range(side):
-        prompts = [make([((x + 0.5) * size[0] / side, (y + 0.5) * size[1] / side)]) for x in range(side)]
-        assert one._seen is not None
-        assert other._seen is not None
-        pairs = [s.eye.decode(s._seen, prompts) for s in (one, other)]
+        prompts = [make_prompt([((x + 0.5) * size[0] / side, (y + 0.5) * size[1] / side)]) for x in range(side)]
+        assert one._embedding is not None
+        assert other._embedding is not None
+        pairs = [s.model.decode(s._embedding, prompts) for s in (one, other)]
         best = pairs[0][1][:, 1:].argmax(-1) + 1
         rows = torch.arange(side)
-        masks = [one.eye.predict_all(one._seen, prompts), other.eye.predict_all(other._seen, prompts)]
+        masks = [one.model.predict_all(one._embedding, prompts), other.model.predict_all(other._embedding, prompts)]
         apart.append((pairs[0][1][rows, best] - pairs[1][1][rows, best]).abs())
         for i in range(side):
             theirs = [m for m in masks[1][i] if torch.equal(m.logits, pairs[1][0][i, best[i]])]
@@ -218,11 +218,11 @@ def overlap(one: Segmenter, other: Segmenter, side: int, size: tuple[int, int]) 
 def test_a_picture_that_overflows_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_engine(small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False)
     found = Segmenter(tmp_path / "half.engine", device="cpu")
-    embed = found.eye.model.embed
-    monkeypatch.setattr(found.eye.model, "embed", lambda x, still: embed(x, still) * 1e5)
+    encode = found.model.model.encode_image
+    monkeypatch.setattr(found.model.model, "encode_image", lambda x, vision: encode(x, vision) * 1e5)
     with pytest.raises(RequestError, match=r"overflows the engine's float16.*--dtype bfloat16"):
         found.set_image(photo())
-    assert not len(found.eye.known)
+    assert not len(found.model.embedding_cache)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "fp8"])

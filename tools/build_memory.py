@@ -2,7 +2,7 @@
 
     python -m tools.build_memory [CHECKPOINT [--option NAME=VALUE …]]
 
-Without a checkpoint: six builds of small random models. With one: that build. Linux only: the peak is the system's own
+Without a checkpoint: nine builds of small random models. With one: that build. Linux only: the peak is the system's own
 (VmHWM), resident pages of mapped files included.
 """
 
@@ -23,7 +23,7 @@ LLAMA = {"model_type": "llama", "intermediate_size": 1024, "num_attention_heads"
 GPT2 = {"model_type": "gpt2", "n_head": 8}
 
 
-class Case(NamedTuple):
+class BuildCase(NamedTuple):
     """A random model, the type its checkpoint is stored in, and the options of its build."""
 
     name: str
@@ -37,17 +37,29 @@ WIDE = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 20
 TALL = LLAMA | {"hidden_size": 128, "vocab_size": 120000, "num_hidden_layers": 1}
 INT8 = {"quantization": "int8"}
 SMALL = (
-    Case("llama bfloat16", PLAIN, "bfloat16", {"dtype": "bfloat16"}),
-    Case("llama float32 of bfloat16", PLAIN, "bfloat16", {"dtype": "float32"}),
-    Case("wide layers, int8", WIDE, "bfloat16", {"dtype": "bfloat16"} | INT8),
-    Case("wide vocabulary", TALL, "float16", {"dtype": "float16"}),
-    Case("gpt2 float32", GPT2 | {"n_embd": 384, "n_layer": 2, "vocab_size": 30000}, "float32", {"dtype": "float32"}),
-    Case("gpt2 int8", GPT2 | {"n_embd": 768, "n_layer": 1, "vocab_size": 8000}, "float32", {"dtype": "float32"} | INT8),
+    BuildCase("llama bfloat16", PLAIN, "bfloat16", {"dtype": "bfloat16"}),
+    BuildCase("llama float32 of bfloat16", PLAIN, "bfloat16", {"dtype": "float32"}),
+    BuildCase("wide layers, int8", WIDE, "bfloat16", {"dtype": "bfloat16"} | INT8),
+    BuildCase("wide vocabulary", TALL, "float16", {"dtype": "float16"}),
+    BuildCase(
+        "gpt2 float32", GPT2 | {"n_embd": 384, "n_layer": 2, "vocab_size": 30000}, "float32", {"dtype": "float32"}
+    ),
+    BuildCase(
+        "gpt2 int8", GPT2 | {"n_embd": 768, "n_layer": 1, "vocab_size": 8000}, "float32", {"dtype": "float32"} | INT8
+    ),
 )
 """Six builds of seconds."""
 
+THIN = LLAMA | {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 2000, "num_hidden_layers": 1}
+BATCHES = {"quantization": "smoothquant", "dtype": "bfloat16"}
+CALIBRATED = tuple(
+    BuildCase(f"calibrated, {batches} batches", THIN, "bfloat16", BATCHES | {"calibration_samples": 8 * batches})
+    for batches in (1, 4, 16)
+)
+"""Builds of seconds that differ in what their calibration reads: batches of 4,096 tokens."""
 
-def make(case: Case, folder: Path) -> Path:
+
+def make(case: BuildCase, folder: Path) -> Path:
     """Write a random checkpoint of a case."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,25 +79,31 @@ def measure(checkpoint: Path, options: dict[str, Any]) -> dict[str, int]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def one(job: str) -> None:
+def run_build(job: str) -> None:
     """In the fresh process: the build as the command line does it, and the two figures."""
     import psutil
 
     from modelmill.accept.run import accept
-    from modelmill.build.builder import build
-    from modelmill.build.plan import make_plan
+    from modelmill.builder.build_engine import build
+    from modelmill.builder.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig
 
     told = json.loads(job)
     plan = make_plan(open_checkpoint(Path(told["checkpoint"])), BuildConfig(target="cpu", **told["options"]))
-    planned = plan.build_memory.peak
+    planned = plan.build_memory.peak_bytes
     with tempfile.TemporaryDirectory() as folder:
         build(plan, Path(folder) / "model.engine", lambda staged, made: accept(staged, made.checkpoint))
     assert psutil.LINUX, "the peak of a process is read from /proc"
     status = Path("/proc/self/status").read_text()
     peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"planned": planned, "measured": peak}))
+
+
+def halves(option: str) -> tuple[str, str]:
+    """NAME=VALUE, divided."""
+    name, _, value = option.partition("=")
+    return name, value
 
 
 def main() -> int:
@@ -96,17 +114,17 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        one(options.one)
+        run_build(options.one)
         return 0
     table = Table("build", "planned MiB", "measured MiB", "off", title="Memory of builds at their peak")
-    worst = 0.0
+    worst, cases = 0.0, SMALL + CALIBRATED
     with tempfile.TemporaryDirectory() as folder:
         if options.checkpoint:
-            given = dict(each.split("=", 1) for each in options.option)
+            given = {name: int(value) if value.isdecimal() else value for name, value in map(halves, options.option)}
             rows = [(options.checkpoint.name, measure(options.checkpoint, given))]
         else:
-            made = [make(case, Path(folder) / str(number)) for number, case in enumerate(SMALL)]
-            rows = [(case.name, measure(path, case.options)) for case, path in zip(SMALL, made)]
+            made = [make(case, Path(folder) / str(number)) for number, case in enumerate(cases)]
+            rows = [(case.name, measure(path, case.options)) for case, path in zip(cases, made)]
     for name, row in rows:
         off = row["planned"] / row["measured"] - 1
         worst = max(worst, abs(off))

@@ -36,7 +36,7 @@ def engine(gguf: Path, target: str, dtype: str, folder: Path) -> LLM:
     return LLM(out, device=target, kv_cache_bytes=KV_BYTES)
 
 
-def expect(args: argparse.Namespace) -> int:
+def write_expected(args: argparse.Namespace) -> int:
     """Answer on the CPU and write prompts and tokens."""
     lines = args.questions.read_text().splitlines()[:COUNT]
     talks = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
@@ -67,7 +67,7 @@ def compare(args: argparse.Namespace) -> int:
         for name, answers in modes.items():
             facts[name] = sum(a.outputs[0].token_ids == r["tokens"] for a, r in zip(answers, rows, strict=True))
         facts["cached prompt tokens"] = sum(a.cached_tokens for a in modes["prefix warm"])
-        facts["kernels"] = dict(llm.loop.ops.chosen)
+        facts["kernels"] = dict(llm.engine_core.ops.backends)
         del llm, modes
         half = engine(args.gguf, "cuda", "bfloat16", Path(folder))
         answers = half.generate(prompts, params)
@@ -91,7 +91,7 @@ def main() -> int:
     told.add_argument("gguf", type=Path)
     told.add_argument("questions", type=Path)
     told.add_argument("tokens", type=Path)
-    told.set_defaults(run=expect)
+    told.set_defaults(run=write_expected)
     done = verbs.add_parser("compare")
     done.add_argument("gguf", type=Path)
     done.add_argument("tokens", type=Path)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools import page
-from tools import quantization_marks as marks
+from tools import generated_page
 from tools import quantization_speed as speed
+from tools import quantization_targets as marks
 from tools import quantization_trace as trace
 from tools.performance.rows import read_rows
 
@@ -17,26 +17,26 @@ STORY, PAGE = Path("docs/quantization.story.md"), Path("docs/quantization.md")
 PLOT = Path("docs/img/quantization.svg")
 RESULTS = Path("benchmarks/results/quantization.jsonl")
 NOTE = "<!-- Made by `make quantization` from quantization.story.md and benchmarks/results: change those. -->"
-WHOLE = 16_384  # tokens of a measurement that the page tells
+ALL_TOKENS = 16_384  # tokens of a measurement that the page tells
 ROUGE = ("rouge1", "rouge2", "rougeL")
-SECOND = "stories260K"  # a checkpoint whose weights were never rounded; all other rows are of the first
+SECOND_CHECKPOINT = "stories260K"  # a checkpoint whose weights were never rounded; all other rows are of the first
 Row = Mapping[str, Any]
 
 
-def rows_of(file: Path, second: bool = False) -> list[Row]:
+def select_rows(file: Path, second: bool = False) -> list[Row]:
     """The newest row of each measurement on all tokens, the least excess first; refused builds last.
 
     second: those of the second checkpoint instead, the least KL first.
     """
     found = read_rows(file)
-    newest = {row["key"]: row for row in found if row["tokens"] == WHOLE}
-    newest = {key: row for key, row in newest.items() if (row.get("checkpoint") == SECOND) == second}
+    newest = {row["key"]: row for row in found if row["tokens"] == ALL_TOKENS}
+    newest = {key: row for key, row in newest.items() if (row.get("checkpoint") == SECOND_CHECKPOINT) == second}
     if second:
         return sorted(newest.values(), key=lambda row: (row.get("group", 0), row.get("mean_kl", float("inf"))))
     return sorted(newest.values(), key=lambda row: (row.get("excess", float("inf")), row["options"]))
 
 
-def name_of(row: Row) -> str:
+def row_name(row: Row) -> str:
     """What was built and how it was run."""
     kept = row.get("kv_cache_dtype", "auto")
     whole = ", inputs as they are" if row.get("whole_inputs") else ""
@@ -51,11 +51,11 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         if "perplexity" not in row:
-            lines.append(f"| {name_of(row)} | refused by the acceptance contract | | | | | |")
+            lines.append(f"| {row_name(row)} | refused by the acceptance contract | | | | | |")
             continue
         rouge = [f"{row['rouge'][kind]:.1f}" for kind in ROUGE] if "rouge" in row else []
         cells = (
-            name_of(row), f"{row['perplexity']:.4f}", f"{round(100 * row['excess'], 2) + 0.0:+.2f} %",
+            row_name(row), f"{row['perplexity']:.4f}", f"{round(100 * row['excess'], 2) + 0.0:+.2f} %",
             f"{row['mean_kl']:.4f}", f"{100 * row['agreement']:.1f} %", " / ".join(rouge),
             f"{row['bytes'] / 2**20:.1f}",
         )  # fmt: skip
@@ -68,7 +68,7 @@ def render(
 ) -> str:
     """The page's text; steps: rows of whole steps on a GPU; second: of the second checkpoint; served: of a trace."""
     text = story.replace("{{ table }}", "\n".join(table(rows)))
-    text = text.replace("{{ marks }}", "\n".join(marks.table(rows)))
+    text = text.replace("{{ marks }}", "\n".join(marks.targets_table(rows)))
     text = text.replace("{{ second table }}", "\n".join(table(second)))
     text = text.replace("{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})")
     text = text.replace("{{ speed }}", "\n".join(speed.table(steps)))
@@ -77,7 +77,7 @@ def render(
     return f"{NOTE}\n\n{text.strip()}\n"
 
 
-def draw(rows: Sequence[Row], file: Path) -> None:
+def draw_plot(rows: Sequence[Row], file: Path) -> None:
     """Excess of perplexity over size, a point a build."""
     import matplotlib
 
@@ -90,7 +90,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         if "perplexity" in row:
             at = (row["bytes"] / 2**20, max(100 * row["excess"], 0.01))
             axes.plot(*at, "o", color="#1f77b4")
-            label = name_of(row).strip("`").replace("`", "")
+            label = row_name(row).strip("`").replace("`", "")
             axes.annotate(label, at, xytext=(6, 3), textcoords="offset points", fontsize=8)
     axes.set_yscale("log")
     axes.set_xlabel("MiB on disk")
@@ -105,29 +105,31 @@ def draw(rows: Sequence[Row], file: Path) -> None:
 
 def stale(root: Path) -> list[Path]:
     """The page where it is not what story and rows give."""
-    fresh = (root / PAGE).exists() and (root / PAGE).read_text("utf-8") == text_of(root)
+    fresh = (root / PAGE).exists() and (root / PAGE).read_text("utf-8") == render_page(root)
     return [] if fresh else [PAGE]
 
 
-def text_of(root: Path) -> str:
+def render_page(root: Path) -> str:
     """The page as story and rows give it."""
-    results, steps = root / RESULTS, speed.rows_of(root / speed.RESULTS)
-    served = trace.newest(trace.rows_of(root / speed.RESULTS))
-    return render((root / STORY).read_text("utf-8"), rows_of(results), steps, rows_of(results, second=True), served)
+    results, steps = root / RESULTS, speed.step_rows(root / speed.RESULTS)
+    served = trace.newest(trace.core_rows(root / speed.RESULTS))
+    return render(
+        (root / STORY).read_text("utf-8"), select_rows(results), steps, select_rows(results, second=True), served
+    )
 
 
 def write(root: Path) -> list[Path]:
     """The page and its plots from story and rows; the page's path."""
-    rows, steps = rows_of(root / RESULTS), speed.rows_of(root / speed.RESULTS)
-    (root / PAGE).write_text(text_of(root), "utf-8")
-    draw(rows, root / PLOT)
-    speed.draw(steps, rows, root / speed.PLOT)
+    rows, steps = select_rows(root / RESULTS), speed.step_rows(root / speed.RESULTS)
+    (root / PAGE).write_text(render_page(root), "utf-8")
+    draw_plot(rows, root / PLOT)
+    speed.draw_plot(steps, rows, root / speed.PLOT)
     return [PAGE]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or with --check 1 where the page is stale."""
-    return page.run(argv, __doc__, "quantization", stale, write)
+    return generated_page.run(argv, __doc__, "quantization", stale, write)
 
 
 if __name__ == "__main__":

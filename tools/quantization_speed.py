@@ -13,8 +13,8 @@ PLOT = Path("docs/img/quantization-speed.svg")
 Row = Mapping[str, Any]
 
 
-class Line(NamedTuple):
-    """A line of the table: what step.py was asked for (shape, kind of weights, of the cache, batch, tokens held or
+class SpeedLine(NamedTuple):
+    """A line of the table: what model_step.py was asked for (shape, weights, cache dtype, batch, tokens held or
     prompt), the milliseconds that vLLM 0.25.1 took on another day, and what must be reached."""
 
     shape: str
@@ -23,28 +23,28 @@ class Line(NamedTuple):
     batch: int
     tokens: int
     peer: float | None
-    must: float | None
+    target: float | None
     prefill: bool = False
 
 
-LINES = (
-    Line("llama-7b", "dense", "auto", 1, 128, None, None),
-    Line("llama-7b", "int8", "auto", 1, 128, None, 2.2),
-    Line("llama-7b", "int4", "auto", 1, 128, 3.67, 1.6),
-    Line("llama-7b", "int4-g64", "auto", 1, 128, None, None),
-    Line("llama-7b", "int4-g32", "auto", 1, 128, None, None),
-    Line("llama-7b", "smoothquant", "auto", 1, 128, 3.48, 2.4),
-    Line("llama-7b", "fp8", "auto", 1, 128, None, None),
-    Line("qwen-7b", "fp8", "auto", 1, 128, 3.47, 2.6),
-    Line("llama-7b", "rptq-w8a8", "auto", 1, 128, None, 2.5),
-    Line("llama-7b", "rptq-w4a8", "auto", 1, 128, None, 1.9),
-    Line("llama-7b", "dense", "auto", 64, 1024, None, None),
-    Line("llama-7b", "smoothquant", "auto", 64, 1024, 12.5, None),
-    Line("llama-7b", "smoothquant", "int8", 64, 1024, None, None),
-    Line("llama-7b", "int4", "auto", 64, 1024, 13.4, None),
-    Line("llama-7b", "int4", "int8", 64, 1024, None, 7.5),
-    Line("llama-7b", "smoothquant", "auto", 1, 1024, 17.8, 16.0, prefill=True),
-    Line("llama-7b", "fp8", "auto", 1, 1024, None, 16.0, prefill=True),
+SPEED_LINES = (
+    SpeedLine("llama-7b", "dense", "auto", 1, 128, None, None),
+    SpeedLine("llama-7b", "int8", "auto", 1, 128, None, 2.2),
+    SpeedLine("llama-7b", "int4", "auto", 1, 128, 3.67, 1.6),
+    SpeedLine("llama-7b", "int4-g64", "auto", 1, 128, None, None),
+    SpeedLine("llama-7b", "int4-g32", "auto", 1, 128, None, None),
+    SpeedLine("llama-7b", "smoothquant", "auto", 1, 128, 3.48, 2.4),
+    SpeedLine("llama-7b", "fp8", "auto", 1, 128, None, None),
+    SpeedLine("qwen-7b", "fp8", "auto", 1, 128, 3.47, 2.6),
+    SpeedLine("llama-7b", "rptq-w8a8", "auto", 1, 128, None, 2.5),
+    SpeedLine("llama-7b", "rptq-w4a8", "auto", 1, 128, None, 1.9),
+    SpeedLine("llama-7b", "dense", "auto", 64, 1024, None, None),
+    SpeedLine("llama-7b", "smoothquant", "auto", 64, 1024, 12.5, None),
+    SpeedLine("llama-7b", "smoothquant", "int8", 64, 1024, None, None),
+    SpeedLine("llama-7b", "int4", "auto", 64, 1024, 13.4, None),
+    SpeedLine("llama-7b", "int4", "int8", 64, 1024, None, 7.5),
+    SpeedLine("llama-7b", "smoothquant", "auto", 1, 1024, 17.8, 16.0, prefill=True),
+    SpeedLine("llama-7b", "fp8", "auto", 1, 1024, None, 16.0, prefill=True),
 )
 # Weights here → builds whose perplexity stands for them in the plot, the first that was measured.
 BUILDS = {
@@ -59,13 +59,13 @@ BUILDS = {
 }
 
 
-def rows_of(file: Path) -> list[Row]:
+def step_rows(file: Path) -> list[Row]:
     """The rows of whole steps."""
     found = read_rows(file)
     return [row for row in found if str(row.get("figure", "")).startswith("step.") and "shape" in row]
 
 
-def newest(rows: Sequence[Row], line: Line) -> Row | None:
+def newest(rows: Sequence[Row], line: SpeedLine) -> Row | None:
     """The newest row of a line, of kernels as they are; None where it was not measured."""
     wanted = {"shape": line.shape, "weights": line.weights, "kv": line.kv, "batch": line.batch}
     wanted["tokens" if line.prefill else "context"] = line.tokens
@@ -87,7 +87,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         "| step | weights | KV | floor, ms | must | measured, ms | | vLLM 0.25.1, another day |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for line in LINES:
+    for line in SPEED_LINES:
         row = newest(rows, line)
         if row is None:
             continue
@@ -96,10 +96,11 @@ def table(rows: Sequence[Row]) -> list[str]:
         told = f"**{row['value']:.3g}**"
         if "spread" in row:
             told += f" ({row['spread']['min']:.3g} … {row['spread']['max']:.3g})"
-        state = "" if line.must is None else "reached" if row["value"] <= line.must else "missed"
+        state = "" if line.target is None else "reached" if row["value"] <= line.target else "missed"
         cells = (
             what, f"`{line.weights}`", line.kv, f"{row['floor_ms']:.3g}" if "floor_ms" in row else "–",
-            "–" if line.must is None else f"{line.must:g}", told, state, "–" if line.peer is None else f"{line.peer:g}",
+            "–" if line.target is None else f"{line.target:g}", told, state,
+            "–" if line.peer is None else f"{line.peer:g}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -110,7 +111,7 @@ def points(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[tuple[str, floa
     plain = [row for row in accuracy if row.get("kv_cache_dtype", "auto") == "auto" and "excess" in row]
     excess = {row["options"]: 100 * row["excess"] for row in plain}
     found = []
-    for line in LINES:
+    for line in SPEED_LINES:
         one = (line.shape, line.batch, line.tokens, line.prefill) == ("llama-7b", 1, 128, False)
         row = newest(rows, line) if one else None
         build = next((each for each in BUILDS.get(line.weights, ()) if each in excess), None)
@@ -119,7 +120,7 @@ def points(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[tuple[str, floa
     return found
 
 
-def draw(rows: Sequence[Row], accuracy: Sequence[Row], file: Path) -> None:
+def draw_plot(rows: Sequence[Row], accuracy: Sequence[Row], file: Path) -> None:
     """What a recipe costs in perplexity over what a token takes."""
     import matplotlib
 
@@ -132,7 +133,7 @@ def draw(rows: Sequence[Row], accuracy: Sequence[Row], file: Path) -> None:
         at = (ms, max(excess, 0.01))
         axes.plot(*at, "o", color="#d62728")
         axes.annotate(name, at, xytext=(6, 3), textcoords="offset points", fontsize=8)
-    dense = newest(rows, LINES[0])
+    dense = newest(rows, SPEED_LINES[0])
     if dense is not None:
         axes.axvline(dense["value"], color="#7f7f7f", linewidth=1)
         axes.annotate("bfloat16", (dense["value"], 1.0), xytext=(-52, 3), textcoords="offset points", fontsize=8)

@@ -8,12 +8,12 @@ from typing import Any
 
 from tools.performance.rows import read_rows
 
-MUST = 1.6
+TARGET_RATIO = 1.6
 """Times bfloat16's requests a second that W8A8 with int8 keys and values must reach."""
 Row = Mapping[str, Any]
 
 
-def rows_of(file: Path) -> list[Row]:
+def core_rows(file: Path) -> list[Row]:
     """The rows of the loop alone."""
     found = read_rows(file)
     return [row for row in found if row.get("figure") == "trace.loop_s" and "weights" in row]
@@ -27,17 +27,17 @@ def newest(rows: Sequence[Row]) -> list[Row]:
     runs: list[list[Row]] = []
     for row in rows:
         last = runs[-1] if runs else []
-        again = any(_what(each) == _what(row) for each in last)
+        again = any(_row_key(each) == _row_key(row) for each in last)
         if not last or again or last[-1]["command"] != row["command"]:
             runs.append([])
         runs[-1].append(row)
-    whole = [run for run in runs if len({row["weights"] for row in run}) > 1 and any(_plain(r) for r in run)]
+    whole = [run for run in runs if len({row["weights"] for row in run}) > 1 and any(_is_plain(r) for r in run)]
     return max(whole, key=lambda run: run[-1]["date"], default=[])
 
 
 def table(run: Sequence[Row]) -> list[str]:
     """Markdown lines; "× bfloat16" is a ratio of this run."""
-    plain = next((row for row in run if _plain(row)), None)
+    plain = next((row for row in run if _is_plain(row)), None)
     if plain is None:
         return []
     lines = [
@@ -47,7 +47,7 @@ def table(run: Sequence[Row]) -> list[str]:
     for row in run:
         ratio = plain["value"] / row["value"]
         judged = row["weights"] == "smoothquant" and row["kv"] == "int8"
-        state = ("reached" if ratio >= MUST else "missed") if judged else ""
+        state = ("reached" if ratio >= TARGET_RATIO else "missed") if judged else ""
         cells = (
             f"`{row['weights']}`", row["kv"], str(row.get("mixed") or "default of that day"), f"{row['value']:.2f}",
             f"{row['requests_per_s']:.1f}", f"{ratio:.2f}", state,
@@ -56,9 +56,9 @@ def table(run: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _what(row: Row) -> tuple[Any, ...]:
+def _row_key(row: Row) -> tuple[Any, ...]:
     return row["weights"], row["kv"], row.get("mixed")
 
 
-def _plain(row: Row) -> bool:
+def _is_plain(row: Row) -> bool:
     return row["weights"] == "dense" and row["kv"] == "auto"

@@ -51,14 +51,14 @@ def run_pip(command: list[str], began: float) -> list[str] | None:
     Returns its output; None where it failed, which is told.
     """
     doing, ended, log = ["starting"], threading.Event(), list[str]()
-    teller = threading.Thread(target=_tell, args=(doing, ended, began), daemon=True)
+    teller = threading.Thread(target=_report, args=(doing, ended, began), daemon=True)
     teller.start()
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
             assert pip.stdout is not None
             for line in pip.stdout:
                 log.append(line.rstrip())
-                doing[0] = activity(line) or doing[0]
+                doing[0] = pip_activity(line) or doing[0]
     finally:
         ended.set()
         teller.join()
@@ -69,7 +69,7 @@ def run_pip(command: list[str], began: float) -> list[str] | None:
     return None
 
 
-def activity(line: str) -> str | None:
+def pip_activity(line: str) -> str | None:
     """What a line of pip's says that it does now; None where it says nothing of that."""
     words = line.split()
     if not words:
@@ -84,14 +84,14 @@ def activity(line: str) -> str | None:
     return None
 
 
-def _tell(doing: list[str], ended: threading.Event, began: float) -> None:
+def _report(doing: list[str], ended: threading.Event, began: float) -> None:
     moving, pause = sys.stdout.isatty(), 0.25 if sys.stdout.isatty() else 30.0
     while not ended.wait(pause):
         line = f"pip: {doing[0]}, {time.monotonic() - began:.0f} s"
         width = shutil.get_terminal_size().columns - 1
         sys.stdout.write(f"\r\x1b[K{line[:width]}" if moving else f"{line}\n")
         sys.stdout.flush()
-        pause = pause if moving else 2 * pause
+        pause = pause if moving else 3 * pause
     if moving:
         sys.stdout.write("\r\x1b[K")
         sys.stdout.flush()

@@ -6,7 +6,8 @@ without upper ends: what a wider range would let in; it may fail and tells then 
 ``newest`` bind.
 
 Resumable: a cell that passed with the same sources is not run again (--again runs it). The environment of a cell that
-passed is removed; that of one that failed is left, to look into. Standard library and ``packaging`` only.
+passed is removed (--keep keeps it); that of one that failed is left, to look into. One that is left is used again while
+it is to hold the same. --write FILE writes the table as a page. Standard library and ``packaging`` only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -32,13 +33,15 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "versions"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLD_PYTHON = PYTHONS[0]  # old versions have no wheels for a Python that came after them
-SETS = ("oldest", "newest", "core", "next")
+VERSION_SETS = ("oldest", "newest", "core", "next")
 EXTRAS = ("gpu", "eval", "report", "serve", "otel", "test")
 TOOLS = ("ruff", "mypy", "types-PyYAML", "types-psutil")  # they check the sources: their versions are no user's matter
-SECONDS = 3600.0
+TIMEOUT_SECONDS = 3600.0
+READY = ".ready"
+MOST = 20  # failures of a cell that are shown by name
 
 TESTS = {
-    "torch": ("tests/nn/test_last.py", "tests/runtime/test_sampler.py", "tests/test_llm.py"),
+    "torch": ("tests/nn/test_logit_rows.py", "tests/runtime/test_sampler.py", "tests/test_llm.py"),
     "numpy": ("tests/weights/test_int4.py", "tests/artifact/test_shard.py"),
     "safetensors": ("tests/checkpoint/test_safetensors.py",),
     "tokenizers": ("tests/text/test_tokenizer.py",),
@@ -46,45 +49,68 @@ TESTS = {
     "sentencepiece": ("tests/text/test_spm.py",),
     "jinja2": ("tests/text/test_chat.py",),
     "huggingface_hub": ("tests/checkpoint/test_pull.py",),
-    "psutil": ("tests/core/test_ram.py",),
+    "psutil": ("tests/core/test_memory_limits.py",),
     "packaging": ("tests/core/test_packages.py",),
     "pillow": ("tests/vision/test_image.py",),
     "pyyaml": ("tests/core/test_config.py",),
     "typer and rich": ("tests/cli/test_main.py", "tests/cli/test_options.py", "tests/cli/test_verbs.py"),
-    "triton": ("tests/ops/test_sample.py", "tests/ops/test_quick.py"),
+    "triton": ("tests/ops/test_sample.py", "tests/ops/test_fast_launch.py"),
     "rouge-score": ("tests/eval/test_rouge.py",),
-    "transformers": ("tests/models/test_raw.py", "tests/benchmarks/test_proxy.py"),
-    "matplotlib": ("tests/eval/test_report.py", "tests/eval/test_align.py"),
-    "fastapi, uvicorn and pydantic": ("tests/serve/test_shape.py", "tests/serve/test_complaint.py"),
+    "transformers": (
+        "tests/models/test_hf_config.py",
+        "tests/benchmarks/test_synthetic_shapes.py",
+        "tests/eval/test_hf_reference.py",
+    ),
+    "matplotlib": ("tests/eval/test_report.py", "tests/eval/test_compare.py"),
+    "fastapi, uvicorn and pydantic": ("tests/serve/test_openai_format.py", "tests/serve/test_validation_errors.py"),
     "openai": ("tests/serve/test_server.py",),
-    "prometheus-client": ("tests/serve/test_engine.py",),
+    "prometheus-client": ("tests/serve/test_engine_client.py",),
     "llguidance": ("tests/text/test_grammar.py",),
     "opentelemetry": ("tests/serve/test_traces.py",),
     "gguf": ("tests/checkpoint/test_gguf.py",),
 }
 """For each library the tests in which it does its work: not all of the suite, which tests our own code for hours."""
 
+PAGE = """# Tested versions
+
+The ranges in `pyproject.toml` end where tests end, and a plain `pip install` keeps to them. `modelmill doctor` names a
+version outside: it may well work, and no test says so.
+
+`oldest` is the lower end of every range, all at once; `newest` what a plain install takes; `core` the newest without an
+extra; `next` the newest without upper ends, to see what a wider range would let in (where nothing is newer, it repeats
+`newest`). All run on a CPU (Triton in its interpreter). A nightly workflow runs the same. How to let a new version in:
+[CONTRIBUTING.md](../CONTRIBUTING.md).
+
+`make test-versions PAGE=docs/versions.md` wrote this (s: seconds for the tests, and for the environment where none was
+left of an earlier run):
+
+{table}
+"""
+
 
 @dataclass(frozen=True)
-class Cell:
+class MatrixCell:
     """One environment."""
 
     python: str
-    set: str
+    version_set: str
 
     @property
     def name(self) -> str:
-        return f"{self.python}-{self.set}"
+        return f"{self.python}-{self.version_set}"
 
     @property
-    def binds(self) -> bool:
+    def required(self) -> bool:
         """Whether its failure fails the matrix."""
-        return self.set != "next"
+        return self.version_set != "next"
 
 
 @dataclass(frozen=True)
-class Result:
-    """What became of a cell. outcome: passed, failed, or why it could not run. versions: name → installed."""
+class CellResult:
+    """What became of a cell. outcome: passed, failed, or why it could not run. versions: name → installed.
+
+    commit, date: of the run; a result is kept for as long as the sources are the same.
+    """
 
     outcome: str
     sources: str
@@ -94,6 +120,8 @@ class Result:
     skipped: int = 0
     failures: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+    date: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,25 +129,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     OUT.mkdir(parents=True, exist_ok=True)
     sources, found = digest(), {}
-    cells = [cell for cell in cells_of(options.python) if not options.set or cell.set in options.set]
+    cells = [cell for cell in make_cells(options.python) if not options.set or cell.version_set in options.set]
     for place, cell in enumerate(cells, 1):
         print(f"[{place}/{len(cells)}] {cell.name}", flush=True)
-        kept = None if options.again else stored(cell, sources)
-        found[cell] = kept or run(cell, sources, options.pin)
+        kept = None if options.again else stored_result(cell, sources)
+        found[cell] = kept or dated(run(cell, sources, options.pin, options.keep))
         if kept is None:
             (OUT / f"{cell.name}.json").write_text(json.dumps(asdict(found[cell]), indent=1))
         print(f"    {summary(found[cell])}{' (kept)' if kept else ''}", flush=True)
     print("\n" + table(found))
-    bad = any(result.outcome == "failed" and cell.binds for cell, result in found.items())
+    if options.write is not None:
+        options.write.write_text(page(found))
+    bad = any(result.outcome == "failed" and cell.required for cell, result in found.items())
     return 1 if bad or not any(result.outcome in ("passed", "failed") for result in found.values()) else 0
 
 
-def cells_of(pythons: Iterable[str]) -> list[Cell]:
+def dated(result: CellResult) -> CellResult:
+    """The result with the commit that is checked out, and today."""
+    commit = _output("git", "-C", ROOT, "rev-parse", "--short", "HEAD").strip()
+    return replace(result, commit=commit, date=time.strftime("%Y-%m-%d", time.gmtime()))
+
+
+def make_cells(pythons: Iterable[str]) -> list[MatrixCell]:
     """Both ends on the oldest Python, the newest versions on every one, the core alone and the next on one each."""
     chosen = list(pythons)
-    cells = [Cell(OLD_PYTHON, "oldest")] if OLD_PYTHON in chosen else []
-    cells += [Cell(python, "newest") for python in chosen]
-    return [*cells, Cell(chosen[0], "core"), Cell(chosen[-1], "next")]
+    cells = [MatrixCell(OLD_PYTHON, "oldest")] if OLD_PYTHON in chosen else []
+    cells += [MatrixCell(python, "newest") for python in chosen]
+    return [*cells, MatrixCell(chosen[0], "core"), MatrixCell(chosen[-1], "next")]
 
 
 def requirements(which: str) -> list[str]:
@@ -135,7 +171,7 @@ def requirements(which: str) -> list[str]:
     for line in lines:
         requirement = Requirement(line)
         if requirement.name not in TOOLS:
-            found[requirement.name] = {"oldest": oldest, "next": unbounded}.get(which, str)(requirement)
+            found[requirement.name] = {"oldest": oldest, "next": without_upper_bound}.get(which, str)(requirement)
     return list(found.values())
 
 
@@ -143,84 +179,111 @@ def oldest(requirement: Requirement) -> str:
     """``name==lower end``. Raises ValueError for a range without one."""
     for part in requirement.specifier:
         if part.operator in (">=", "=="):
-            return f"{_named(requirement)}=={part.version}"
+            return f"{_package_name(requirement)}=={part.version}"
     raise ValueError(f"{requirement} has no lower end")
 
 
-def unbounded(requirement: Requirement) -> str:
+def without_upper_bound(requirement: Requirement) -> str:
     """The range without its upper end."""
     kept = [str(part) for part in requirement.specifier if not part.operator.startswith("<")]
-    return f"{_named(requirement)}{','.join(kept)}"
+    return f"{_package_name(requirement)}{','.join(kept)}"
 
 
-def _named(requirement: Requirement) -> str:
+def _package_name(requirement: Requirement) -> str:
     return requirement.name + (f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else "")
 
 
-def run(cell: Cell, sources: str, pins: Sequence[str]) -> Result:
+def run(cell: MatrixCell, sources: str, pins: Sequence[str], keep: bool = False) -> CellResult:
     """A fresh environment, the tests in it, and what came of both."""
     began = time.monotonic()
     interpreter = find_python(cell.python)
     if interpreter is None:
-        return Result(f"no Python {cell.python} here", sources)
+        return CellResult(f"no Python {cell.python} here", sources)
     folder = OUT / cell.name
-    shutil.rmtree(folder, ignore_errors=True)
-    wanted = pinned(requirements(cell.set), pins)
-    problem = install(interpreter, folder, wanted)
+    wanted = apply_pins(requirements(cell.version_set), pins)
+    problem = None if ready(folder, wanted) else install(interpreter, folder, wanted)
     if problem is not None:
-        return Result("failed", sources, time.monotonic() - began, failures=[problem])
+        return CellResult("failed", sources, time.monotonic() - began, failures=[problem])
     python = folder / "bin" / "python"
-    result = tested(python, folder, sources)
-    installed = json.loads(_said(python, "-m", "pip", "list", "--format", "json") or "[]")
-    direct = {canonicalize_name(Requirement(line).name) for line in wanted}
-    versions = {each["name"]: each["version"] for each in installed if canonicalize_name(each["name"]) in direct}
-    if result.outcome == "passed":
+    versions = versions_of(python, wanted)
+    twin = stored_result(MatrixCell(cell.python, "newest"), sources) if cell.version_set == "next" else None
+    if (
+        twin is not None and twin.versions == versions
+    ):  # nothing is newer than the ranges: the same tests passed already
+        result = twin
+    else:
+        result = run_tests(python, folder, sources)
+    if result.outcome == "passed" and not keep:
         shutil.rmtree(folder)
-    return Result(**{**asdict(result), "versions": versions, "seconds": time.monotonic() - began})
+    return replace(result, versions=versions, seconds=time.monotonic() - began)
 
 
-def install(interpreter: str, folder: Path, wanted: Sequence[str]) -> str | None:
+def versions_of(python: Path, wanted: Sequence[str]) -> dict[str, str]:
+    """name → version of Python and of what was asked for, without what that brought along."""
+    installed = json.loads(_output(python, "-m", "pip", "list", "--format", "json") or "[]")
+    direct = {canonicalize_name(Requirement(line).name) for line in wanted}
+    versions = {"Python": _output(python, "-c", "import platform; print(platform.python_version())").strip()}
+    return versions | {each["name"]: each["version"] for each in installed if canonicalize_name(each["name"]) in direct}
+
+
+def ready(folder: Path, wanted: Sequence[str]) -> bool:
+    """Whether an earlier run left an environment that was installed to its end from the same lines."""
+    try:
+        return (folder / READY).read_text() == "\n".join(wanted)
+    except OSError:
+        return False
+
+
+def install(interpreter: str, folder: Path, packages: Sequence[str]) -> str | None:
     """Make the environment; the reason where it cannot be had. torch goes first, so that a pin of it decides."""
+    shutil.rmtree(folder, ignore_errors=True)
     steps = [[interpreter, "-m", "venv", str(folder)]]
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    torch = [line for line in wanted if Requirement(line).name == "torch"]
-    steps += [[*pip, *torch], [*pip, "--prefer-binary", *wanted], [*pip, "--no-deps", "-e", str(ROOT)]]
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+    torch = [line for line in packages if Requirement(line).name == "torch"]
+    steps += [[*pip, *torch], [*pip, "--prefer-binary", *packages], [*pip, "--no-deps", "-e", str(ROOT)]]
     for step in steps:
-        print(f"    {' '.join(step[-1:] if 'venv' in step else step[6:])[:110]}", flush=True)
+        print(f"    {' '.join(step[-1:] if 'venv' in step else step[7:])[:110]}", flush=True)
         done = subprocess.run(step, capture_output=True, text=True, check=False)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             return " ".join(errors or done.stderr.splitlines()[-1:])[:600]
+    (folder / READY).write_text("\n".join(packages))
     return None
 
 
-def tested(python: Path, folder: Path, sources: str) -> Result:
+def run_tests(python: Path, folder: Path, sources: str) -> CellResult:
     """Run the chosen tests; every line that pytest ends with goes through."""
     files = sorted({file for files in TESTS.values() for file in files})
-    log = folder.with_suffix(".log")
+    log = folder.parent / f"{folder.name}.log"  # with_suffix would take ".11-oldest" for one
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-rfE", "--tb=short", *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     with log.open("w") as file:
         try:
             code = subprocess.run(
-                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=SECONDS, check=False
+                command,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=TIMEOUT_SECONDS,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             code = 124
     text = log.read_text(errors="replace")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-400:])}
-    failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
+    failures = re.findall(r"^(?:FAILED|ERROR) (tests/[^[\n]*?(?:\[.*?\])?)(?: - .*)?$", text, flags=re.MULTILINE)
     if code and not failures:
         failures = [f"pytest ended with {code}: {log}"]
     bad = counts.get("failed", 0) + counts.get("errors", 0) + counts.get("error", 0)
     outcome = "passed" if code == 0 else "failed"
-    return Result(outcome, sources, 0.0, counts.get("passed", 0), bad, counts.get("skipped", 0), failures)
+    return CellResult(outcome, sources, 0.0, counts.get("passed", 0), bad, counts.get("skipped", 0), failures)
 
 
-def pinned(wanted: Sequence[str], pins: Sequence[str]) -> list[str]:
+def apply_pins(packages: Sequence[str], pins: Sequence[str]) -> list[str]:
     """Requirements with those replaced that --pin names."""
     given = {Requirement(pin).name: pin for pin in pins}
-    return [given.get(Requirement(line).name, line) for line in wanted]
+    return [given.get(Requirement(line).name, line) for line in packages]
 
 
 def find_python(version: str) -> str | None:
@@ -229,13 +292,20 @@ def find_python(version: str) -> str | None:
         return sys.executable
     roots = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     for candidate in (shutil.which(f"python{version}"), *map(str, reversed(roots))):
-        if candidate and _said(candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip() == version:
+        if (
+            candidate
+            and _output(candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip() == version
+        ):
             return candidate
     return None
 
 
-def _said(*command: object) -> str:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False).stdout
+def _output(*command: object) -> str:
+    """What a command prints; nothing where it is not here (a slim machine has no git)."""
+    try:
+        return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""
 
 
 def digest() -> str:
@@ -247,45 +317,76 @@ def digest() -> str:
     return total.hexdigest()[:16]
 
 
-def stored(cell: Cell, sources: str) -> Result | None:
+def stored_result(cell: MatrixCell, sources: str) -> CellResult | None:
     """The result of an earlier run that passed with the same sources."""
     try:
-        result = Result(**json.loads((OUT / f"{cell.name}.json").read_text()))
+        result = CellResult(**json.loads((OUT / f"{cell.name}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
     return result if (result.outcome, result.sources) == ("passed", sources) else None
 
 
-def summary(result: Result) -> str:
+def summary(result: CellResult) -> str:
     """One line."""
     counts = f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped in {result.seconds:.0f} s"
     return f"{result.outcome}: {counts}" if result.seconds else result.outcome
 
 
-def table(found: dict[Cell, Result]) -> str:
-    """Markdown: the cells, what failed in them, and the versions of the sets."""
-    lines = ["| cell | outcome | passed | failed | skipped | s |", "| --- | --- | ---: | ---: | ---: | ---: |"]
-    for cell, each in found.items():
-        outcome = each.outcome if cell.binds else f"{each.outcome} (does not bind)"
+def table(results: dict[MatrixCell, CellResult]) -> str:
+    """Markdown: the cells, the versions in them beside the tested range, and what failed."""
+    lines = [
+        "| cell | outcome | passed | failed | skipped | s | commit | date |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- | --- |",
+    ]
+    for cell, each in results.items():
+        outcome = each.outcome if cell.required else f"{each.outcome} (does not bind)"
         lines.append(
-            f"| {cell.name} | {outcome} | {each.passed} | {each.failed} | {each.skipped} | {each.seconds:.0f} |"
+            f"| {cell.name} | {outcome} | {each.passed} | {each.failed} | {each.skipped} | {each.seconds:.0f} "
+            f"| {each.commit} | {each.date} |"
         )
-    names = sorted({name for each in found.values() for name in each.versions}, key=str.lower)
-    ran = [(cell, each) for cell, each in found.items() if each.versions]
+    ranges, ran = tested_ranges(), [(cell, each) for cell, each in results.items() if each.versions]
+    names = sorted({canonicalize_name(name) for _, each in ran for name in each.versions})
     if ran:
-        lines += ["", f"| package | {' | '.join(cell.name for cell, _ in ran)} |", f"| --- |{' --- |' * len(ran)}"]
-        lines += [f"| {name} | {' | '.join(each.versions.get(name, '–') for _, each in ran)} |" for name in names]
-    for cell, each in found.items():
-        lines += [f"\n{cell.name}: {failure}" for failure in each.failures]
+        lines += ["", f"| package | range | {' | '.join(cell.name for cell, _ in ran)} |"]
+        lines += [f"| --- | --- |{' --- |' * len(ran)}"]
+    for name in names:
+        row = [
+            {canonicalize_name(key): value for key, value in each.versions.items()}.get(name, "–") for _, each in ran
+        ]
+        lines.append(f"| {name} | {ranges.get(name, '')} | {' | '.join(row)} |")
+    for cell, each in results.items():
+        lines += [f"\n{cell.name}: {failure}" for failure in each.failures[:MOST]]
+        if len(each.failures) > MOST:
+            lines.append(f"\n{cell.name}: and {len(each.failures) - MOST} more, in {OUT.name}/{cell.name}.log")
     return "\n".join(lines)
+
+
+def tested_ranges() -> dict[str, str]:
+    """Of each package, and of Python, the range that pyproject.toml gives: ``>=2.11, <2.16``."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    found = {"python": Requirement(f"python{project['requires-python']}")}
+    found |= {canonicalize_name(each.name): each for each in map(Requirement, lines)}
+    return {
+        name: ", ".join(sorted(map(str, each.specifier), key=lambda part: not part.startswith(">")))
+        for name, each in found.items()
+    }
+
+
+def page(found: dict[MatrixCell, CellResult]) -> str:
+    """The table as a page of the documentation."""
+    return PAGE.format(table=table(found))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="version_matrix", description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--python", nargs="+", default=PYTHONS, choices=PYTHONS, help="Pythons (default: all)")
-    parser.add_argument("--set", nargs="+", default=[], choices=SETS, help="sets of versions (default: all)")
+    parser.add_argument("--set", nargs="+", default=[], choices=VERSION_SETS, help="sets of versions (default: all)")
     parser.add_argument("--pin", nargs="+", default=[], metavar="NAME==VERSION", help="what this machine can have")
     parser.add_argument("--again", action="store_true", help="run cells that passed, too")
+    parser.add_argument("--keep", action="store_true", help="keep the environments of cells that passed, too")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of the documentation")
     return parser.parse_args(argv)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from modelmill.accept.metrics import Row
-from modelmill.accept.tolerances import Bound
+from modelmill.accept.metrics import ErrorMetrics
+from modelmill.accept.tolerances import ErrorBound
 
 
 @dataclass(frozen=True)
@@ -15,15 +15,15 @@ class Finding:
     name: str
     layer: int | None
     module: str
-    row: Row
-    bound: Bound
+    metrics: ErrorMetrics
+    bound: ErrorBound
 
     @property
     def ok(self) -> bool:
         """Whether the row is within its published bound."""
-        return not self.bound.broken_by(self.row)
+        return not self.bound.violations(self.metrics)
 
     @property
-    def tolerance(self) -> float:
+    def max_abs_tolerance(self) -> float:
         """The bound on max_abs: the published share of the reference tensor's scale."""
-        return self.bound.max_rel * self.row.scale
+        return self.bound.max_rel * self.metrics.scale

@@ -16,10 +16,10 @@ LOGITS_BLOCK = 1 << 21
 
 
 @dataclass(frozen=True)
-class Row:
+class ErrorMetrics:
     """One comparison. Errors are infinite where either side holds NaN or Inf, or the shapes differ.
 
-    ``scale``: max |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ / ‖ref‖.
+    ``max_abs_expected``: max |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ / ‖ref‖.
     ``gain``: <ours, ref> / <ref, ref>, the factor by which ours is the reference; rounding leaves it near 1.
     """
 
@@ -34,49 +34,51 @@ class Row:
     scale: float
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether both sides could be compared at all."""
         return math.isfinite(self.max_abs)
 
 
-def incomparable(name: str) -> Row:
+def incomparable_metrics(name: str) -> ErrorMetrics:
     """What is told of tensors of different shapes, or with NaN or Inf: every error is infinite."""
-    return Row(name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE)
+    return ErrorMetrics(name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE)
 
 
-def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> Row:
+def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
     """Compare two tensors of one shape, of any dtype and device; computed where ``reference`` lies."""
     if ours.shape != reference.shape:
-        return incomparable(name)
-    right, left = _wide(reference, reference).reshape(-1), _wide(ours, reference).reshape(-1)
+        return incomparable_metrics(name)
+    right, left = _to_float64(reference, reference).reshape(-1), _to_float64(ours, reference).reshape(-1)
     if not right.numel():
-        return Row(name, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
+        return ErrorMetrics(name, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     error = (left - right).abs()
     # max lets NaN through, and Inf on either side or on both makes the difference Inf or NaN
     max_abs, scale = float(error.max()), float(right.abs().max())
     if not math.isfinite(max_abs):
-        return incomparable(name)
+        return incomparable_metrics(name)
     # Normalised first, so that squares of very large or very small values stay in range.
     unit = scale or float(left.abs().max()) or 1.0
     left, right, off = left / unit, right / unit, error / unit
     power, ours_power, product = float(right @ right), float(left @ left), float(left @ right)
-    sums = _Sums(power, ours_power, product, float(off.norm()))
-    return _row(name, max_abs, float(error.mean()), float(error.median()), scale, sums)
+    sums = _ErrorSums(power, ours_power, product, float(off.norm()))
+    return _error_metrics(name, max_abs, float(error.mean()), float(error.median()), scale, sums)
 
 
-class _Sums(NamedTuple):
+class _ErrorSums(NamedTuple):
     """Of normalised values: ‖ref‖², ‖ours‖², <ours, ref> and ‖ours − ref‖."""
 
     power: float
     ours_power: float
     product: float
-    off: float
+    error_norm: float
 
 
-def _row(name: str, max_abs: float, mean_abs: float, median_abs: float, scale: float, sums: _Sums) -> Row:
+def _error_metrics(
+    name: str, max_abs: float, mean_abs: float, median_abs: float, scale: float, sums: _ErrorSums
+) -> ErrorMetrics:
     power, ours_power, product, off = sums
     same = max_abs == 0.0
-    return Row(
+    return ErrorMetrics(
         name,
         max_abs=max_abs,
         mean_abs=mean_abs,
@@ -89,81 +91,83 @@ def _row(name: str, max_abs: float, mean_abs: float, median_abs: float, scale: f
     )
 
 
-def _wide(tensor: Tensor, at: Tensor) -> Tensor:
-    """In float64 where ``at`` lies."""
-    return tensor.detach().to(at.device).double()
+def _to_float64(tensor: Tensor, like: Tensor) -> Tensor:
+    """In float64 where ``like`` lies."""
+    return tensor.detach().to(like.device).double()
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else INFINITE
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else INFINITE
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Next-token agreement where the reference is sure: ``first`` is the first row that disagrees."""
+class TokenAgreement:
+    """Next-token agreement where the reference is sure: ``first_mismatch`` is the first row that disagrees."""
 
-    rows: int
-    sure: int
-    agreed: int
-    first: int | None
+    num_rows: int
+    num_sure: int
+    num_agreed: int
+    first_mismatch: int | None
 
     @property
-    def complete(self) -> bool:
+    def all_agree(self) -> bool:
         """No sure row disagrees."""
-        return self.agreed == self.sure
+        return self.num_agreed == self.num_sure
 
 
-def centred(logits: Tensor) -> Tensor:
+def center_logits(logits: Tensor) -> Tensor:
     """Logits in float64 less each row's mean, which softmax does not see: [T, vocab]."""
-    wide = _wide(logits, logits)
+    wide = _to_float64(logits, logits)
     return wide - wide.mean(-1, keepdim=True)
 
 
 def _row_blocks(*logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same few rows of each [T, vocab] tensor, all of them in the end."""
-    rows = _rows_of(logits[0])
+    rows = _rows_per_block(logits[0])
     return zip(*(each.split(rows) for each in logits), strict=True)
 
 
-def _rows_of(logits: Tensor) -> int:
+def _rows_per_block(logits: Tensor) -> int:
     """Rows of a block."""
     return max(1, LOGITS_BLOCK // max(1, logits.shape[-1]))
 
 
-def compare_logits(name: str, ours: Tensor, reference: Tensor) -> Row:
+def compare_logits(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
     """``compare_tensors`` of centred logits [T, vocab], a block of rows in float64 at a time."""
     if ours.shape != reference.shape:
-        return incomparable(name)
+        return incomparable_metrics(name)
     if not reference.numel():
         return compare_tensors(name, ours, reference)
     errors = torch.empty_like(reference, dtype=torch.float32)
     max_abs = scale = ours_scale = total = 0.0
-    for (left, right), error in zip(_centred_blocks(ours, reference), _row_blocks(errors), strict=True):
+    for (left, right), error in zip(_centered_blocks(ours, reference), _row_blocks(errors), strict=True):
         block = (left - right).abs()
         if not bool(block.isfinite().all()):
-            return incomparable(name)
+            return incomparable_metrics(name)
         error[0].copy_(block)
         max_abs, total = max(max_abs, float(block.max())), total + float(block.sum())
         scale, ours_scale = max(scale, float(right.abs().max())), max(ours_scale, float(left.abs().max()))
     # Normalised first, so that squares of very large or very small values stay in range.
     unit = scale or ours_scale or 1.0
     power = ours_power = product = off = 0.0
-    for left, right in _centred_blocks(ours, reference):
+    for left, right in _centered_blocks(ours, reference):
         left, right = left.reshape(-1) / unit, right.reshape(-1) / unit
         power, ours_power = power + float(right @ right), ours_power + float(left @ left)
         product += float(left @ right)
         off += float((left - right).square().sum())
     mean_abs, median_abs = total / reference.numel(), float(errors.reshape(-1).median())
-    return _row(name, max_abs, mean_abs, median_abs, scale, _Sums(power, ours_power, product, math.sqrt(off)))
+    return _error_metrics(
+        name, max_abs, mean_abs, median_abs, scale, _ErrorSums(power, ours_power, product, math.sqrt(off))
+    )
 
 
-def _centred_blocks(ours: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _centered_blocks(ours: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of rows of both, centred, where ``reference`` lies."""
     for left, right in _row_blocks(ours, reference):
-        yield centred(left.to(reference.device)), centred(right)
+        yield center_logits(left.to(reference.device)), center_logits(right)
 
 
-def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> Agreement:
+def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> TokenAgreement:
     """Does ours choose the reference's next token, wherever its top-two distance exceeds the margin?
 
     ours, reference [T, vocab]; ``margin`` in units of each row's standard deviation over the vocabulary.
@@ -171,22 +175,22 @@ def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> Agreement:
     """
     sure, same = [], []
     for left, right in _row_blocks(ours, reference):
-        exact = centred(right)
+        exact = center_logits(right)
         best = exact.topk(2, dim=-1)
         sure.append((best.values[:, 0] - best.values[:, 1]) > margin * exact.std(-1))
-        wide = _wide(left, right)
+        wide = _to_float64(left, right)
         same.append((wide.argmax(-1) == best.indices[:, 0]) & wide.isfinite().all(-1))
     is_sure, agrees = torch.cat(sure), torch.cat(same)
     wrong = (is_sure & ~agrees).nonzero()
     first = int(wrong[0]) if len(wrong) else None
-    return Agreement(len(is_sure), int(is_sure.sum()), int((is_sure & agrees).sum()), first)
+    return TokenAgreement(len(is_sure), int(is_sure.sum()), int((is_sure & agrees).sum()), first)
 
 
 def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
     """KL(reference ‖ ours) in nats per row: logits [T, vocab] → [T], infinite where ours is not finite."""
     rows = []
     for left, right in _row_blocks(ours, reference):
-        exact, guess = _wide(right, right).log_softmax(-1), _wide(left, right).log_softmax(-1)
+        exact, guess = _to_float64(right, right).log_softmax(-1), _to_float64(left, right).log_softmax(-1)
         rows.append((exact.exp() * (exact - guess)).sum(-1).clamp(min=0.0))
     each = torch.cat(rows)
     return torch.where(each.isnan(), torch.full_like(each, INFINITE), each)
@@ -195,8 +199,8 @@ def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
 def perplexity(logits: Tensor, targets: Tensor) -> float:
     """exp of the mean negative log likelihood of targets [T] under logits [T, vocab]; NaN becomes inf."""
     places = targets.to(logits.device, torch.long)[:, None]
-    blocks = zip(logits.split(_rows_of(logits)), places.split(_rows_of(logits)), strict=True)
-    rows = [-_wide(block, block).log_softmax(-1).gather(-1, place) for block, place in blocks]
+    blocks = zip(logits.split(_rows_per_block(logits)), places.split(_rows_per_block(logits)), strict=True)
+    rows = [-_to_float64(block, block).log_softmax(-1).gather(-1, place) for block, place in blocks]
     each = torch.cat(rows)
     mean = float(each.mean()) if each.numel() else 0.0
     return math.exp(min(mean, 700.0)) if math.isfinite(mean) else INFINITE

@@ -1,7 +1,7 @@
 """The acceptance contract: a staged engine through the real runtime, against the float32 reference.
 
-Modules, wiring and norms are judged one by one (``accept.engine``); then whole sequences run freely, in one batch,
-partly as prefill and partly as decode, and their logits, next tokens and perplexity are judged.
+Modules, wiring and norms are judged one by one (``accept.module_check``); then whole sequences run freely, in one
+batch, partly as prefill and partly as decode, and their logits, next tokens and perplexity are judged.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.dropped import dropped_of_language, with_dropped
-from modelmill.accept.ends import head_findings, table_findings
-from modelmill.accept.engine import Bench
+from modelmill.accept.embedding_and_head import check_embedding_tables, check_quantized_head
 from modelmill.accept.finding import Finding
-from modelmill.accept.own import is_low_bit, spoken
-from modelmill.accept.place import Place, on_the_cpu, placed
-from modelmill.accept.rounding import Rounding
-from modelmill.accept.sequences import judge_sequences
-from modelmill.accept.stages import row_of, short
-from modelmill.artifact.quantization import read_quantization
+from modelmill.accept.module_check import ModuleCheck
+from modelmill.accept.quantized_layers import QuantizedLayersCheck
+from modelmill.accept.quantized_reference import is_low_bit, language_formats
+from modelmill.accept.reference_device import PlacedReference, cpu_reference, place_reference
+from modelmill.accept.sequences import check_sequences
+from modelmill.accept.stage_check import finding_to_json, round_digits
+from modelmill.accept.unused_tensors import unused_language_tensors, with_unused_tensors
+from modelmill.artifact.quantization_facts import read_quantization_facts
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import log
 from modelmill.core.config import RunConfig
-from modelmill.core.quote import one_line
-from modelmill.runtime.loop import Loop
+from modelmill.core.progress_types import StageProgress
+from modelmill.core.quoting import one_line
+from modelmill.runtime.engine_core import EngineCore
 from modelmill.text.tokenizer import load_tokenizer
 
-_log = log.get(__name__)
-Progress = Callable[[str, int, int], None]
-SEQUENCES = 3
-LENGTH = 96
+_log = log.get_logger(__name__)
+NUM_SEQUENCES = 3
+SEQUENCE_LENGTH = 96
 
 
-def accept(staged: Path, checkpoint: Checkpoint, *, progress: Progress | None = None) -> dict[str, Any]:
+def accept(staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None) -> dict[str, Any]:
     """Judge a staged engine. Returns the report: {"accepted", "reason", "verdict", "layer", "module", "layers", …}."""
     artifact = open_artifact(staged, staged=True)
-    if artifact.manifest.kind == "segmentation":
-        from modelmill.accept.segment import accept_segmentation
+    if artifact.manifest.engine_type == "segmentation":
+        from modelmill.accept.segmentation import accept_segmentation
 
-        return accept_segmentation(staged, checkpoint, progress=progress)
+        return accept_segmentation(staged, checkpoint, on_progress=on_progress)
     config = RunConfig(
         device=artifact.manifest.build["target"] if torch.cuda.is_available() else "cpu",
         max_num_seqs=8,
-        max_model_len=min(artifact.manifest.max_model_len, LENGTH),
-        max_num_batched_tokens=LENGTH,
+        max_model_len=min(artifact.manifest.max_model_len, SEQUENCE_LENGTH),
+        max_num_batched_tokens=SEQUENCE_LENGTH,
         kv_cache_bytes=_kv_bytes(artifact),
         kv_cache_dtype="activations",
         enable_prefix_caching=False,
         cuda_graphs=False,
         kernels=artifact.manifest.build["kernels"],
     )
-    loop = Loop.open(artifact, config)
-    return compare_engine(loop, checkpoint, sample_ids(artifact), progress=progress)
+    loop = EngineCore.open(artifact, config)
+    return compare_engine(loop, checkpoint, sample_ids(artifact), on_progress=on_progress)
 
 
 def sample_ids(artifact: Artifact) -> list[list[int]]:
     """Sequences to judge with: our own text, or seeded ids where the engine has no tokenizer."""
-    limit = min(LENGTH, artifact.manifest.max_model_len)
+    limit = min(SEQUENCE_LENGTH, artifact.manifest.max_model_len)
     files = artifact.tokenizer_files()
     vocab = int(artifact.manifest.config.get("vocab_size") or artifact.manifest.config["padded_vocab_size"])
     if files:
@@ -70,147 +70,176 @@ def sample_ids(artifact: Artifact) -> list[list[int]]:
         ids = load_tokenizer(files).encode(text, bos=False)
     else:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocab, (SEQUENCES * limit,), generator=generator).tolist()
-    cuts = [ids[i * limit : (i + 1) * limit] for i in range(SEQUENCES)]
+        ids = torch.randint(0, vocab, (NUM_SEQUENCES * limit,), generator=generator).tolist()
+    cuts = [ids[i * limit : (i + 1) * limit] for i in range(NUM_SEQUENCES)]
     return [cut for cut in cuts if len(cut) > 1] or [ids[:limit]]
 
 
 def compare_engine(
-    loop: Loop, checkpoint: Checkpoint, ids: Sequence[Sequence[int]], *, progress: Progress | None = None
+    engine_core: EngineCore,
+    checkpoint: Checkpoint,
+    ids: Sequence[Sequence[int]],
+    *,
+    on_progress: StageProgress | None = None,
 ) -> dict[str, Any]:
     """Compare an opened engine with its checkpoint on sequences of ids; every number is in the result.
 
     verdict: "numerical noise", or "bug at layer N, module M" with ``layer`` and ``module`` set.
     """
 
-    def told(stage: str, done: int = 0, total: int = 1) -> None:
-        if progress is not None:
-            progress(f"acceptance: {stage}", done, total)
+    def on_stage(stage: str, done: int = 0, total: int = 1) -> None:
+        if on_progress is not None:
+            on_progress(f"acceptance: {stage}", done, total)
 
     if checkpoint.language is not None:
-        from modelmill.accept.pictures import joined, judge_eyes
+        from modelmill.accept.vision_encoder import check_vision_encoder, merge_reports
 
-        told("eyes")
-        return joined(judge_eyes(loop, checkpoint), compare_engine(loop, checkpoint.language, ids, progress=progress))
-    on_gpu = torch.device(loop.device).type == "cuda"
+        on_stage("vision encoder")
+        return merge_reports(
+            check_vision_encoder(engine_core, checkpoint),
+            compare_engine(engine_core, checkpoint.language, ids, on_progress=on_progress),
+        )
+    on_gpu = torch.device(engine_core.device).type == "cuda"
     try:
-        place = placed(checkpoint, loop, ids[0])
+        place = place_reference(checkpoint, engine_core, ids[0])
         on_gpu = place.device != "cpu"
-        return _compared(loop, place, ids, told)
+        return _compare(engine_core, place, ids, on_stage)
     except (RuntimeError, TypeError) as error:  # of torch: no room after all, or tensors in two places
         if not on_gpu:
             raise
         said = one_line(str(error), 200)
         _log.warning("the reference cannot compute on the GPU (%s): it does so on the CPU", said)
-        again = on_the_cpu(checkpoint, f"on the GPU it failed ({said})")
-    return _compared(loop, again, ids, told)
+        again = cpu_reference(checkpoint, f"on the GPU it failed ({said})")
+    return _compare(engine_core, again, ids, on_stage)
 
 
-def _compared(loop: Loop, place: Place, ids: Sequence[Sequence[int]], told: Callable[..., None]) -> dict[str, Any]:
-    """With the reference where it is. told: a stage, and how much of it is done."""
-    reference = true = place.reference
-    assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
-    kinds, model = spoken(loop.artifact.manifest.weights), loop.runner.model
+def _compare(
+    engine_core: EngineCore,
+    placed_reference: PlacedReference,
+    ids: Sequence[Sequence[int]],
+    on_stage: Callable[..., None],
+) -> dict[str, Any]:
+    """With the reference where it is. on_stage: a stage, and how much of it is done."""
+    reference = checkpoint_reference = placed_reference.reference
+    assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+    manifest, model = engine_core.artifact.manifest, engine_core.model_runner.model
+    weight_formats = language_formats(manifest.weight_formats)
     # what a checkpoint brings in few bits is expanded by the reference itself: nothing was rounded here
-    kept = loop.artifact.manifest.build["quantization"] == "keep"
-    own = is_low_bit(kinds) and not kept
-    rounded = not kept and bool(set(kinds.values()) - {"dense"})
+    kept = manifest.build["quantization"] == "keep"
+    uses_engine_weights = is_low_bit(weight_formats) and not kept
+    rounded = not kept and bool(set(weight_formats.values()) - {"dense"})
     sequences = [list(s) for s in ids]
     # the first is the probe, all prompt; of the others the last quarter is decoded token by token
     starts = [len(sequences[0]), *(max(1, len(s) * 3 // 4) for s in sequences[1:])]
-    dtype = loop.artifact.manifest.build["dtype"]
+    dtype = manifest.build["dtype"]
     rounding = None
     if rounded:
-        quantized = read_quantization(loop.artifact)
-        rounding = Rounding(
-            true, model, kinds, dtype, list(zip(sequences, starts, strict=True)), own=own,
-            folded={layer: scales for layer, (_, scales) in quantized.items()}, told=bool(quantized),
+        quantized = read_quantization_facts(engine_core.artifact)
+        rounding = QuantizedLayersCheck(
+            checkpoint_reference, model, weight_formats, dtype, list(zip(sequences, starts, strict=True)),
+            uses_engine_weights=uses_engine_weights,
+            folded_scales={layer: scales for layer, (_, scales) in quantized.items()},
+            has_stored_errors=bool(quantized),
         )  # fmt: skip
         reference = rounding.reference()
-    bench = Bench(loop, reference, sequences[0], list(zip(sequences[1:], starts[1:], strict=True)), own=own or kept)
-    last = bench.modules(lambda done: told("modules of layers", done, reference.num_layers))
-    told("wiring")
-    bench.wiring()
-    told("norms")
-    bench.norms()
-    told("sequences")
+    module_check = ModuleCheck(
+        engine_core,
+        reference,
+        sequences[0],
+        list(zip(sequences[1:], starts[1:], strict=True)),
+        uses_engine_weights=uses_engine_weights or kept,
+    )
+    last = module_check.check_modules(lambda done: on_stage("modules of layers", done, reference.num_layers))
+    on_stage("wiring")
+    module_check.check_wiring()
+    on_stage("norms")
+    module_check.check_norms()
+    on_stage("sequences")
     if rounding is not None:
-        rounding.rest()
-    exact = (true, rounding.streams) if rounding is not None and own else None
-    whole = judge_sequences(loop, reference, sequences, starts, [last, *bench.streams_of_others], exact)
-    findings = list(table_findings(true, model, dtype))
+        rounding.finish()
+    exact = (checkpoint_reference, rounding.streams) if rounding is not None and uses_engine_weights else None
+    whole = check_sequences(engine_core, reference, sequences, starts, [last, *module_check.other_streams], exact)
+    findings = list(check_embedding_tables(checkpoint_reference, model, dtype))
     if rounding is not None:
-        findings += [*rounding.findings, *head_findings(true, model, loop.artifact.manifest.weights, dtype)]
-    report = _report(loop, [*findings, *bench.findings], whole) | {"reference": place.told}
-    if rounding is not None and not report["recipe"]:
-        report["recipe"] = rounding.cost
-    told("done", 1)
-    return with_dropped(report, dropped_of_language(true))
+        findings += [
+            *rounding.findings,
+            *check_quantized_head(checkpoint_reference, model, manifest.weight_formats, dtype),
+        ]
+    report = _report(engine_core, [*findings, *module_check.findings], whole) | {
+        "reference": placed_reference.description
+    }
+    if rounding is not None and not report["quantization_errors"]:
+        report["quantization_errors"] = rounding.quantization_errors
+    on_stage("done", 1)
+    return with_unused_tensors(report, unused_language_tensors(checkpoint_reference))
 
 
-def _quantization(loop: Loop) -> list[dict[str, Any]]:
+def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:
     """What a calibrated recipe told of each matrix: errors before and after, bits, outlier channels."""
-    assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
-    told = read_quantization(loop.artifact)
+    assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+    facts_by_layer = read_quantization_facts(engine_core.artifact)
     return [
         {"layer": layer, "module": module, **fact}
-        for layer, (facts, _) in sorted(told.items())
+        for layer, (facts, _) in sorted(facts_by_layer.items())
         for module, fact in facts.items()
     ]
 
 
-def _report(loop: Loop, findings: list[Finding], whole: dict[str, Any]) -> dict[str, Any]:
-    assert loop.artifact is not None, "a loop made by Loop.open knows its artifact"
-    manifest = loop.artifact.manifest
+def _report(engine_core: EngineCore, findings: list[Finding], sequence_report: dict[str, Any]) -> dict[str, Any]:
+    assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+    manifest = engine_core.artifact.manifest
     bad = [f for f in findings if not f.ok]
-    first = _first(bad)
+    first = _first_failure(bad)
     if first is not None:
         where = "the embedding or head" if first.layer is None else f"layer {first.layer}"
         verdict = f"bug at {where}, module {first.module}"
-        why = "; ".join(first.bound.broken_by(first.row))
-        reason = f"{verdict}: {why}; compare tells more, another --dtype or --kernel {_try(first.module)} may help"
-    elif not whole["ok"]:
+        why = "; ".join(first.bound.violations(first.metrics))
+        reason = (
+            f"{verdict}: {why}; compare tells more, another --dtype or --kernel {_kernel_hint(first.module)} may help"
+        )
+    elif not sequence_report["ok"]:
         verdict = "bug between the modules: every module is right alone, whole sequences are not"
-        reason = f"{verdict} ({'; '.join(whole['broken'])}); try another --dtype, or --kernel paged_attention=torch"
+        broken = "; ".join(sequence_report["broken"])
+        reason = f"{verdict} ({broken}); try another --dtype, or --kernel paged_attention=torch"
     else:
         verdict = reason = "numerical noise"
     return {
-        "accepted": first is None and whole["ok"],
+        "accepted": first is None and sequence_report["ok"],
         "verdict": verdict,
         "reason": reason,
         "layer": None if first is None else first.layer,
         "module": None if first is None else first.module,
         "dtype": manifest.build["dtype"],
         "quantization": manifest.build["quantization"],
-        "kernels": dict(loop.ops.chosen),
-        "bytes": loop.artifact.nbytes(),
-        "logits": {k: short(v) for k, v in whole.items()},
-        "recipe": _quantization(loop),
-        "layers": [row_of(f) for f in findings],
+        "kernels": dict(engine_core.ops.backends),
+        "bytes": engine_core.artifact.nbytes(),
+        "logits": {k: round_digits(v) for k, v in sequence_report.items()},
+        "quantization_errors": _stored_quantization_errors(engine_core),
+        "layers": [finding_to_json(f) for f in findings],
     }
 
 
-def _first(bad: list[Finding]) -> Finding | None:
+def _first_failure(failures: list[Finding]) -> Finding | None:
     """The finding to name: a module that is wrong alone beats a layer that is wrong as a whole; then the earliest."""
-    alone = [f for f in bad if f.module != "layer"] or bad
-    first = min(alone, key=lambda f: (_depth(f), alone.index(f))) if alone else None
+    alone = [f for f in failures if f.module != "layer"] or failures
+    first = min(alone, key=lambda f: (_layer_depth(f), alone.index(f))) if alone else None
     # a norm that is wrong because of its eps is far more wrong where the eps is half of it
-    eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
-    if first is not None and eps is not None and eps.bound.excess(eps.row) > 3 * first.bound.excess(first.row):
+    eps = next((f for f in failures if first is not None and f.name == f"{first.name}.eps"), None)
+    if first is not None and eps is not None and eps.bound.excess(eps.metrics) > 3 * first.bound.excess(first.metrics):
         return eps
     return first
 
 
-def _depth(finding: Finding) -> float:
+def _layer_depth(finding: Finding) -> float:
     if finding.layer is not None:
         return finding.layer
     return -1 if finding.module == "embed" else math.inf
 
 
-def _try(module: str) -> str:
+def _kernel_hint(module: str) -> str:
     op = {
-        "attn.mix": "paged_attention",
-        "attn.rotate": "rope_cache",
+        "attn.core": "paged_attention",
+        "attn.rope_cache": "rope_cache",
         "attn_norm": "add_rms_norm",
         "mlp.act": "silu_mul",
     }
@@ -223,4 +252,4 @@ def _kv_bytes(artifact: Artifact) -> int:
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
     hidden = int(config.get("hidden_size") or config.get("n_embd") or 1)
     dim = int(config.get("head_dim") or 0) * int(config.get("num_attention_heads") or 0)
-    return 2 * layers * max(hidden, dim) * 4 * (SEQUENCES + 2) * (LENGTH + 64)
+    return 2 * layers * max(hidden, dim) * 4 * (NUM_SEQUENCES + 2) * (SEQUENCE_LENGTH + 64)

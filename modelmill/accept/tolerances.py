@@ -32,12 +32,12 @@ Student-t at 32 layers and 0.053 int8 SmolLM2. The margin asked for is 2.5 times
 leaves 52 % of 512 rows to test in bfloat16, 17 % in int8, all but a few in float32.
 
 int4 errs too much for bounds on outputs to tell a fault from rounding (Gaussian to Student-t and SmolLM2: linear
-rel_l2 0.10-0.28, one scale a row 0.42, gain off by up to 0.06), so it is judged in two halves (accept/own.py). Its
-matrices against the checkpoint's, SmolLM2: rel_l2 0.09 nearest, 0.10-0.16 GPTQ and AWQ; max_rel 0.06 nearest, up to
-0.27; gain within the rows' root mean square off by 0.005 nearest, 0.008 GPTQ. The gain over all weights is off by more
-where ranges are clipped for the sake of a few loud channels: in the last down_proj, whose loudest inputs have 60 times
-the mean energy, by 0.024 for the clipped grid alone (groups of 64; after GPTQ 0.023, within the root mean square 0.004)
-and 0.035 in groups of 128. o_proj x 1.05 moves the gain by 0.05.
+rel_l2 0.10-0.28, one scale a row 0.42, gain off by up to 0.06), so it is judged in two halves
+(accept/quantized_reference.py). Its matrices against the checkpoint's, SmolLM2: rel_l2 0.09 nearest, 0.10-0.16 GPTQ and
+AWQ; max_rel 0.06 nearest, up to 0.27; gain within the rows' root mean square off by 0.005 nearest, 0.008 GPTQ. The gain
+over all weights is off by more where ranges are clipped for the sake of a few loud channels: in the last down_proj,
+whose loudest inputs have 60 times the mean energy, by 0.024 for the clipped grid alone (groups of 64; after GPTQ 0.023,
+within the root mean square 0.004) and 0.035 in groups of 128. o_proj x 1.05 moves the gain by 0.05.
 
 w8a8 and fp8 round activations, and the reference rounds its own in the same way: in float32 a product is then as exact
 as any (6e-7 / 1.1e-6 in SmolLM2), with room for a value on the border of two steps (4e-4 / 1e-3 there). Where inputs
@@ -48,13 +48,14 @@ over the root 3.2e-2 and 5.9e-2 (SmolLM2 w8a8, float32: 7.8e-3). Tensor cores (H
 seen at 1.3e-3 / 3.4e-3 in fp8. Matrices against the checkpoint's: w8a8 1.3e-2, fp8 2.7e-2, gain off by 3.5e-3 at most.
 fp8 that carries its errors on moves single weights as far as GPTQ does in int4: max_rel 0.32 in SmolLM2.
 
-Parts of a matrix (accept/parts.py), worst of SmolLM2 as row / tile / row's gain off by: int8 0.064 / 0.026 / 0.0045,
-w8a8 0.068 / 0.11 / 0.004, fp8 0.22 / 0.29 / 0.025 (in the down_proj whose first token is 500 times the others; 0.08
-elsewhere), int4 nearest 0.23 / 0.23 / 0.04, GPTQ g128 0.27 / 0.27 / 0.18. Two rows swapped: row 1.4; a tile of wrong
-values across four of ours: 0.7; a scale x 1.1: gain 0.1, which int4 cannot be asked for. Quantized heads are within the
-same (accept/ends.py). An embedding's tables are held to "embedding" as wholes, row by row and tile by tile.
+Parts of a matrix (accept/blockwise.py), worst of SmolLM2 as row / tile / row's gain off by: int8 0.064 / 0.026 /
+0.0045, w8a8 0.068 / 0.11 / 0.004, fp8 0.22 / 0.29 / 0.025 (in the down_proj whose first token is 500 times the others;
+0.08 elsewhere), int4 nearest 0.23 / 0.23 / 0.04, GPTQ g128 0.27 / 0.27 / 0.18. Two rows swapped: row 1.4; a tile of
+wrong values across four of ours: 0.7; a scale x 1.1: gain 0.1, which int4 cannot be asked for. Quantized heads are
+within the same (accept/embedding_and_head.py). An embedding's tables are held to "embedding" as wholes, row by row and
+tile by tile.
 
-Clustered (rptq) engines, float32, SmolLM2 calibrated on 49,152 tokens, H200: products 4.6e-7 / 1e-6 (the last of 11,
+RPTQ engines, float32, SmolLM2 calibrated on 49,152 tokens, H200: products 4.6e-7 / 1e-6 (the last of 11,
 3.8e-6 / 9.7e-6, whose first token has 500 times the others' outputs), a layer 1.1e-3 / 1.4e-3, logits over the root
 1.1e-2; matrices w8a8 2.4e-2 / 4.4e-2, gain off by 6e-4.
 """
@@ -64,35 +65,35 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from modelmill.accept.metrics import Row
+from modelmill.accept.metrics import ErrorMetrics
 from modelmill.core.errors import UsageError
 
 DTYPES = ("float32", "float16", "bfloat16")
 RECIPES = ("none", "int8")
-LINEAR = ("q", "k", "v", "o_proj", "gate", "up", "fc", "down", "logits")
-KINDS = {"q_rot": "rotary", "k_rot": "rotary", "attn": "attention", "act": "activation", "embed": "embedding"}
+LINEAR_MODULES = ("q", "k", "v", "o_proj", "gate", "up", "fc", "down", "logits")
+MODULE_TYPES = {"q_rot": "rotary", "k_rot": "rotary", "attn": "attention", "act": "activation", "embed": "embedding"}
 
 
 @dataclass(frozen=True)
-class Bound:
+class ErrorBound:
     """Largest honest rel_l2, max_abs as a multiple of the tensor's scale (max |reference|), and |gain - 1|."""
 
     rel_l2: float
     max_rel: float
     gain: float
 
-    def broken_by(self, row: Row) -> list[str]:
+    def violations(self, metrics: ErrorMetrics) -> list[str]:
         """What of the row is out of bounds, in words with both numbers; empty where all is within."""
         found = {
-            "rel_l2": (row.rel_l2, self.rel_l2),
-            "max_rel": (row.max_rel, self.max_rel),
-            "|gain - 1|": (abs(row.gain - 1), self.gain),
+            "rel_l2": (metrics.rel_l2, self.rel_l2),
+            "max_rel": (metrics.max_rel, self.max_rel),
+            "|gain - 1|": (abs(metrics.gain - 1), self.gain),
         }
         return [f"{what} {value:.2g} > {limit:.2g}" for what, (value, limit) in found.items() if not value <= limit]
 
-    def excess(self, row: Row) -> float:
+    def excess(self, metrics: ErrorMetrics) -> float:
         """The worst error as a multiple of its bound: above 1 is out of bounds; orders faults by size."""
-        return max(row.rel_l2 / self.rel_l2, row.max_rel / self.max_rel, abs(row.gain - 1) / self.gain)
+        return max(metrics.rel_l2 / self.rel_l2, metrics.max_rel / self.max_rel, abs(metrics.gain - 1) / self.gain)
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,10 @@ class LogitsBound:
     margin: float
 
 
-GAIN = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
-GAIN_INT8 = 1.6e-2
+GAIN_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
+INT8_GAIN_BOUND = 1.6e-2
 # kind → dtype → (rel_l2, max_rel)
-TABLE: dict[str, dict[str, tuple[float, float]]] = {
+MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "norm": {"float32": (5e-6, 1e-5), "float16": (1.3e-3, 3.3e-3), "bfloat16": (1.1e-2, 2.7e-2)},
     "linear": {"float32": (1e-5, 3e-5), "float16": (1.7e-3, 2.6e-3), "bfloat16": (1.4e-2, 2.3e-2)},
     "rotary": {"float32": (3e-6, 1e-5), "float16": (1.2e-3, 4.5e-3), "bfloat16": (1.0e-2, 2.6e-2)},
@@ -115,91 +116,96 @@ TABLE: dict[str, dict[str, tuple[float, float]]] = {
     "activation": {"float32": (2e-6, 5e-6), "float16": (1.5e-3, 4.2e-3), "bfloat16": (1.3e-2, 2.5e-2)},
     "residual": {"float32": (5e-7, 1e-6), "float16": (2.0e-3, 4.2e-3), "bfloat16": (1.3e-2, 2.3e-2)},
 }
-TABLE["embedding"] = TABLE["residual"]
-LINEAR_INT8 = (1e-1, 3e-1)
-# Held kind → bounds on a matrix's values. Kinds that stand here are judged in two halves (accept/own.py).
-WEIGHTS = {
-    "int4": Bound(0.6, 1.0, 3e-2),
-    "int8": Bound(0.1, 0.3, 1.6e-2),
-    "w8a8": Bound(0.1, 0.3, 1e-2),
-    "fp8": Bound(0.1, 1.0, 1e-2),
+MODULE_BOUNDS["embedding"] = MODULE_BOUNDS["residual"]
+INT8_LINEAR_BOUND = (1e-1, 3e-1)
+# Weight format → bounds on a matrix's values. Kinds that stand here are judged in two halves
+# (accept/quantized_reference.py).
+WEIGHT_BOUNDS = {
+    "int4": ErrorBound(0.6, 1.0, 3e-2),
+    "int8": ErrorBound(0.1, 0.3, 1.6e-2),
+    "w8a8": ErrorBound(0.1, 0.3, 1e-2),
+    "fp8": ErrorBound(0.1, 1.0, 1e-2),
 }
-WEIGHTS["clustered"] = WEIGHTS["int4"]
-# Held kind → bounds on the row that errs most, on the worst tile of 32 × 32 and on the row whose gain is most off.
-PARTS = {
-    "int4": Bound(0.8, 0.65, 0.5),
-    "int8": Bound(0.4, 0.3, 0.05),
-    "w8a8": Bound(0.4, 0.4, 0.05),
-    "fp8": Bound(0.6, 0.6, 0.07),
+WEIGHT_BOUNDS["rptq"] = WEIGHT_BOUNDS["int4"]
+# Weight format → bounds on the row that errs most, on the worst tile of 32 × 32 and on the row whose gain is most off.
+BLOCK_BOUNDS = {
+    "int4": ErrorBound(0.8, 0.65, 0.5),
+    "int8": ErrorBound(0.4, 0.3, 0.05),
+    "w8a8": ErrorBound(0.4, 0.4, 0.05),
+    "fp8": ErrorBound(0.6, 0.6, 0.07),
 }
-PARTS["clustered"] = PARTS["int4"]
-# Held kind → dtype → (rel_l2, max_rel) of a product whose activations are rounded, the reference's as well.
-ROUNDED: dict[str, dict[str, tuple[float, float]]] = {
+BLOCK_BOUNDS["rptq"] = BLOCK_BOUNDS["int4"]
+# Weight format → dtype → (rel_l2, max_rel) of a product whose activations are rounded, the reference's as well.
+ACT_QUANT_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "w8a8": {"float32": (2e-3, 5e-3), "float16": (7e-3, 1.4e-2), "bfloat16": (3e-2, 6e-2)},
     # tensor cores keep fewer bits of fp8's sums than float32 has
     "fp8": {"float32": (4e-3, 1e-2), "float16": (2e-2, 5e-2), "bfloat16": (4e-2, 1.4e-1)},
 }
-ROUNDED["clustered"] = {"float32": (1e-5, 3e-5), "float16": (2e-2, 5e-2), "bfloat16": (6e-2, 2e-1)}
-LOGITS_ROUNDED = {"w8a8": 0.1, "fp8": 0.18, "clustered": 0.05}
-LAYER_ROUNDED = {"w8a8": Bound(0.12, 0.15, 1.4e-2), "fp8": Bound(0.22, 0.4, 2e-2), "clustered": Bound(0.2, 0.5, 3e-2)}
+ACT_QUANT_BOUNDS["rptq"] = {"float32": (1e-5, 3e-5), "float16": (2e-2, 5e-2), "bfloat16": (6e-2, 2e-1)}
+ACT_QUANT_LOGITS_BOUNDS = {"w8a8": 0.1, "fp8": 0.18, "rptq": 0.05}
+ACT_QUANT_LAYER_BOUNDS = {
+    "w8a8": ErrorBound(0.12, 0.15, 1.4e-2),
+    "fp8": ErrorBound(0.22, 0.4, 2e-2),
+    "rptq": ErrorBound(0.2, 0.5, 3e-2),
+}
 # float32 rotary: added per token of length.
-PER_POSITION = (1e-7, 4e-7)
-LOGITS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
-LOGITS_INT8 = 3.5e-2
-LOGITS_INT8_MOST = 0.3
-MARGIN = 2.5
+ROPE_BOUND_PER_TOKEN = (1e-7, 4e-7)
+LOGITS_BOUNDS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
+INT8_LOGITS_BOUND = 3.5e-2
+MAX_LOGITS_BOUND = 0.3
+MARGIN_PER_REL_L2 = 2.5
 
 
-def kind_of(module: str) -> str:
+def module_type(module: str) -> str:
     """The kind of a canonical module name: norm, linear, rotary, attention, activation, residual, embedding."""
-    if module in LINEAR:
+    if module in LINEAR_MODULES:
         return "linear"
-    return KINDS.get(module, "norm" if module.endswith("norm") else "residual")
+    return MODULE_TYPES.get(module, "norm" if module.endswith("norm") else "residual")
 
 
-def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int = 0) -> Bound:
+def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int = 0) -> ErrorBound:
     """The bound for one module (canonical name) of an engine in this dtype and recipe.
 
     ``length``: tokens of the sequence, for the rotation. Raises UsageError for a dtype or recipe without
     published tolerances.
     """
-    _check(dtype, recipe)
-    kind = kind_of(module)
-    rel_l2, max_rel = TABLE[kind][dtype]
-    gain = GAIN[dtype]
+    _check_published(dtype, recipe)
+    kind = module_type(module)
+    rel_l2, max_rel = MODULE_BOUNDS[kind][dtype]
+    gain = GAIN_BOUNDS[dtype]
     if kind == "rotary":
-        rel_l2, max_rel = rel_l2 + PER_POSITION[0] * length, max_rel + PER_POSITION[1] * length
+        rel_l2, max_rel = rel_l2 + ROPE_BOUND_PER_TOKEN[0] * length, max_rel + ROPE_BOUND_PER_TOKEN[1] * length
     if recipe == "int8" and kind in ("linear", "embedding"):
-        rel_l2, max_rel, gain = LINEAR_INT8[0], LINEAR_INT8[1], GAIN_INT8
-    if recipe in ROUNDED and kind == "linear":
-        rel_l2, max_rel = ROUNDED[recipe][dtype]
+        rel_l2, max_rel, gain = INT8_LINEAR_BOUND[0], INT8_LINEAR_BOUND[1], INT8_GAIN_BOUND
+    if recipe in ACT_QUANT_BOUNDS and kind == "linear":
+        rel_l2, max_rel = ACT_QUANT_BOUNDS[recipe][dtype]
         gain = max(gain, 1e-3)
-    return Bound(rel_l2, max_rel, gain)
+    return ErrorBound(rel_l2, max_rel, gain)
 
 
-def weight_bound(dtype: str, kind: str) -> Bound:
-    """The bound for what is held against the checkpoint's values, folded scales undone; ``kind``: how it is held."""
-    rel_l2, max_rel = TABLE["residual"][dtype]
-    if kind in WEIGHTS:
-        return WEIGHTS[kind]
-    return Bound(rel_l2, max_rel, GAIN[dtype])
+def weight_bound(dtype: str, weight_format: str) -> ErrorBound:
+    """The bound for what is held against the checkpoint's values, folded scales undone."""
+    rel_l2, max_rel = MODULE_BOUNDS["residual"][dtype]
+    if weight_format in WEIGHT_BOUNDS:
+        return WEIGHT_BOUNDS[weight_format]
+    return ErrorBound(rel_l2, max_rel, GAIN_BOUNDS[dtype])
 
 
-def logits_bound(dtype: str, recipe: str = "none", *, layers: int) -> LogitsBound:
+def logits_bound(dtype: str, recipe: str = "none", *, num_layers: int) -> LogitsBound:
     """The bound for the whole model's logits at this depth."""
-    _check(dtype, recipe)
-    depth = math.sqrt(layers + 2)
-    rel_l2 = LOGITS[dtype] * depth
+    _check_published(dtype, recipe)
+    depth = math.sqrt(num_layers + 2)
+    rel_l2 = LOGITS_BOUNDS[dtype] * depth
     if recipe == "int8":
-        rel_l2 = min(max(rel_l2, LOGITS_INT8 * depth), LOGITS_INT8_MOST)
-    if recipe in ROUNDED:
-        rel_l2 = min(max(rel_l2, LOGITS_ROUNDED[recipe] * depth), LOGITS_INT8_MOST)
-    return LogitsBound(rel_l2, MARGIN * rel_l2)
+        rel_l2 = min(max(rel_l2, INT8_LOGITS_BOUND * depth), MAX_LOGITS_BOUND)
+    if recipe in ACT_QUANT_BOUNDS:
+        rel_l2 = min(max(rel_l2, ACT_QUANT_LOGITS_BOUNDS[recipe] * depth), MAX_LOGITS_BOUND)
+    return LogitsBound(rel_l2, MARGIN_PER_REL_L2 * rel_l2)
 
 
-def _check(dtype: str, recipe: str) -> None:
-    if dtype not in DTYPES or recipe not in (*RECIPES, *ROUNDED):
+def _check_published(dtype: str, recipe: str) -> None:
+    if dtype not in DTYPES or recipe not in (*RECIPES, *ACT_QUANT_BOUNDS):
         raise UsageError(
             f"no tolerances are published for {dtype} with recipe {recipe}; "
-            f"dtypes: {', '.join(DTYPES)}; recipes: {', '.join((*RECIPES, *ROUNDED))}"
+            f"dtypes: {', '.join(DTYPES)}; recipes: {', '.join((*RECIPES, *ACT_QUANT_BOUNDS))}"
         )

@@ -14,32 +14,36 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact, UsageError
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
 SCHEMA = 1
-PACKINGS = ("rows/1",)
-NAME = "manifest.json"
-MAX_LENGTH = 1 << 24
+PACKINGS = ("rows/2",)
+MANIFEST_FILE = "manifest.json"
+MAX_MODEL_LEN = 1 << 24
 # what engines do, and how they are asked
-KINDS = {"language": "writes text: modelmill run {}", "segmentation": "segments images: modelmill segment {} IMAGE"}
+ENGINE_TYPES = {
+    "language": "writes text: modelmill run {}",
+    "segmentation": "segments images: modelmill segment {} IMAGE",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """config: the checkpoint's own config (Hugging Face keys). build: the resolved BuildConfig.
 
-    weights: linear module → held kind. aliases: tensor → the tensor whose memory it shares. files: path inside the
-    folder → {"sha256", "bytes"}. packing: layout of the weights. generation: the checkpoint's generation_config.
+    weight_formats: linear module → weight format. aliases: tensor → the tensor whose memory it shares. files: path
+    inside the folder → {"sha256", "bytes"}. packing: layout of the weights. generation: the checkpoint's
+    generation_config.
     """
 
     schema: int
-    kind: str
+    engine_type: str
     model_type: str
     packing: str
     max_model_len: int
     config: dict[str, Any]
     build: dict[str, Any]
-    weights: dict[str, str]
+    weight_formats: dict[str, str]
     aliases: dict[str, str]
     generation: dict[str, Any]
     source: dict[str, Any]
@@ -48,73 +52,81 @@ class Manifest:
 
     def digest(self) -> str:
         """sha256 over the canonical JSON; identifies the engine (and keys its prefix cache)."""
-        return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()
+        return hashlib.sha256(_canonical_json(asdict(self)).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The file's text; carries its own digest, so that a changed manifest is noticed."""
         return json.dumps({**asdict(self), "digest": self.digest()}, indent=1, sort_keys=True) + "\n"
 
     @staticmethod
-    def from_json(text: str, where: str) -> Manifest:
+    def from_json(text: str, engine_path: str) -> Manifest:
         """Parse and check. Raises CorruptArtifact for damage, IncompatibleArtifact for another schema or packing."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError):
-            raise CorruptArtifact(f"{where}/{NAME} is not JSON; rebuild the engine") from None
+            raise CorruptArtifact(f"{engine_path}/{MANIFEST_FILE} is not JSON; rebuild the engine") from None
         if not isinstance(raw, Mapping) or "schema" not in raw:
-            raise CorruptArtifact(f"{where}/{NAME} is not an engine's manifest; rebuild the engine")
+            raise CorruptArtifact(f"{engine_path}/{MANIFEST_FILE} is not an engine's manifest; rebuild the engine")
         if raw["schema"] != SCHEMA:
             raise IncompatibleArtifact(
-                f"{where} has schema {str(raw['schema'])[:20]!r}, this modelmill reads {SCHEMA}; rebuild it: "
-                f"modelmill build CHECKPOINT -o {where}"
+                f"{engine_path} has schema {str(raw['schema'])[:20]!r}, this modelmill reads {SCHEMA}; rebuild it: "
+                f"modelmill build CHECKPOINT -o {engine_path}"
             )
         names = {f.name for f in fields(Manifest)}
         if set(raw) != names | {"digest"}:
             odd = ", ".join(repr(name[:40]) for name in sorted(set(raw) ^ (names | {"digest"}))[:5])
-            raise CorruptArtifact(f"{where}/{NAME} has unknown or missing keys: {odd}; rebuild the engine")
+            raise CorruptArtifact(
+                f"{engine_path}/{MANIFEST_FILE} has unknown or missing keys: {odd}; rebuild the engine"
+            )
         manifest = Manifest(**{k: v for k, v in raw.items() if k != "digest"})
         if manifest.digest() != raw["digest"]:
             raise CorruptArtifact(
-                f"{where}/{NAME} was changed after the build (its sha256 differs); rebuild the engine"
+                f"{engine_path}/{MANIFEST_FILE} was changed after the build (its sha256 differs); rebuild the engine"
             )
-        _check(manifest, where)
+        _check_values(manifest, engine_path)
         if manifest.packing not in PACKINGS:
             raise IncompatibleArtifact(
-                f"{where} is packed as {manifest.packing[:40]!r}, this modelmill reads {', '.join(PACKINGS)}; "
-                f"rebuild it: modelmill build CHECKPOINT -o {where}"
+                f"{engine_path} is packed as {manifest.packing[:40]!r}, this modelmill reads {', '.join(PACKINGS)}; "
+                f"rebuild it: modelmill build CHECKPOINT -o {engine_path}"
             )
         return manifest
 
 
-def _check(manifest: Manifest, where: str) -> None:
+def _check_values(manifest: Manifest, engine_path: str) -> None:
     """Whoever writes a manifest can write its digest too, so every value must be of the kind its readers rely on."""
     tables = (manifest.config, manifest.build, manifest.generation, manifest.source)
-    texts = (manifest.weights, manifest.aliases, manifest.versions)
+    texts = (manifest.weight_formats, manifest.aliases, manifest.versions)
     kernels = manifest.build.get("kernels") if isinstance(manifest.build, dict) else None
     fine = (
-        all(isinstance(text, str) for text in (manifest.kind, manifest.model_type, manifest.packing))
+        all(isinstance(text, str) for text in (manifest.engine_type, manifest.model_type, manifest.packing))
         and all(isinstance(table, dict) for table in (*tables, *texts, manifest.files, kernels))
         and all(isinstance(value, str) for table in (*texts, kernels) for value in table.values())  # type: ignore[union-attr]
         and type(manifest.max_model_len) is int
-        and 0 < manifest.max_model_len <= MAX_LENGTH
+        and 0 < manifest.max_model_len <= MAX_MODEL_LEN
     )
     if not fine:
-        raise CorruptArtifact(f"{where}/{NAME} holds values of the wrong kind; rebuild the engine")
+        raise CorruptArtifact(f"{engine_path}/{MANIFEST_FILE} holds values of the wrong kind; rebuild the engine")
     for name, entry in manifest.files.items():
         parts = name.split("/")
         if not all(parts) or {".", ".."} & set(parts) or not name.isprintable():
-            raise CorruptArtifact(f"{where}/{NAME} names a file outside the engine: {name[:200]!r}")
+            raise CorruptArtifact(f"{engine_path}/{MANIFEST_FILE} names a file outside the engine: {name[:200]!r}")
         known = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
         if not known or type(entry.get("bytes")) is not int:
-            raise CorruptArtifact(f"{where}/{NAME} gives {name[:200]!r} no sha256 and size; rebuild the engine")
+            raise CorruptArtifact(
+                f"{engine_path}/{MANIFEST_FILE} gives {name[:200]!r} no sha256 and size; rebuild the engine"
+            )
 
 
-def check_kind(path: Path, kind: str, wanted: str) -> None:
+def check_engine_type(path: Path, engine_type: str, expected: str) -> None:
     """Raise UsageError, saying how it is asked, where an engine or a checkpoint's model is of another kind."""
-    if kind != wanted:
-        does = KINDS[kind].format(path) if kind in KINDS else f"is of an unknown kind, {quoted(kind)}"
+    if engine_type != expected:
+        does = (
+            ENGINE_TYPES[engine_type].format(path)
+            if engine_type in ENGINE_TYPES
+            else f"is of an unknown kind, {quote(engine_type)}"
+        )
         raise UsageError(f"{path}: this engine {does}")
 
 
-def _canonical(value: Any) -> str:
+def _canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

@@ -20,9 +20,9 @@ import torch
 
 from modelmill.core.errors import CorruptArtifact
 
-Info = tuple[tuple[int, ...], torch.dtype]
-ALIGN = 64
-_NAMES = {
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
+ALIGNMENT = 64
+_DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -32,27 +32,27 @@ _NAMES = {
     torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_PAD = "__pad"
-_SMALL = 1 << 16  # bytes that are hashed before another thread would have begun
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_PAD_PREFIX = "__pad"
+_INLINE_HASH_BYTES = 1 << 16  # bytes that are hashed before another thread would have begun
 
 
 class ShardWriter:
     """Writes tensors of known shapes in the order given; ``close`` returns {"sha256", "bytes"}."""
 
-    def __init__(self, path: Path, infos: Mapping[str, Info]) -> None:
-        self._left = dict(infos)
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        self._remaining = dict(specs)
         self._hash = hashlib.sha256()
-        self._hashing = ThreadPoolExecutor(1)
-        header, self._pads = _header(infos)
+        self._hash_thread = ThreadPoolExecutor(1)
+        header, self._pads = _header(specs)
         self._file = path.open("wb")
         self._size = 0
         self._write(header)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor; its name, shape and dtype must be what was announced."""
-        expected = next(iter(self._left))
-        shape, dtype = self._left.pop(expected)
+        expected = next(iter(self._remaining))
+        shape, dtype = self._remaining.pop(expected)
         assert name == expected, f"{name} written where {expected} was announced"
         assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} is not the announced {shape}"
         assert tensor.dtype == dtype, f"{name}: {tensor.dtype} is not the announced {dtype}"
@@ -63,18 +63,18 @@ class ShardWriter:
 
     def close(self) -> dict[str, int | str]:
         """Flush to the disk and tell the file's hash and size."""
-        assert not self._left, f"never written: {', '.join(self._left)}"
+        assert not self._remaining, f"never written: {', '.join(self._remaining)}"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         return {"sha256": self._hash.hexdigest(), "bytes": self._size}
 
     def _write(self, data: bytes | memoryview) -> None:
-        if len(data) < _SMALL:
+        if len(data) < _INLINE_HASH_BYTES:
             self._hash.update(data)
             self._file.write(data)
         else:
-            hashed = self._hashing.submit(self._hash.update, data)
+            hashed = self._hash_thread.submit(self._hash.update, data)
             try:
                 self._file.write(data)
             finally:
@@ -85,26 +85,26 @@ class ShardWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hashing.shutdown()
+        self._hash_thread.shutdown()
         self._file.close()
 
 
-def _header(infos: Mapping[str, Info]) -> tuple[bytes, dict[str, int]]:
+def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
     entries: dict[str, object] = {}
     pads: dict[str, int] = {}
     offset = 0
-    for name, (shape, dtype) in infos.items():
+    for name, (shape, dtype) in specs.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
-        pads[name] = pad = -offset % ALIGN
+        pads[name] = pad = -offset % ALIGNMENT
         if pad:
-            entries[f"{_PAD}.{name}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [offset, offset + pad]}
+            entries[f"{_PAD_PREFIX}.{name}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [offset, offset + pad]}
             offset += pad
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGN)
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, pads
 
 
@@ -126,7 +126,7 @@ class ShardReader:
                 raise CorruptArtifact(f"{path} is damaged (its header is not JSON); rebuild the engine") from None
         self._start = 8 + length
         self._size = size
-        self._entries = {k: v for k, v in header.items() if not k.startswith(_PAD) and k != "__metadata__"}
+        self._entries = {k: v for k, v in header.items() if not k.startswith(_PAD_PREFIX) and k != "__metadata__"}
         self._storage = torch.UntypedStorage.from_file(str(path), False, size)
 
     def names(self) -> list[str]:

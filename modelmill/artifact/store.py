@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from modelmill.artifact.exchange import exchange
-from modelmill.artifact.manifest import NAME, Manifest
-from modelmill.artifact.shard import Info, ShardReader, ShardWriter
+from modelmill.artifact.atomic_swap import atomic_swap
+from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
+from modelmill.artifact.shard import ShardReader, ShardWriter, TensorSpec
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import ArtifactError, CorruptArtifact, UsageError
 
-ACCEPTANCE = "acceptance.json"
-TOKENIZER = "tokenizer"
-STAGING = ".staging"
+ACCEPTANCE_FILE = "acceptance.json"
+TOKENIZER_FOLDER = "tokenizer"
+STAGING_SUFFIX = ".staging"
 _JOURNAL = "journal.json"
 
 
@@ -37,35 +37,35 @@ class Artifact:
         self.path = path
         self.manifest = manifest
         self._shards = [ShardReader(path / name) for name in manifest.files if name.endswith(".safetensors")]
-        self._where: dict[str, ShardReader] = {}
+        self._shard_by_tensor: dict[str, ShardReader] = {}
         for shard in self._shards:
             for name in shard.names():
-                if name in self._where:
+                if name in self._shard_by_tensor:
                     raise CorruptArtifact(
                         f"{shard.path} holds {name}, which another file holds too; rebuild the engine"
                     )
-                self._where[name] = shard
+                self._shard_by_tensor[name] = shard
 
     def names(self) -> list[str]:
         """Names of all stored tensors."""
-        return list(self._where)
+        return list(self._shard_by_tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A zero-copy view on the CPU. Raises CorruptArtifact where it is absent."""
-        if name not in self._where:
+        if name not in self._shard_by_tensor:
             raise CorruptArtifact(f"{self.path} holds no tensor {name}; rebuild the engine")
-        return self._where[name].get(name)
+        return self._shard_by_tensor[name].get(name)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name; empty for an ids-only engine."""
-        prefix = TOKENIZER + "/"
+        prefix = TOKENIZER_FOLDER + "/"
         return {
             n.removeprefix(prefix): (self.path / n).read_bytes() for n in self.manifest.files if n.startswith(prefix)
         }
 
     def acceptance(self) -> dict[str, Any]:
         """The acceptance report; empty where the engine was built without one."""
-        path = self.path / ACCEPTANCE
+        path = self.path / ACCEPTANCE_FILE
         if not path.is_file():
             return {}
         try:
@@ -83,7 +83,7 @@ class Artifact:
 
 def is_engine(path: Path) -> bool:
     """Whether the folder claims to be an engine."""
-    return (path / NAME).is_file()
+    return (path / MANIFEST_FILE).is_file()
 
 
 def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
@@ -92,12 +92,12 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
     Raises ArtifactError where it is no engine, CorruptArtifact, IncompatibleArtifact.
     """
     if not is_engine(path):
-        hint = "it does not exist" if not path.exists() else f"it has no {NAME}"
+        hint = "it does not exist" if not path.exists() else f"it has no {MANIFEST_FILE}"
         target = "ENGINE" if path.exists() else path
         raise ArtifactError(f"{path} is not an engine ({hint}); make one with: modelmill build CHECKPOINT -o {target}")
-    if path.name.startswith(".") and path.name.endswith(STAGING) and not staged:
+    if path.name.startswith(".") and path.name.endswith(STAGING_SUFFIX) and not staged:
         raise ArtifactError(f"{path} is an unfinished build; run the build again to finish it")
-    manifest = Manifest.from_json((path / NAME).read_text(errors="replace"), str(path))
+    manifest = Manifest.from_json((path / MANIFEST_FILE).read_text(errors="replace"), str(path))
     for name, entry in manifest.files.items():
         file = path / name
         if not file.is_file():
@@ -117,10 +117,10 @@ class Staging:
 
     def __init__(self, target: Path, key: str) -> None:
         self.target = target = Path(os.path.realpath(target))
-        self.path = target.parent / f".{target.name}{STAGING}"
+        self.path = target.parent / f".{target.name}{STAGING_SUFFIX}"
         self._key = key
         self._lock: Any = None
-        self.done: dict[str, dict[str, Any]] = {}
+        self.finished_files: dict[str, dict[str, Any]] = {}
 
     def open(self) -> None:
         """Take the folder for ourselves and keep what an interrupted build of the same key left there.
@@ -131,7 +131,7 @@ class Staging:
         if self.target == Path.cwd():
             raise UsageError(f"{self.target} is the folder you are in, which cannot be replaced; choose another -o")
         try:
-            check_place(self.target)
+            check_target(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = (self.target.parent / f".{self.target.name}.lock").open("w")
         except OSError as error:
@@ -145,7 +145,7 @@ class Staging:
             self._lock.close()
             self._lock = None
             raise ArtifactError(
-                f"another build of {self.target} is running; wait for it, or {elsewhere(self.target)}"
+                f"another build of {self.target} is running; wait for it, or {other_target_hint(self.target)}"
             ) from None
         try:
             self._resume()
@@ -154,44 +154,44 @@ class Staging:
             raise self._unwritable(error) from None
 
     def _unwritable(self, error: OSError) -> ArtifactError:
-        return ArtifactError(f"cannot write beside {self.target}: {error.strerror}; {elsewhere(self.target)}")
+        return ArtifactError(f"cannot write beside {self.target}: {error.strerror}; {other_target_hint(self.target)}")
 
     def _resume(self) -> None:
         journal = self.path / _JOURNAL
         with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
             raw = json.loads(journal.read_text())
             if raw.get("key") == self._key:
-                self.done = {n: e for n, e in raw["files"].items() if _same(self.path / n, e)}
+                self.finished_files = {n: e for n, e in raw["files"].items() if _matches_hash(self.path / n, e)}
                 return
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
 
     @contextlib.contextmanager
-    def shard(self, name: str, infos: Mapping[str, Info]) -> Iterator[ShardWriter]:
+    def shard(self, name: str, specs: Mapping[str, TensorSpec]) -> Iterator[ShardWriter]:
         """Write one weight file; it counts as finished when the block ends without an error."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with ShardWriter(path, infos) as writer:
+        with ShardWriter(path, specs) as writer:
             yield writer
-            self.done[name] = writer.close()
-        self._note()
+            self.finished_files[name] = writer.close()
+        self._write_journal()
 
     def write(self, name: str, data: bytes) -> None:
         """Write one small hashed file."""
-        _write(self.path / name, data)
-        self.done[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-        self._note()
+        _write_atomically(self.path / name, data)
+        self.finished_files[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+        self._write_journal()
 
-    def write_loose(self, name: str, data: bytes) -> None:
+    def write_unhashed(self, name: str, data: bytes) -> None:
         """Write a file outside the hashes."""
-        _write(self.path / name, data)
+        _write_atomically(self.path / name, data)
 
     def seal(self, manifest: Manifest) -> None:
         """Write the manifest: from here on the staged folder can be opened (``staged=True``) and judged."""
         for name in [str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()]:
-            if name not in manifest.files and name not in (_JOURNAL, NAME):
+            if name not in manifest.files and name not in (_JOURNAL, MANIFEST_FILE):
                 (self.path / name).unlink()
-        _write(self.path / NAME, manifest.to_json().encode())
+        _write_atomically(self.path / MANIFEST_FILE, manifest.to_json().encode())
 
     def publish(self) -> None:
         """Move the finished engine to its place in one step; an older engine there is replaced.
@@ -201,19 +201,19 @@ class Staging:
         """
         (self.path / _JOURNAL).unlink(missing_ok=True)
         try:
-            self._move()
+            self._move_to_target()
         except OSError as error:
-            self._note()
+            self._write_journal()
             raise ArtifactError(
                 f"the engine cannot be moved to {self.target}: {error.strerror}; build it again with another -o"
             ) from None
 
-    def _move(self) -> None:
+    def _move_to_target(self) -> None:
         old = self.target.parent / f".{self.target.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if not self.target.exists():
             os.rename(self.path, self.target)
-        elif exchange(self.path, self.target):
+        elif atomic_swap(self.path, self.target):
             self.discard()  # the older engine now; without its journal no build would go on with it
         else:
             os.rename(self.target, old)
@@ -236,29 +236,29 @@ class Staging:
             self._lock.close()
             self._lock = None
 
-    def _note(self) -> None:
-        _write(self.path / _JOURNAL, json.dumps({"key": self._key, "files": self.done}).encode())
+    def _write_journal(self) -> None:
+        _write_atomically(self.path / _JOURNAL, json.dumps({"key": self._key, "files": self.finished_files}).encode())
 
 
-def check_place(target: Path) -> bool:
+def check_target(target: Path) -> bool:
     """Whether an engine stands where one is to be written. Raises UsageError where something else does."""
     target = Path(os.path.realpath(target))
     try:
-        if not _replaceable(target):
+        if not _is_replaceable(target):
             raise UsageError(f"{target} exists and is not an engine; choose another -o or remove it")
         return is_engine(target)
     except OSError as error:
-        raise ArtifactError(f"cannot write beside {target}: {error.strerror}; {elsewhere(target)}") from None
+        raise ArtifactError(f"cannot write beside {target}: {error.strerror}; {other_target_hint(target)}") from None
 
 
-def elsewhere(target: Path) -> str:
+def other_target_hint(target: Path) -> str:
     """What to do where an engine cannot be written: who named no place has the cache's."""
     if target.is_relative_to(os.path.realpath(cache_dir())):
         return "name another cache folder in MODELMILL_CACHE, or build it with -o"
     return "choose another -o"
 
 
-def _replaceable(target: Path) -> bool:
+def _is_replaceable(target: Path) -> bool:
     """Whether a build may take this place: nothing is there, or an engine of any version, damaged or not.
 
     Other things have a manifest.json as well, so it has to be one of ours. Raises OSError.
@@ -270,20 +270,20 @@ def _replaceable(target: Path) -> bool:
     if not is_engine(target):
         return not any(target.iterdir())
     try:
-        manifest = json.loads((target / NAME).read_bytes())
+        manifest = json.loads((target / MANIFEST_FILE).read_bytes())
     except (ValueError, RecursionError):
         return (target / "weights").is_dir()
     return isinstance(manifest, dict) and {"schema", "packing", "files"} <= manifest.keys()
 
 
-def _same(path: Path, entry: Mapping[str, Any]) -> bool:
+def _matches_hash(path: Path, entry: Mapping[str, Any]) -> bool:
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_atomically(path: Path, data: bytes) -> None:
     """Write so that a reader sees the old or the new content, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")

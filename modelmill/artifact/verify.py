@@ -9,22 +9,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from modelmill.artifact.store import Artifact
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import CorruptArtifact
+from modelmill.core.progress_types import AmountProgress
 
-Progress = Callable[[int, int], None]
 
-
-def verify(artifact: Artifact, *, force: bool = False, progress: Progress | None = None) -> None:
+def verify(artifact: Artifact, *, force: bool = False, on_progress: AmountProgress | None = None) -> None:
     """Raise CorruptArtifact naming the first file whose content is not what was built.
 
-    progress: called with (bytes read, bytes in all).
+    on_progress: called with (bytes read, bytes in all).
     """
-    stamp = _stamp(artifact)
+    stamp = _file_stamps(artifact)
     note = cache_dir() / "verified" / f"{artifact.manifest.digest()[:32]}.json"
     if not force:
         with contextlib.suppress(OSError, ValueError):
@@ -37,8 +35,8 @@ def verify(artifact: Artifact, *, force: bool = False, progress: Progress | None
             while chunk := file.read(1 << 24):
                 digest.update(chunk)
                 done += len(chunk)
-                if progress is not None:
-                    progress(done, total)
+                if on_progress is not None:
+                    on_progress(done, total)
         if digest.hexdigest() != entry["sha256"]:
             raise CorruptArtifact(
                 f"{artifact.path / name} was damaged after the build (its sha256 differs); rebuild the engine"
@@ -50,7 +48,7 @@ def verify(artifact: Artifact, *, force: bool = False, progress: Progress | None
         part.replace(note)
 
 
-def _stamp(artifact: Artifact) -> dict[str, list[int]]:
+def _file_stamps(artifact: Artifact) -> dict[str, list[int]]:
     out = {}
     for name in artifact.manifest.files:
         stat = Path(artifact.path / name).stat()

@@ -14,73 +14,81 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.container import Container
-from modelmill.checkpoint.packed import RUN, Form, Packed, nibbles, scales, words
+from modelmill.checkpoint.quant_layout import (
+    GROUP_SIZE_MULTIPLE,
+    PackedMatrix,
+    QuantLayout,
+    packed_words_shape,
+    scales_shape,
+    unpack_fields,
+)
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
-PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+NIBBLE_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output, of eight, that each nibble holds."""
 
 
-def make(settings: Mapping[str, Any], where: Path) -> Awq:
+def make(settings: Mapping[str, Any], path: Path) -> AwqScheme:
     """The scheme of a ``quantization_config``. Raises CheckpointError for settings that cannot be read."""
     bits = settings.get("bits", settings.get("w_bit", 4))
     group = settings.get("group_size", settings.get("q_group_size", 128))
     version = str(settings.get("version", "gemm")).lower()
     if version != "gemm":
         raise CheckpointError(
-            f"{where} is an AWQ checkpoint of version {version!r}, gemm can be read; "
+            f"{path} is an AWQ checkpoint of version {version!r}, gemm can be read; "
             "take it in that version, or the original and build with -q int4 --method awq"
         )
     if type(bits) is not int or bits != 4:
         raise CheckpointError(
-            f"{where} is an AWQ checkpoint of {quoted(bits, 60)} bits, 4 can be read; "
+            f"{path} is an AWQ checkpoint of {quote(bits, 60)} bits, 4 can be read; "
             "take the original and build with -q int4"
         )
-    if not isinstance(group, int) or (group != -1 and (group < RUN or group % RUN)):
+    if not isinstance(group, int) or (group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)):
         raise CheckpointError(
-            f"{where} is an AWQ checkpoint in groups of {quoted(group, 60)}; groups of −1 or a multiple of {RUN} "
+            f"{path} is an AWQ checkpoint in groups of {quote(group, 60)}; "
+            f"groups of −1 or a multiple of {GROUP_SIZE_MULTIPLE} "
             "can be kept; take the original and build with -q int4 --group-size 32"
         )
-    return Awq(where, group)
+    return AwqScheme(path, group)
 
 
 @dataclass(frozen=True)
-class Awq:
-    """group: columns, −1 for whole rows."""
+class AwqScheme:
+    """group_size: columns, −1 for whole rows."""
 
-    where: Path
-    group: int
-    parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
-    main: str = "qweight"
+    path: Path
+    group_size: int
+    suffixes: tuple[str, ...] = ("qweight", "qzeros", "scales")
+    marker_suffix: str = "qweight"
 
     @property
     def label(self) -> str:
-        return "AWQ, 4 bits" + (" a channel" if self.group == -1 else f" in groups of {self.group}")
+        return "AWQ, 4 bits" + (" a channel" if self.group_size == -1 else f" in groups of {self.group_size}")
 
-    def form(self, raw: Container, stem: str) -> Form:
-        here, zeros = (words(raw.info(f"{stem}.{part}"), self.where) for part in ("qweight", "qzeros"))
-        grids = scales(raw.info(f"{stem}.scales"), self.where)
+    def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
+        here, zeros = (packed_words_shape(raw.info(f"{stem}.{part}"), self.path) for part in ("qweight", "qzeros"))
+        grids = scales_shape(raw.info(f"{stem}.scales"), self.path)
         if grids[1] != here[1] * 8:
-            raise CorruptCheckpoint(f"{self.where}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit")
+            raise CorruptCheckpoint(f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit")
         if grids != (zeros[0], zeros[1] * 8):
-            raise CorruptCheckpoint(f"{self.where}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit")
+            raise CorruptCheckpoint(f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit")
         columns = here[0]
-        group = -(-columns // RUN) * RUN if self.group == -1 else self.group
+        group = -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE if self.group_size == -1 else self.group_size
         if -(-columns // group) != grids[0]:
-            raise CorruptCheckpoint(f"{self.where}: {stem} has {grids[0]} groups for {columns} columns of {group}")
-        return Form(self.label, 4, grids[1], columns, group, offset=True, grid=torch.float32)
+            raise CorruptCheckpoint(f"{self.path}: {stem} has {grids[0]} groups for {columns} columns of {group}")
+        return QuantLayout(self.label, 4, grids[1], columns, group, has_offset=True, scale_dtype=torch.float32)
 
-    def packed(self, raw: Container, stem: str, form: Form) -> Packed:  # noqa: ARG002
-        codes = _outputs(raw.get(f"{stem}.qweight")).t().contiguous()
-        zeros = _outputs(raw.get(f"{stem}.qzeros")).t().to(torch.int32)
+    def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:  # noqa: ARG002
+        codes = _unpack_outputs(raw.get(f"{stem}.qweight")).t().contiguous()
+        zeros = _unpack_outputs(raw.get(f"{stem}.qzeros")).t().to(torch.int32)
         scale = raw.get(f"{stem}.scales").t().contiguous().float()
-        return Packed(codes, scale, scale * -zeros)
+        return PackedMatrix(codes, scale, scale * -zeros)
 
 
-def _outputs(words: torch.Tensor) -> torch.Tensor:
+def _unpack_outputs(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, N/8] → uint8 [R, N], outputs in order."""
-    fields = nibbles(words, 4).view(words.shape[0], -1, 8)
+    fields = unpack_fields(words, 4).view(words.shape[0], -1, 8)
     out = torch.empty_like(fields)
-    out[:, :, list(PLACES)] = fields
+    out[:, :, list(NIBBLE_OUTPUTS)] = fields
     return out.flatten(1)

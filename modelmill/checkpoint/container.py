@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from modelmill.core.errors import TensorMismatch
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
-LISTED = 12
+MAX_LISTED_NAMES = 12
 """How many tensor names an error line spells out before it only counts the rest."""
 
-NAME_SHOWN = 200
+MAX_NAME_LENGTH = 200
 """Characters of a name that an error line shows: real names have some 60."""
 
 
@@ -65,14 +65,14 @@ class Container(Protocol):
         """The files the values come from."""
 
 
-def listed(names: Collection[str]) -> str:
+def list_names(names: Collection[str]) -> str:
     """Up to a dozen names for an error line, then how many more there are."""
     # A file's names may hold anything; an error stays one line.
-    first = sorted(names)[:LISTED]
-    some = [name if name.isprintable() and len(name) <= NAME_SHOWN else quoted(name) for name in first]
+    first = sorted(names)[:MAX_LISTED_NAMES]
+    some = [name if name.isprintable() and len(name) <= MAX_NAME_LENGTH else quote(name) for name in first]
     more = len(names) - len(some)
     return ", ".join(some) + (f" and {more} more" if more else "")
 
 
-def no_such_tensor(where: Path, name: str) -> TensorMismatch:
-    return TensorMismatch(f"{where}: holds no tensor named {quoted(name)}")
+def no_such_tensor(path: Path, name: str) -> TensorMismatch:
+    return TensorMismatch(f"{path}: holds no tensor named {quote(name)}")

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import Container, TensorInfo, listed
+from modelmill.checkpoint.container import Container, TensorInfo, list_names
 from modelmill.core.errors import TensorMismatch
 
-VOCABULARY = ("embed_tokens", "lm_head", "wte")
+VOCABULARY_TENSORS = ("embed_tokens", "lm_head", "wte")
 """Tensors with a row a token: the only ones where a delta may have more rows than its base."""
 
-BUFFER = "rotary_emb.inv_freq"
+COMPUTED_BUFFER = "rotary_emb.inv_freq"
 """A computed buffer that old files save: taken from whichever side has it, never missed."""
 
 CHUNK_ROWS = 4096
@@ -30,25 +30,25 @@ class DeltaContainer:
         self._base, self._delta = base, delta
         self.metadata: dict[str, Any] = {**base.metadata, **delta.metadata}
         first, second = set(base.names()), set(delta.names())
-        alone = {name for name in first ^ second if not name.endswith(BUFFER)}
+        alone = {name for name in first ^ second if not name.endswith(COMPUTED_BUFFER)}
         if alone:
             raise TensorMismatch(
                 f"base and delta do not belong together: {len(alone)} tensor(s) are in one of them only: "
-                f"{listed(alone)}"
+                f"{list_names(alone)}"
             )
-        self._added = second
+        self._delta_names = second
         self._names = [name for name in delta.names() if name in first]
         self._names += [name for name in base.names() if name not in second]
         for name in self._names:
             if name in second:
-                self._check(base.info(name), delta.info(name))
+                self._check_shapes(base.info(name), delta.info(name))
 
     def names(self) -> list[str]:
         return list(self._names)
 
     def info(self, name: str) -> TensorInfo:
         one = self._base.info(name)
-        if name not in self._added:
+        if name not in self._delta_names:
             return one
         other = self._delta.info(name)
         dtype = torch.promote_types(one.torch_dtype, other.torch_dtype)
@@ -57,7 +57,7 @@ class DeltaContainer:
 
     def get(self, name: str) -> torch.Tensor:
         one = self._base.get(name)
-        if name not in self._added:
+        if name not in self._delta_names:
             return one
         other = self._delta.get(name)
         dtype = torch.promote_types(one.dtype, other.dtype)
@@ -74,11 +74,11 @@ class DeltaContainer:
     def files(self) -> list[Path]:
         return [*self._base.files(), *self._delta.files()]
 
-    def _check(self, one: TensorInfo, other: TensorInfo) -> None:
+    def _check_shapes(self, one: TensorInfo, other: TensorInfo) -> None:
         if one.shape == other.shape:
             return
         grows = len(one.shape) == 2 and one.shape[1:] == other.shape[1:] and one.shape[0] < other.shape[0]
-        if not (grows and any(part in one.name for part in VOCABULARY)):
+        if not (grows and any(part in one.name for part in VOCABULARY_TENSORS)):
             raise TensorMismatch(
                 f"{one.name} is {list(one.shape)} in the base but {list(other.shape)} in the delta; "
                 "is this the delta of another model?"

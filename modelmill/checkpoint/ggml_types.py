@@ -1,6 +1,6 @@
 """The ggml number formats: block sizes, and expansion of the block formats to float32.
 
-A block format stores `block` consecutive values of a row in `size` bytes: one or two scales and the values
+A block format stores `block_values` consecutive values of a row in `size` bytes: one or two scales and the values
 in 2 to 8 bits. The layouts are those of ggml (gguf-py's `gguf.quants` is the independent reference the
 tests compare with). Every function takes blocks as uint8 [n, size] and returns float32 [n, block].
 """
@@ -15,22 +15,22 @@ import torch
 CHUNK_VALUES = 1 << 22
 """Values expanded at a time, so that intermediates stay small beside the tensor itself."""
 
-Expand = Callable[[torch.Tensor], torch.Tensor]
+DequantizeBlocks = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class GgmlType:
-    """One ggml type: `block` values take `size` bytes.
+    """One ggml type: `block_values` values take `block_bytes` bytes.
 
     dtype: the torch dtype that stores it as it is, or None for block formats.
-    expand: blocks -> float32; None for plain types and for formats we do not read.
+    dequantize: blocks -> float32; None for plain types and for formats we do not read.
     """
 
     name: str
-    block: int
-    size: int
+    block_values: int
+    block_bytes: int
     dtype: torch.dtype | None = None
-    expand: Expand | None = None
+    dequantize: DequantizeBlocks | None = None
 
     @property
     def label(self) -> str:
@@ -39,43 +39,43 @@ class GgmlType:
 
     @property
     def readable(self) -> bool:
-        return self.dtype is not None or self.expand is not None
+        return self.dtype is not None or self.dequantize is not None
 
 
-def expand_blocks(kind: GgmlType, data: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `out` (float32, flat) with the values of `data` (uint8, flat, whole blocks), chunk by chunk."""
-    assert kind.expand is not None, kind.name
-    blocks, values = data.view(-1, kind.size), out.view(-1, kind.block)
-    step = max(1, CHUNK_VALUES // kind.block)
+def dequantize_blocks(ggml_type: GgmlType, data: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill `outputs` (float32, flat) with the values of `data` (uint8, flat, whole blocks), chunk by chunk."""
+    assert ggml_type.dequantize is not None, ggml_type.name
+    blocks, values = data.view(-1, ggml_type.block_bytes), out.view(-1, ggml_type.block_values)
+    step = max(1, CHUNK_VALUES // ggml_type.block_values)
     for start in range(0, blocks.shape[0], step):
-        values[start : start + step] = kind.expand(blocks[start : start + step])
+        values[start : start + step] = ggml_type.dequantize(blocks[start : start + step])
 
 
 def _fields(data: torch.Tensor, width: int, bits: int) -> torch.Tensor:
     """Unpack bit fields: uint8 [n, k] -> uint8 [n, k * 8 / bits].
 
-    Bytes go in groups of `width`; of each group first the lowest field of every byte, then the next one.
+    Bytes go in groups of `max_pages_per_seq`; of each group first the lowest field of every byte, then the next one.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     groups = data.reshape(data.shape[0], -1, 1, width)
     return ((groups >> shifts.view(1, 1, -1, 1)) & ((1 << bits) - 1)).flatten(1)
 
 
-def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+def _read_float16(blocks: torch.Tensor, start: int) -> torch.Tensor:
     """The float16 at byte `start` of each block, as float32 [n, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _signed(data: torch.Tensor) -> torch.Tensor:
+def _as_int8(data: torch.Tensor) -> torch.Tensor:
     return data.contiguous().view(torch.int8).float()
 
 
 def _q4_0(b: torch.Tensor) -> torch.Tensor:
-    return _half(b, 0) * (_fields(b[:, 2:], 16, 4).float() - 8)
+    return _read_float16(b, 0) * (_fields(b[:, 2:], 16, 4).float() - 8)
 
 
 def _q4_1(b: torch.Tensor) -> torch.Tensor:
-    return _half(b, 0) * _fields(b[:, 4:], 16, 4).float() + _half(b, 2)
+    return _read_float16(b, 0) * _fields(b[:, 4:], 16, 4).float() + _read_float16(b, 2)
 
 
 def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -84,82 +84,82 @@ def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def _q5_0(b: torch.Tensor) -> torch.Tensor:
-    return _half(b, 0) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)
+    return _read_float16(b, 0) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)
 
 
 def _q5_1(b: torch.Tensor) -> torch.Tensor:
-    return _half(b, 0) * _five_bits(b[:, 4:8], b[:, 8:]) + _half(b, 2)
+    return _read_float16(b, 0) * _five_bits(b[:, 4:8], b[:, 8:]) + _read_float16(b, 2)
 
 
 def _q8_0(b: torch.Tensor) -> torch.Tensor:
-    return _half(b, 0) * _signed(b[:, 2:])
+    return _read_float16(b, 0) * _as_int8(b[:, 2:])
 
 
-def _groups(values: torch.Tensor, count: int) -> torch.Tensor:
+def _split_groups(values: torch.Tensor, count: int) -> torch.Tensor:
     """[n, 256] -> [n, count, 256 / count]: a super-block's groups, each with its own scale."""
     return values.reshape(values.shape[0], count, -1)
 
 
 def _q2_k(b: torch.Tensor) -> torch.Tensor:
-    scales, quants = b[:, :16], _groups(_fields(b[:, 16:80], 32, 2).float(), 16)
-    scale = _half(b, 80) * (scales & 15).float()
-    low = _half(b, 82) * (scales >> 4).float()
+    scales, quants = b[:, :16], _split_groups(_fields(b[:, 16:80], 32, 2).float(), 16)
+    scale = _read_float16(b, 80) * (scales & 15).float()
+    low = _read_float16(b, 82) * (scales >> 4).float()
     return (scale[..., None] * quants - low[..., None]).flatten(1)
 
 
 def _q3_k(b: torch.Tensor) -> torch.Tensor:
     high, low = _fields(b[:, :32], 32, 1).float(), _fields(b[:, 32:96], 32, 2).float()
-    quants = _groups(low - 4 * (1 - high), 16)
+    quants = _split_groups(low - 4 * (1 - high), 16)
     # 16 scales of 6 bits: low halves in 8 bytes, the two high bits of all in the last 4.
     six = _fields(b[:, 96:104], 8, 4) | (_fields(b[:, 104:108], 4, 2) << 4)
-    scale = _half(b, 108) * (six.float() - 32)
+    scale = _read_float16(b, 108) * (six.float() - 32)
     return (scale[..., None] * quants).flatten(1)
 
 
-def _scales_and_lows(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _k_scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes after the two halves, as [n, 8, 1]."""
     first, second, mixed = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat((first & 63, (mixed & 15) | ((first >> 2) & 48)), dim=1)
     lows = torch.cat((second & 63, (mixed >> 4) | ((second >> 2) & 48)), dim=1)
-    return (_half(b, 0) * scales.float())[..., None], (_half(b, 2) * lows.float())[..., None]
+    return (_read_float16(b, 0) * scales.float())[..., None], (_read_float16(b, 2) * lows.float())[..., None]
 
 
 def _q4_k(b: torch.Tensor) -> torch.Tensor:
-    scale, low = _scales_and_lows(b)
-    return (scale * _groups(_fields(b[:, 16:], 32, 4).float(), 8) - low).flatten(1)
+    scale, low = _k_scales_and_minima(b)
+    return (scale * _split_groups(_fields(b[:, 16:], 32, 4).float(), 8) - low).flatten(1)
 
 
 def _q5_k(b: torch.Tensor) -> torch.Tensor:
-    scale, low = _scales_and_lows(b)
+    scale, low = _k_scales_and_minima(b)
     quants = _fields(b[:, 48:], 32, 4) | (_fields(b[:, 16:48], 32, 1) << 4)
-    return (scale * _groups(quants.float(), 8) - low).flatten(1)
+    return (scale * _split_groups(quants.float(), 8) - low).flatten(1)
 
 
 def _q6_k(b: torch.Tensor) -> torch.Tensor:
     quants = _fields(b[:, :128], 64, 4) | (_fields(b[:, 128:192], 32, 2) << 4)
-    scale = _half(b, 208) * _signed(b[:, 192:208])
-    return (scale[..., None] * _groups(quants.float() - 32, 16)).flatten(1)
+    scale = _read_float16(b, 208) * _as_int8(b[:, 192:208])
+    return (scale[..., None] * _split_groups(quants.float() - 32, 16)).flatten(1)
 
 
 def _q8_k(b: torch.Tensor) -> torch.Tensor:
-    return b[:, :4].contiguous().view(torch.float32) * _signed(b[:, 4:260])
+    return b[:, :4].contiguous().view(torch.float32) * _as_int8(b[:, 4:260])
 
 
-TYPES: dict[int, GgmlType] = {
+GGML_TYPES: dict[int, GgmlType] = {
     0: GgmlType("F32", 1, 4, torch.float32),
     1: GgmlType("F16", 1, 2, torch.float16),
-    2: GgmlType("Q4_0", 32, 18, expand=_q4_0),
-    3: GgmlType("Q4_1", 32, 20, expand=_q4_1),
-    6: GgmlType("Q5_0", 32, 22, expand=_q5_0),
-    7: GgmlType("Q5_1", 32, 24, expand=_q5_1),
-    8: GgmlType("Q8_0", 32, 34, expand=_q8_0),
+    2: GgmlType("Q4_0", 32, 18, dequantize=_q4_0),
+    3: GgmlType("Q4_1", 32, 20, dequantize=_q4_1),
+    6: GgmlType("Q5_0", 32, 22, dequantize=_q5_0),
+    7: GgmlType("Q5_1", 32, 24, dequantize=_q5_1),
+    8: GgmlType("Q8_0", 32, 34, dequantize=_q8_0),
     9: GgmlType("Q8_1", 32, 36),
-    10: GgmlType("Q2_K", 256, 84, expand=_q2_k),
-    11: GgmlType("Q3_K", 256, 110, expand=_q3_k),
-    12: GgmlType("Q4_K", 256, 144, expand=_q4_k),
-    13: GgmlType("Q5_K", 256, 176, expand=_q5_k),
-    14: GgmlType("Q6_K", 256, 210, expand=_q6_k),
-    15: GgmlType("Q8_K", 256, 292, expand=_q8_k),
+    10: GgmlType("Q2_K", 256, 84, dequantize=_q2_k),
+    11: GgmlType("Q3_K", 256, 110, dequantize=_q3_k),
+    12: GgmlType("Q4_K", 256, 144, dequantize=_q4_k),
+    13: GgmlType("Q5_K", 256, 176, dequantize=_q5_k),
+    14: GgmlType("Q6_K", 256, 210, dequantize=_q6_k),
+    15: GgmlType("Q8_K", 256, 292, dequantize=_q8_k),
     16: GgmlType("IQ2_XXS", 256, 66),
     17: GgmlType("IQ2_XS", 256, 74),
     18: GgmlType("IQ3_XXS", 256, 98),

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor
-from modelmill.checkpoint.ggml_types import CHUNK_VALUES, TYPES, GgmlType, expand_blocks
+from modelmill.checkpoint.ggml_types import CHUNK_VALUES, GGML_TYPES, GgmlType, dequantize_blocks
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
 MAX_DIMENSIONS = 4
 MAX_NESTING = 4
@@ -40,19 +40,19 @@ SCALARS: dict[int, np.dtype[Any]] = {
 }
 BOOL, STRING, ARRAY = 7, 8, 9
 
-KEY_MIN = 8 + 4 + 1
+MIN_KEY_BYTES = 8 + 4 + 1
 """Fewest bytes a metadata entry takes: the key's length, the value's type, a one-byte value."""
-TENSOR_MIN = 8 + 4 + 4 + 8
+MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 """Fewest bytes a tensor's entry takes: the name's length, dimension count, type, offset."""
 
 
 @dataclass(frozen=True)
-class Placed:
+class GgufTensor:
     """A tensor and the absolute place of its bytes. shape is in torch order (rows first)."""
 
     name: str
     shape: tuple[int, ...]
-    kind: GgmlType
+    ggml_type: GgmlType
     offset: int
     nbytes: int
 
@@ -68,7 +68,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as stream:
-            header = _Header(path, stream)
+            header = _GgufHeader(path, stream)
             self.metadata: dict[str, Any] = header.metadata
             self._tensors = header.place_tensors()
 
@@ -76,33 +76,38 @@ class GgufFile:
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        placed = self._placed(name)
-        return TensorInfo(name, placed.shape, placed.kind.label, placed.nbytes)
+        placed = self._find_tensor(name)
+        return TensorInfo(name, placed.shape, placed.ggml_type.label, placed.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in GGUF's own row order; block formats as float32."""
-        placed = self._placed(name)
-        if not placed.kind.readable:
+        placed = self._find_tensor(name)
+        if not placed.ggml_type.readable:
             raise CheckpointError(
-                f"{self.path}: {quoted(name)} is stored as {placed.kind.name}, which modelmill cannot expand; "
+                f"{self.path}: {quote(name)} is stored as {placed.ggml_type.name}, which modelmill cannot expand; "
                 "use a Q4_0 to Q8_0, K-quant or 16-bit GGUF"
             )
         with self.path.open("rb") as stream:
             stream.seek(placed.offset)
-            if placed.kind.dtype is not None:
-                plain = torch.empty(placed.shape, dtype=placed.kind.dtype)
-                self._fill(stream, plain.view(-1).view(torch.uint8))
+            if placed.ggml_type.dtype is not None:
+                plain = torch.empty(placed.shape, dtype=placed.ggml_type.dtype)
+                self._read_into(stream, plain.view(-1).view(torch.uint8))
                 return plain
-            return self._expanded(stream, placed)
+            return self._dequantize(stream, placed)
 
-    def blocks(self, name: str) -> torch.Tensor:
+    def raw_blocks(self, name: str) -> torch.Tensor:
         """A matrix of a block format as it lies in the file: uint8 [rows, blocks, bytes of a block]."""
-        placed = self._placed(name)
-        assert placed.kind.dtype is None, f"{name} is not stored in blocks"
-        stored = torch.empty(placed.shape[0], placed.shape[1] // placed.kind.block, placed.kind.size, dtype=torch.uint8)
+        placed = self._find_tensor(name)
+        assert placed.ggml_type.dtype is None, f"{name} is not stored in blocks"
+        stored = torch.empty(
+            placed.shape[0],
+            placed.shape[1] // placed.ggml_type.block_values,
+            placed.ggml_type.block_bytes,
+            dtype=torch.uint8,
+        )
         with self.path.open("rb") as stream:
             stream.seek(placed.offset)
-            self._fill(stream, stored.view(-1))
+            self._read_into(stream, stored.view(-1))
         return stored
 
     def files(self) -> list[Path]:
@@ -110,8 +115,8 @@ class GgufFile:
 
     def same_values(self, one: str, other: str) -> bool:
         """Whether two tensors are stored in the same bytes' worth; reads only up to the first difference."""
-        a, b = self._placed(one), self._placed(other)
-        if (a.shape, a.kind) != (b.shape, b.kind):
+        a, b = self._find_tensor(one), self._find_tensor(other)
+        if (a.shape, a.ggml_type) != (b.shape, b.ggml_type):
             return False
         with self.path.open("rb") as stream:
             for start in range(0, a.nbytes, CHUNK_VALUES):
@@ -123,23 +128,23 @@ class GgufFile:
                     return False
         return True
 
-    def _placed(self, name: str) -> Placed:
+    def _find_tensor(self, name: str) -> GgufTensor:
         if name not in self._tensors:
             raise no_such_tensor(self.path, name)
         return self._tensors[name]
 
-    def _expanded(self, stream: BinaryIO, placed: Placed) -> torch.Tensor:
+    def _dequantize(self, stream: BinaryIO, placed: GgufTensor) -> torch.Tensor:
         result = torch.empty(placed.shape, dtype=torch.float32)
-        flat, kind = result.view(-1), placed.kind
-        step = CHUNK_VALUES // kind.block * kind.block
+        flat, kind = result.view(-1), placed.ggml_type
+        step = CHUNK_VALUES // kind.block_values * kind.block_values
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
-            stored = torch.empty(part.numel() // kind.block * kind.size, dtype=torch.uint8)
-            self._fill(stream, stored)
-            expand_blocks(kind, stored, part)
+            stored = torch.empty(part.numel() // kind.block_values * kind.block_bytes, dtype=torch.uint8)
+            self._read_into(stream, stored)
+            dequantize_blocks(kind, stored, part)
         return result
 
-    def _fill(self, stream: BinaryIO, data: torch.Tensor) -> None:
+    def _read_into(self, stream: BinaryIO, data: torch.Tensor) -> None:
         view = data.numpy().data
         while len(view):
             count = stream.readinto(view)  # type: ignore[attr-defined]
@@ -148,137 +153,141 @@ class GgufFile:
             view = view[count:]
 
 
-class _Header:
+class _GgufHeader:
     """Everything before the tensor data, read with a check before each step."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path, self.stream = path, stream
         self.size = path.stat().st_size
-        self.at = 0
-        if self.size < 24 or self._take(4) != b"GGUF":
-            raise self._corrupt("is not a GGUF file (no GGUF magic at its start, or too short)")
-        version = self._number("<I")
+        self.position = 0
+        if self.size < 24 or self._read_bytes(4) != b"GGUF":
+            raise self._corrupt_error("is not a GGUF file (no GGUF magic at its start, or too short)")
+        version = self._read_number("<I")
         if version & 0xFFFF == 0:
             raise CheckpointError(f"{path}: is a big-endian GGUF file; convert it to little-endian first")
         if version not in (2, 3):
             raise CheckpointError(f"{path}: has GGUF version {version}; modelmill reads versions 2 and 3")
-        self.tensor_count = self._number("<Q")
-        pair_count = self._number("<Q")
-        self._fits(pair_count, KEY_MIN, "metadata entries")
-        self._fits(self.tensor_count, TENSOR_MIN, "tensors")
+        self.tensor_count = self._read_number("<Q")
+        pair_count = self._read_number("<Q")
+        self._check_count(pair_count, MIN_KEY_BYTES, "metadata entries")
+        self._check_count(self.tensor_count, MIN_TENSOR_BYTES, "tensors")
         self.metadata: dict[str, Any] = {}
         for _ in range(pair_count):
-            key = self._name("metadata key")
+            key = self._read_name("metadata key")
             if key in self.metadata:
-                raise self._corrupt(f"has the metadata key {quoted(key)} twice")
-            self.metadata[key] = self._value(self._number("<I"), key, 0)
+                raise self._corrupt_error(f"has the metadata key {quote(key)} twice")
+            self.metadata[key] = self._read_value(self._read_number("<I"), key, 0)
 
-    def place_tensors(self) -> dict[str, Placed]:
+    def place_tensors(self) -> dict[str, GgufTensor]:
         """Tensor entries, with offsets made absolute, inside the file and disjoint."""
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         power_of_two = isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
         if not power_of_two or alignment > MAX_ALIGNMENT:
-            raise self._corrupt(f"asks for an alignment of {quoted(alignment)} bytes, which is no power of two")
-        entries: dict[str, Placed] = {}
+            raise self._corrupt_error(f"asks for an alignment of {quote(alignment)} bytes, which is no power of two")
+        entries: dict[str, GgufTensor] = {}
         for _ in range(self.tensor_count):
-            entry = self._tensor(alignment)
+            entry = self._read_tensor_entry(alignment)
             if entry.name in entries:
-                raise self._corrupt(f"has the tensor {quoted(entry.name)} twice")
+                raise self._corrupt_error(f"has the tensor {quote(entry.name)} twice")
             entries[entry.name] = entry
-        start = (self.at + alignment - 1) // alignment * alignment
-        placed = {e.name: Placed(e.name, e.shape, e.kind, start + e.offset, e.nbytes) for e in entries.values()}
+        start = (self.position + alignment - 1) // alignment * alignment
+        placed = {
+            e.name: GgufTensor(e.name, e.shape, e.ggml_type, start + e.offset, e.nbytes) for e in entries.values()
+        }
         end, before = 0, ""
         for entry in sorted(placed.values(), key=lambda e: e.offset):
             if entry.offset + entry.nbytes > self.size:
-                raise self._corrupt(
-                    f"ends at byte {self.size}, but {quoted(entry.name)} needs it to reach "
+                raise self._corrupt_error(
+                    f"ends at byte {self.size}, but {quote(entry.name)} needs it to reach "
                     f"{entry.offset + entry.nbytes}; the file is truncated, download it again"
                 )
             if entry.nbytes and entry.offset < end:
-                raise self._corrupt(f"has {quoted(entry.name)} overlapping {quoted(before)}")
+                raise self._corrupt_error(f"has {quote(entry.name)} overlapping {quote(before)}")
             if entry.nbytes:
                 end, before = entry.offset + entry.nbytes, entry.name
         return placed
 
-    def _tensor(self, alignment: int) -> Placed:
-        name = self._name("tensor name")
-        count = self._number("<I")
+    def _read_tensor_entry(self, alignment: int) -> GgufTensor:
+        name = self._read_name("tensor name")
+        count = self._read_number("<I")
         if count > MAX_DIMENSIONS:
-            raise self._corrupt(f"gives {quoted(name)} {count} dimensions; there are at most {MAX_DIMENSIONS}")
-        dims = [self._number("<Q") for _ in range(count)]
-        number, offset = self._number("<I"), self._number("<Q")
-        kind = TYPES.get(number)
+            raise self._corrupt_error(f"gives {quote(name)} {count} dimensions; there are at most {MAX_DIMENSIONS}")
+        dims = [self._read_number("<Q") for _ in range(count)]
+        number, offset = self._read_number("<I"), self._read_number("<Q")
+        kind = GGML_TYPES.get(number)
         if kind is None:
-            raise CheckpointError(f"{self.path}: {quoted(name)} has the unknown ggml type number {number}")
+            raise CheckpointError(f"{self.path}: {quote(name)} has the unknown ggml type number {number}")
         values = 1
         for dim in dims:
             values *= dim
         # The product is a Python integer, so it cannot wrap around the way 64-bit arithmetic does.
-        nbytes = values // kind.block * kind.size
-        if (dims[0] if dims else 1) % kind.block:
-            raise self._corrupt(f"gives {quoted(name)} rows that are no whole number of {kind.name} blocks")
-        if nbytes > self.size or offset > self.size or max(dims, default=0) > self.size * kind.block:
-            raise self._corrupt(
-                f"says {quoted(name)} has {nbytes} bytes at {offset}, but the file has {self.size} in all"
+        nbytes = values // kind.block_values * kind.block_bytes
+        if (dims[0] if dims else 1) % kind.block_values:
+            raise self._corrupt_error(f"gives {quote(name)} rows that are no whole number of {kind.name} blocks")
+        if nbytes > self.size or offset > self.size or max(dims, default=0) > self.size * kind.block_values:
+            raise self._corrupt_error(
+                f"says {quote(name)} has {nbytes} bytes at {offset}, but the file has {self.size} in all"
             )
         if offset % alignment:
-            raise self._corrupt(f"places {quoted(name)} at {offset}, which is not aligned to {alignment}")
-        return Placed(name, tuple(reversed(dims)), kind, offset, nbytes)
+            raise self._corrupt_error(f"places {quote(name)} at {offset}, which is not aligned to {alignment}")
+        return GgufTensor(name, tuple(reversed(dims)), kind, offset, nbytes)
 
-    def _value(self, kind: int, key: str, depth: int) -> Any:
-        if kind == STRING:
-            return self._text(key)
-        if kind == ARRAY:
-            return self._array(key, depth)
-        if kind not in SCALARS:
-            raise self._corrupt(f"gives the metadata key {quoted(key)} the unknown type {kind}")
-        dtype = SCALARS[kind]
-        data = self._take(dtype.itemsize)
-        return data != b"\0" if kind == BOOL else np.frombuffer(data, dtype)[0].item()
+    def _read_value(self, value_type: int, key: str, depth: int) -> Any:
+        if value_type == STRING:
+            return self._read_text(key)
+        if value_type == ARRAY:
+            return self._read_array(key, depth)
+        if value_type not in SCALARS:
+            raise self._corrupt_error(f"gives the metadata key {quote(key)} the unknown type {value_type}")
+        dtype = SCALARS[value_type]
+        data = self._read_bytes(dtype.itemsize)
+        return data != b"\0" if value_type == BOOL else np.frombuffer(data, dtype)[0].item()
 
-    def _array(self, key: str, depth: int) -> Any:
-        kind, count = self._number("<I"), self._number("<Q")
+    def _read_array(self, key: str, depth: int) -> Any:
+        kind, count = self._read_number("<I"), self._read_number("<Q")
         if depth >= MAX_NESTING:
-            raise self._corrupt(f"nests the arrays of {quoted(key)} too deeply")
+            raise self._corrupt_error(f"nests the arrays of {quote(key)} too deeply")
         if kind in SCALARS:
-            self._fits(count, SCALARS[kind].itemsize, f"values of {quoted(key)}")
-            data = self._take(count * SCALARS[kind].itemsize)
+            self._check_count(count, SCALARS[kind].itemsize, f"values of {quote(key)}")
+            data = self._read_bytes(count * SCALARS[kind].itemsize)
             if kind == BOOL:
                 return np.frombuffer(data, np.uint8) != 0
             return np.frombuffer(data, SCALARS[kind])
-        self._fits(count, 8 if kind == STRING else 12, f"values of {quoted(key)}")
-        return [self._value(kind, key, depth + 1) for _ in range(count)]
+        self._check_count(count, 8 if kind == STRING else 12, f"values of {quote(key)}")
+        return [self._read_value(kind, key, depth + 1) for _ in range(count)]
 
-    def _name(self, what: str) -> str:
-        length = self._number("<Q")
+    def _read_name(self, description: str) -> str:
+        length = self._read_number("<Q")
         if length > 65535:
-            raise self._corrupt(f"has a {what} of {length} bytes")
+            raise self._corrupt_error(f"has a {description} of {length} bytes")
         try:
-            return self._take(length).decode("utf-8")
+            return self._read_bytes(length).decode("utf-8")
         except UnicodeDecodeError:
-            raise self._corrupt(f"has a {what} that is not UTF-8") from None
+            raise self._corrupt_error(f"has a {description} that is not UTF-8") from None
 
-    def _text(self, key: str) -> str:
-        length = self._number("<Q")
-        self._fits(length, 1, f"bytes in {quoted(key)}")
-        return self._take(length).decode("utf-8", errors="surrogateescape")
+    def _read_text(self, key: str) -> str:
+        length = self._read_number("<Q")
+        self._check_count(length, 1, f"bytes in {quote(key)}")
+        return self._read_bytes(length).decode("utf-8", errors="surrogateescape")
 
-    def _fits(self, count: int, each: int, what: str) -> None:
-        if count * each > self.size - self.at:
-            raise self._corrupt(f"claims {count} {what}, more than its remaining {self.size - self.at} bytes can hold")
+    def _check_count(self, count: int, min_bytes: int, description: str) -> None:
+        if count * min_bytes > self.size - self.position:
+            raise self._corrupt_error(
+                f"claims {count} {description}, more than its remaining {self.size - self.position} bytes can hold"
+            )
 
-    def _number(self, form: str) -> int:
-        value: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
+    def _read_number(self, format_code: str) -> int:
+        value: int = struct.unpack(format_code, self._read_bytes(struct.calcsize(format_code)))[0]
         return value
 
-    def _take(self, count: int) -> bytes:
-        if count > self.size - self.at:
-            raise self._corrupt(f"is truncated: it ends at byte {self.size}, inside its header")
+    def _read_bytes(self, count: int) -> bytes:
+        if count > self.size - self.position:
+            raise self._corrupt_error(f"is truncated: it ends at byte {self.size}, inside its header")
         data = self.stream.read(count)
         if len(data) != count:
-            raise self._corrupt("became shorter while it was read")
-        self.at += count
+            raise self._corrupt_error("became shorter while it was read")
+        self.position += count
         return data
 
-    def _corrupt(self, problem: str) -> CorruptCheckpoint:
+    def _corrupt_error(self, problem: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{self.path}: {problem}")

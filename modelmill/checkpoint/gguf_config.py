@@ -15,7 +15,7 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArc
 MAX_COUNT = 1 << 24
 """Above every real vocabulary, width, depth and context; keeps nonsense out of later arithmetic."""
 
-SAMPLING = {
+SAMPLING_KEYS = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -31,8 +31,8 @@ def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], d
     Raises CorruptCheckpoint for missing or senseless keys, UnknownArchitecture for variants (experts,
     partly rotated heads) that share a name with a family of ours but compute something else.
     """
-    keys = _Keys(raw, arch)
-    if keys.count("expert_count", 0):
+    keys = _ArchitectureKeys(raw, arch)
+    if keys.get_count("expert_count", 0):
         raise UnknownArchitecture(f"{raw.path}: is a mixture of experts, which modelmill does not compute")
     if "token_embd.weight" not in raw.names() or len(raw.info("token_embd.weight").shape) != 2:
         raise CorruptCheckpoint(f"{raw.path}: has no token_embd.weight matrix")
@@ -48,59 +48,63 @@ def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], d
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
     if isinstance(ids.get("eos_token_id"), list):
         config["eos_token_id"] = ids["eos_token_id"][0]
-    unread = {key: value for key, value in keys.all.unread().items() if key.startswith(f"{arch}.")}
-    return config, {**ids, **_sampling(raw)}, unread
+    unread = {key: value for key, value in keys.view.unread().items() if key.startswith(f"{arch}.")}
+    # full attention is computed, as llama.cpp does: a window as long as the context is no other than that
+    window, context = f"{arch}.attention.sliding_window", keys.get_count("context_length")
+    if isinstance(unread.get(window), int) and not 0 < unread[window] < context:
+        del unread[window]
+    return config, {**ids, **_sampling_defaults(raw)}, unread
 
 
-def _sampling(raw: GgufFile) -> dict[str, Any]:
+def _sampling_defaults(raw: GgufFile) -> dict[str, Any]:
     """What the file's publisher recommends, in generation_config's keys; {} where nothing is."""
     found: dict[str, Any] = {}
-    for key, name in SAMPLING.items():
+    for key, name in SAMPLING_KEYS.items():
         value = raw.metadata.get(f"general.sampling.{key}")
         if value is not None:
-            found[name] = _shortest(value) if isinstance(value, float) and math.isfinite(value) else value
+            found[name] = _shortest_decimal(value) if isinstance(value, float) and math.isfinite(value) else value
     return {"do_sample": True, **found} if found else {}
 
 
-class _Keys:
-    """A GGUF's keys of one architecture, each checked as it is read. all: every key, and which were read."""
+class _ArchitectureKeys:
+    """A GGUF's keys of one architecture, each checked as it is read. view: every key, and which were read."""
 
     def __init__(self, raw: GgufFile, arch: str) -> None:
         self.raw, self.arch = raw, arch
-        self.all = ConfigView(raw.metadata)
+        self.view = ConfigView(raw.metadata)
 
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.all.get(f"{self.arch}.{key}", default)
+    def get_count(self, key: str, default: int | None = None) -> int:
+        value = self.view.get(f"{self.arch}.{key}", default)
         least = 1 if default is None else min(default, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
-            raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_shown(value)}")
+            raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_describe_value(value)}")
         return value
 
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self.all.get(f"{self.arch}.{key}", default)
+    def get_positive_float(self, key: str, default: float | None = None) -> float:
+        value = self.view.get(f"{self.arch}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_shown(value)}")
-        return _shortest(value)
+            raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_describe_value(value)}")
+        return _shortest_decimal(value)
 
-    def has(self, tensor: str) -> bool:
+    def has_tensor(self, tensor: str) -> bool:
         return tensor in self.raw.names()
 
 
-def _shortest(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """The shortest decimal a float32 may have come from: GGUF stores those, config.json had 1e-05."""
     narrow = np.float32(value)
     return float(str(narrow)) if float(narrow) == value else float(value)
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return "missing" if value is None else f"{str(value)[:40]}, which makes no sense"
 
 
-def _head_dim(keys: _Keys) -> int:
-    heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
-    head_dim = keys.count("attention.key_length", max(1, width // heads))
-    value_dim = keys.count("attention.value_length", head_dim)
-    rotated = keys.count("rope.dimension_count", head_dim)
+def _head_dim(keys: _ArchitectureKeys) -> int:
+    heads, width = keys.get_count("attention.head_count"), keys.get_count("embedding_length")
+    head_dim = keys.get_count("attention.key_length", max(1, width // heads))
+    value_dim = keys.get_count("attention.value_length", head_dim)
+    rotated = keys.get_count("rope.dimension_count", head_dim)
     if value_dim != head_dim or rotated != head_dim:
         raise UnknownArchitecture(
             f"{keys.raw.path}: has heads of {head_dim} keys, {value_dim} values and {rotated} rotated "
@@ -109,71 +113,69 @@ def _head_dim(keys: _Keys) -> int:
     return head_dim
 
 
-def _llama(keys: _Keys) -> dict[str, Any]:
+def _llama(keys: _ArchitectureKeys) -> dict[str, Any]:
     """Keys of LLaMA, Mistral (which GGUF calls llama), Qwen2 and Qwen3."""
     classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-    heads = keys.count("attention.head_count")
-    theta = keys.real("rope.freq_base", 10000.0)
-    # not used: llama.cpp computes these three with full attention
-    keys.all.get(f"{keys.arch}.attention.sliding_window")
+    heads = keys.get_count("attention.head_count")
+    theta = keys.get_positive_float("rope.freq_base", 10000.0)
     return {
         "architectures": [classes[keys.arch]],
-        "hidden_size": keys.count("embedding_length"),
-        "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
+        "hidden_size": keys.get_count("embedding_length"),
+        "intermediate_size": keys.get_count("feed_forward_length"),
+        "num_hidden_layers": keys.get_count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.get_count("attention.head_count_kv", heads),
         "head_dim": _head_dim(keys),
-        "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.get_count("context_length"),
+        "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(keys, theta),
         "hidden_act": "silu",
-        "attention_bias": keys.has("blk.0.attn_q.bias"),
-        "mlp_bias": keys.has("blk.0.ffn_up.bias"),
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
     }
 
 
-def _rope_scaling(keys: _Keys, theta: float) -> dict[str, Any] | None:
+def _rope_scaling(keys: _ArchitectureKeys, theta: float) -> dict[str, Any] | None:
     raw = keys.raw
     try:
-        if keys.has("rope_freqs.weight"):
+        if keys.has_tensor("rope_freqs.weight"):
             info = raw.info("rope_freqs.weight")
             if info.shape != (_head_dim(keys) // 2,):
                 raise CorruptCheckpoint(f"rope_freqs.weight has {list(info.shape)}, not one a frequency")
             factors = raw.get("rope_freqs.weight").float().tolist()
-            return rope_scaling.from_tensor(keys.all, keys.arch, factors, theta)
-        return rope_scaling.from_metadata(keys.all, keys.arch)
+            return rope_scaling.from_tensor(keys.view, keys.arch, factors, theta)
+        return rope_scaling.from_metadata(keys.view, keys.arch)
     except CheckpointError as error:
         raise type(error)(f"{raw.path}: {error}") from None
 
 
-def _qwen(keys: _Keys) -> dict[str, Any]:
+def _qwen(keys: _ArchitectureKeys) -> dict[str, Any]:
     """Keys of Qwen v1.
 
     A GGUF does not say whether dynamic NTK and logn were on, nor the trained length: they are off here, as
     llama.cpp computes the model, and seq_length is the context length the file states.
     """
-    head_dim, feed_forward = _head_dim(keys), keys.count("feed_forward_length")
-    if keys.has("blk.0.ffn_up.weight") and keys.raw.info("blk.0.ffn_up.weight").shape[:1] == (feed_forward,):
+    head_dim, feed_forward = _head_dim(keys), keys.get_count("feed_forward_length")
+    if keys.has_tensor("blk.0.ffn_up.weight") and keys.raw.info("blk.0.ffn_up.weight").shape[:1] == (feed_forward,):
         # config.json counts w1 and w2 together, and so do GGUFs of the official converter; this one does not.
         feed_forward *= 2
-    context = keys.count("context_length")
-    theta = keys.real("rope.freq_base", 10000.0)
+    context = keys.get_count("context_length")
+    theta = keys.get_positive_float("rope.freq_base", 10000.0)
     if _rope_scaling(keys, theta) is not None:
         raise UnknownArchitecture(
             f"{keys.raw.path}: scales the positions of a Qwen v1, which modelmill does not compute"
         )
     return {
         "architectures": ["QWenLMHeadModel"],
-        "hidden_size": keys.count("embedding_length"),
+        "hidden_size": keys.get_count("embedding_length"),
         "intermediate_size": feed_forward,
-        "num_hidden_layers": keys.count("block_count"),
-        "num_attention_heads": keys.count("attention.head_count"),
+        "num_hidden_layers": keys.get_count("block_count"),
+        "num_attention_heads": keys.get_count("attention.head_count"),
         "kv_channels": head_dim,
         "max_position_embeddings": context,
         "seq_length": context,
-        "layer_norm_epsilon": keys.real("attention.layer_norm_rms_epsilon"),
+        "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "rotary_emb_base": theta,
         "rotary_pct": 1.0,
         "use_dynamic_ntk": False,
@@ -182,17 +184,17 @@ def _qwen(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gpt2(keys: _Keys) -> dict[str, Any]:
-    width, context = keys.count("embedding_length"), keys.count("context_length")
+def _gpt2(keys: _ArchitectureKeys) -> dict[str, Any]:
+    width, context = keys.get_count("embedding_length"), keys.get_count("context_length")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "n_embd": width,
-        "n_layer": keys.count("block_count"),
-        "n_head": keys.count("attention.head_count"),
-        "n_inner": keys.count("feed_forward_length", 4 * width),
+        "n_layer": keys.get_count("block_count"),
+        "n_head": keys.get_count("attention.head_count"),
+        "n_inner": keys.get_count("feed_forward_length", 4 * width),
         "n_positions": context,
         "n_ctx": context,
-        "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
     }
 
@@ -208,7 +210,7 @@ def _special_ids(raw: GgufFile, vocabulary: int) -> dict[str, Any]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
-            raise CorruptCheckpoint(f"{raw.path}: its {name} token {_shown(value)} is outside the vocabulary")
+            raise CorruptCheckpoint(f"{raw.path}: its {name} token {_describe_value(value)} is outside the vocabulary")
         found[name] = value
     ends = list(dict.fromkeys(found[name] for name in ("eos", "eot") if name in found))
     ids: dict[str, Any] = {}

@@ -18,8 +18,8 @@ import torch
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_config import read_config
-from modelmill.checkpoint.gguf_packed import form_of, packed_of
-from modelmill.checkpoint.packed import Form, Packed
+from modelmill.checkpoint.gguf_packed import gguf_quant_layout, unpack_gguf_blocks
+from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 LLAMA_NAMES = {
@@ -63,34 +63,34 @@ GPT2_NAMES = {
     "blk.ffn_down": "mlp.c_proj",
 }
 
-CONSUMED = dict.fromkeys(("llama", "qwen", "qwen2", "qwen3"), ("rope_freqs.weight",))
+CONSUMED_TENSORS = dict.fromkeys(("llama", "qwen", "qwen2", "qwen3"), ("rope_freqs.weight",))
 """Read into the config's rope_scaling and not shown as a tensor, by architecture; GPT-2 rotates nothing."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How one GGUF architecture maps to Hugging Face. blocks: the prefix of a layer's names."""
+class GgufArchitecture:
+    """How one GGUF architecture maps to Hugging Face. layer_prefix: the prefix of a layer's names."""
 
     names: dict[str, str]
-    blocks: str
-    permuted: bool = False
+    layer_prefix: str
+    has_permuted_qk: bool = False
     transposed: bool = False
 
 
-LAYOUTS = {
-    "llama": Layout(LLAMA_NAMES, "model.layers", permuted=True),
-    "qwen": Layout(QWEN_NAMES, "transformer.h"),
-    "qwen2": Layout(LLAMA_NAMES, "model.layers"),
-    "qwen3": Layout(LLAMA_NAMES, "model.layers"),
-    "gpt2": Layout(GPT2_NAMES, "transformer.h", transposed=True),
+ARCHITECTURES = {
+    "llama": GgufArchitecture(LLAMA_NAMES, "model.layers", has_permuted_qk=True),
+    "qwen": GgufArchitecture(QWEN_NAMES, "transformer.h"),
+    "qwen2": GgufArchitecture(LLAMA_NAMES, "model.layers"),
+    "qwen3": GgufArchitecture(LLAMA_NAMES, "model.layers"),
+    "gpt2": GgufArchitecture(GPT2_NAMES, "transformer.h", transposed=True),
 }
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _HfTensor:
     source: str
     shape: tuple[int, ...]
-    undo: Callable[[torch.Tensor], torch.Tensor] | None
+    restore: Callable[[torch.Tensor], torch.Tensor] | None
     transposed: bool = False
 
 
@@ -105,10 +105,10 @@ class GgufAsHf:
 
     def __init__(self, raw: GgufFile) -> None:
         arch = raw.metadata.get("general.architecture")
-        layout = LAYOUTS.get(arch) if isinstance(arch, str) else None
+        layout = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
         if layout is None:
             raise UnknownArchitecture(
-                f"{raw.path}: has the GGUF architecture {arch!r}; modelmill reads {', '.join(LAYOUTS)}"
+                f"{raw.path}: has the GGUF architecture {arch!r}; modelmill reads {', '.join(ARCHITECTURES)}"
             )
         self._raw = raw
         self.metadata = raw.metadata
@@ -117,11 +117,11 @@ class GgufAsHf:
             arch == "gpt2" and raw.same_values("output.weight", "token_embd.weight")
         )
         self.config, self.generation_config, self.unread = read_config(raw, str(arch), tied)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _HfTensor] = {}
         for name in raw.names():
-            if name in CONSUMED.get(str(arch), ()) or (tied and name == "output.weight"):
+            if name in CONSUMED_TENSORS.get(str(arch), ()) or (tied and name == "output.weight"):
                 continue
-            self._add(name, layout)
+            self._add_tensor(name, layout)
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -134,54 +134,54 @@ class GgufAsHf:
     def get(self, name: str) -> torch.Tensor:
         entry = self._entry(name)
         tensor = self._raw.get(entry.source)
-        return tensor if entry.undo is None else entry.undo(tensor)
+        return tensor if entry.restore is None else entry.restore(tensor)
 
-    def form(self, name: str) -> Form | None:
+    def quant_layout(self, name: str) -> QuantLayout | None:
         """How a matrix is stored; None for one that cannot be kept in its own form."""
         entry = self._entry(name)
-        return form_of(self._raw.info(entry.source), transposed=entry.transposed)
+        return gguf_quant_layout(self._raw.info(entry.source), transposed=entry.transposed)
 
-    def packed(self, name: str) -> Packed:
+    def read_packed(self, name: str) -> PackedMatrix:
         """Its blocks taken apart, rows in Hugging Face's order (of the transpose where the form says so)."""
         entry = self._entry(name)
-        blocks = self._raw.blocks(entry.source)
-        if entry.undo is not None and not entry.transposed:
-            blocks = entry.undo(blocks)
-        return packed_of(self._raw.info(entry.source).dtype, blocks)
+        blocks = self._raw.raw_blocks(entry.source)
+        if entry.restore is not None and not entry.transposed:
+            blocks = entry.restore(blocks)
+        return unpack_gguf_blocks(self._raw.info(entry.source).dtype, blocks)
 
     def files(self) -> list[Path]:
         return self._raw.files()
 
-    def vocabulary(self) -> bytes:
+    def tokenizer_json(self) -> bytes:
         """Every tokenizer.* key of the GGUF as one JSON object, under its own full key."""
         kept = {k: v for k, v in self.metadata.items() if k.startswith("tokenizer.")}
-        return json.dumps(kept, default=_plain).encode("ascii")
+        return json.dumps(kept, default=_to_json_value).encode("ascii")
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _HfTensor:
         if name not in self._entries:
             raise no_such_tensor(self._raw.path, name)
         return self._entries[name]
 
-    def _add(self, name: str, layout: Layout) -> None:
+    def _add_tensor(self, name: str, architecture: GgufArchitecture) -> None:
         shape = self._raw.info(name).shape
-        target, base = _renamed(name, layout)
+        target, base = _hf_name(name, architecture)
         undo: Callable[[torch.Tensor], torch.Tensor] | None = None
         transposed = False
-        if layout.permuted and base in ("blk.attn_q", "blk.attn_k"):
+        if architecture.has_permuted_qk and base in ("blk.attn_q", "blk.attn_k"):
             heads = self.config["num_attention_heads" if base == "blk.attn_q" else "num_key_value_heads"]
             if not shape or shape[0] % (2 * heads):
                 raise CorruptCheckpoint(
                     f"{self._raw.path}: {name} has {list(shape)}, which {heads} heads do not divide"
                 )
             undo = _unpermute(heads)
-        elif layout.transposed and base.startswith("blk.") and len(shape) == 2:
+        elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
             shape, undo, transposed = (shape[1], shape[0]), lambda tensor: tensor.t().contiguous(), True
         if target in self._entries:
             raise CorruptCheckpoint(f"{self._raw.path}: two tensors mean {target}")
-        self._entries[target] = _Entry(name, shape, undo, transposed)
+        self._entries[target] = _HfTensor(name, shape, undo, transposed)
 
 
-def _renamed(name: str, layout: Layout) -> tuple[str, str]:
+def _hf_name(name: str, architecture: GgufArchitecture) -> tuple[str, str]:
     """The Hugging Face name of a GGUF tensor (its own where unknown), and its base without layer and suffix."""
     stem, _, suffix = name.rpartition(".")
     parts = stem.split(".", 2)
@@ -189,10 +189,10 @@ def _renamed(name: str, layout: Layout) -> tuple[str, str]:
     # no model has a million layers, and Python refuses to read a number of thousands of digits
     if len(parts) == 3 and parts[0] == "blk" and parts[1].isascii() and parts[1].isdigit() and len(parts[1]) < 7:
         layer, stem = parts[1], f"blk.{parts[2]}"
-    found = layout.names.get(stem)
+    found = architecture.names.get(stem)
     if found is None or suffix not in ("weight", "bias") or stem.startswith("blk.") != bool(layer):
         return name, ""
-    return (f"{layout.blocks}.{int(layer)}.{found}.{suffix}" if layer else f"{found}.{suffix}"), stem
+    return (f"{architecture.layer_prefix}.{int(layer)}.{found}.{suffix}" if layer else f"{found}.{suffix}"), stem
 
 
 def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -205,7 +205,7 @@ def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return undo
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"a GGUF value of type {type(value).__name__}")

@@ -9,41 +9,41 @@ from __future__ import annotations
 import torch
 
 from modelmill.checkpoint.container import TensorInfo
-from modelmill.checkpoint.packed import Form, Packed
+from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 
-BLOCK = 32
+BLOCK_COLUMNS = 32
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 
 
-def form_of(info: TensorInfo, *, transposed: bool) -> Form | None:
+def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | None:
     """The form of a matrix [rows, columns] in GGUF's own orientation; None for other types and for vectors."""
     if info.dtype not in BITS or len(info.shape) != 2:
         return None
     rows, columns = info.shape
-    return Form(
+    return QuantLayout(
         label=info.dtype,
         bits=BITS[info.dtype],
         rows=rows,
         columns=columns,
-        group=BLOCK,
-        offset=info.dtype == "Q4_1",
-        grid=torch.float16,
+        group_size=BLOCK_COLUMNS,
+        has_offset=info.dtype == "Q4_1",
+        scale_dtype=torch.float16,
         transposed=transposed,
     )
 
 
-def packed_of(kind: str, blocks: torch.Tensor) -> Packed:
+def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> PackedMatrix:
     """blocks: uint8 [N, K/32, bytes]."""
-    scale, at = _halves(blocks, 0), 2
+    scale, at = _read_float16(blocks, 0), 2
     offset = None
-    if kind == "Q4_1":
-        offset, at = _halves(blocks, 2), 4
+    if type_name == "Q4_1":
+        offset, at = _read_float16(blocks, 2), 4
     codes = blocks[:, :, at:].contiguous()
-    if BITS[kind] == 8:
-        return Packed(codes.view(torch.int8).flatten(1), scale, None)
-    return Packed(torch.cat([codes & 15, codes >> 4], -1).flatten(1), scale, offset)
+    if BITS[type_name] == 8:
+        return PackedMatrix(codes.view(torch.int8).flatten(1), scale, None)
+    return PackedMatrix(torch.cat([codes & 15, codes >> 4], -1).flatten(1), scale, offset)
 
 
-def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def _read_float16(blocks: torch.Tensor, byte_offset: int) -> torch.Tensor:
     """The float16 at a byte of each block, [N, G]."""
-    return blocks[:, :, at : at + 2].contiguous().view(torch.float16)[:, :, 0].contiguous()
+    return blocks[:, :, byte_offset : byte_offset + 2].contiguous().view(torch.float16)[:, :, 0].contiguous()

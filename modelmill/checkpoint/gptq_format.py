@@ -14,104 +14,120 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.container import Container
-from modelmill.checkpoint.packed import RUN, Form, Packed, digest_of, nibbles, numbers_of, order_of, scales, words
+from modelmill.checkpoint.quant_layout import (
+    GROUP_SIZE_MULTIPLE,
+    PackedMatrix,
+    QuantLayout,
+    packed_words_shape,
+    perm_digest,
+    perm_from_group_index,
+    read_group_index,
+    scales_shape,
+    unpack_fields,
+)
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
 FORMATS = ("gptq", "gptq_v2")
 BITS = (4, 8)
 
 
-def make(settings: Mapping[str, Any], where: Path) -> Gptq:
+def make(settings: Mapping[str, Any], path: Path) -> GptqScheme:
     """The scheme of a ``quantization_config``. Raises CheckpointError for settings that cannot be read."""
     bits, group = settings.get("bits", 4), settings.get("group_size", 128)
     form = str(settings.get("checkpoint_format", "gptq"))
     if form not in FORMATS:
         raise CheckpointError(
-            f"{where} is a GPTQ checkpoint of format {form!r}, known are {', '.join(FORMATS)}; "
+            f"{path} is a GPTQ checkpoint of format {form!r}, known are {', '.join(FORMATS)}; "
             "take it in one of these, or the original and build with -q int4"
         )
     if type(bits) is not int or bits not in BITS:
         raise CheckpointError(
-            f"{where} is a GPTQ checkpoint of {quoted(bits, 60)} bits, 4 and 8 can be read; {_instead(bits)}"
+            f"{path} is a GPTQ checkpoint of {quote(bits, 60)} bits, 4 and 8 can be read; {_advice(bits)}"
         )
-    if not isinstance(group, int) or (group != -1 and (group < RUN or group % RUN)):
+    if not isinstance(group, int) or (group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)):
         raise CheckpointError(
-            f"{where} is a GPTQ checkpoint in groups of {quoted(group, 60)}; groups of −1 or a multiple of {RUN} "
+            f"{path} is a GPTQ checkpoint in groups of {quote(group, 60)}; "
+            f"groups of −1 or a multiple of {GROUP_SIZE_MULTIPLE} "
             "can be kept; take the original and build with -q int4 --group-size 32"
         )
-    return Gptq(where, bits, group, bool(settings.get("sym", True)), 1 if form == "gptq" else 0)
+    return GptqScheme(path, bits, group, bool(settings.get("sym", True)), 1 if form == "gptq" else 0)
 
 
-def _instead(bits: Any) -> str:
+def _advice(bits: Any) -> str:
     return (
         f"take the original checkpoint and build with -q int4{' (there is nothing smaller)' if bits in (2, 3) else ''}"
     )
 
 
 @dataclass(frozen=True)
-class Gptq:
-    """bits: of a code. group: columns, −1 for whole rows. added: what stored zeros lack."""
+class GptqScheme:
+    """bits: of a code. group_size: columns, −1 for whole rows. zero_point_offset: what stored zeros lack."""
 
-    where: Path
+    path: Path
     bits: int
-    group: int
+    group_size: int
     symmetric: bool
-    added: int
-    parts: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
-    main: str = "qweight"
+    zero_point_offset: int
+    suffixes: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
+    marker_suffix: str = "qweight"
 
     @property
     def label(self) -> str:
-        return f"GPTQ, {self.bits} bits{_in_groups(self.group)}"
+        return f"GPTQ, {self.bits} bits{_group_label(self.group_size)}"
 
-    def form(self, raw: Container, stem: str) -> Form:
-        here = words(raw.info(f"{stem}.qweight"), self.where)
-        grids, zeros = scales(raw.info(f"{stem}.scales"), self.where), words(raw.info(f"{stem}.qzeros"), self.where)
+    def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
+        here = packed_words_shape(raw.info(f"{stem}.qweight"), self.path)
+        grids, zeros = (
+            scales_shape(raw.info(f"{stem}.scales"), self.path),
+            packed_words_shape(raw.info(f"{stem}.qzeros"), self.path),
+        )
         if grids[1] != here[1]:
-            raise CorruptCheckpoint(f"{self.where}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit")
+            raise CorruptCheckpoint(f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit")
         if (zeros[0], zeros[1] * 32 // self.bits) != grids:
-            raise CorruptCheckpoint(f"{self.where}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit")
+            raise CorruptCheckpoint(f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit")
         columns = here[0] * 32 // self.bits
-        group = -(-columns // RUN) * RUN if self.group == -1 else self.group
+        group = -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE if self.group_size == -1 else self.group_size
         if -(-columns // group) != grids[0]:
             raise CheckpointError(
-                f"{self.where}: {stem} has {grids[0]} groups for {columns} columns, not groups of {group} at "
+                f"{self.path}: {stem} has {grids[0]} groups for {columns} columns, not groups of {group} at "
                 f"{self.bits} bits as the config says; modules of other settings cannot be read, take the original"
             )
         grid = torch.float16 if self.symmetric and raw.info(f"{stem}.scales").dtype == "float16" else torch.float32
-        order = digest_of(self._order(raw, stem, columns, group))
-        return Form(self.label, self.bits, here[1], columns, group, not self.symmetric, grid, order)
+        order = perm_digest(self._read_perm(raw, stem, columns, group))
+        return QuantLayout(self.label, self.bits, here[1], columns, group, not self.symmetric, grid, order)
 
-    def packed(self, raw: Container, stem: str, form: Form) -> Packed:
-        codes = nibbles(raw.get(f"{stem}.qweight").t().contiguous(), self.bits)  # [N, K]
-        zeros = nibbles(raw.get(f"{stem}.qzeros"), self.bits).t().to(torch.int32) + self.added  # [N, G]
+    def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
+        codes = unpack_fields(raw.get(f"{stem}.qweight").t().contiguous(), self.bits)  # [N, K]
+        zeros = (
+            unpack_fields(raw.get(f"{stem}.qzeros"), self.bits).t().to(torch.int32) + self.zero_point_offset
+        )  # [N, G]
         scale = raw.get(f"{stem}.scales").t().contiguous()
         middle = 1 << (self.bits - 1)
         if self.symmetric and bool((zeros != middle).any()):
             raise CorruptCheckpoint(
-                f'{self.where}: {stem} has zeros other than {middle}, its config says "sym": true; set it to false'
+                f'{self.path}: {stem} has zeros other than {middle}, its config says "sym": true; set it to false'
             )
-        order = self._order(raw, stem, form.columns, form.group)
+        order = self._read_perm(raw, stem, layout.columns, layout.group_size)
         if order is not None:
             codes = codes[:, order]
         offset = None
-        if form.offset:  # scale · (shift − zero), exact in float32: 11 bits by 9
+        if layout.has_offset:  # scale · (shift − zero), exact in float32: 11 bits by 9
             offset = scale.float() * ((0 if self.bits == 4 else middle) - zeros)
         if self.bits == 8:
             codes = (codes.to(torch.int16) - middle).to(torch.int8)
-        return Packed(codes.contiguous(), scale.to(form.grid), offset, order)
+        return PackedMatrix(codes.contiguous(), scale.to(layout.scale_dtype), offset, order)
 
-    def _order(self, raw: Container, stem: str, columns: int, group: int) -> torch.Tensor | None:
+    def _read_perm(self, raw: Container, stem: str, num_columns: int, group_size: int) -> torch.Tensor | None:
         name = f"{stem}.g_idx"
         if name not in _names(raw):
             return None
-        groups = numbers_of(raw, name, columns, self.where)
+        groups = read_group_index(raw, name, num_columns, self.path)
         try:
-            return order_of(groups, group)
+            return perm_from_group_index(groups, group_size)
         except ValueError:
             raise CheckpointError(
-                f"{self.where}: {name} has groups of uneven size, which cannot be kept; take the original checkpoint"
+                f"{self.path}: {name} has groups of uneven size, which cannot be kept; take the original checkpoint"
             ) from None
 
 
@@ -119,5 +135,5 @@ def _names(raw: Container) -> set[str]:
     return set(raw.names())
 
 
-def _in_groups(group: int) -> str:
-    return " a channel" if group == -1 else f" in groups of {group}"
+def _group_label(group_size: int) -> str:
+    return " a channel" if group_size == -1 else f" in groups of {group_size}"

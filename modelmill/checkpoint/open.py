@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,33 +14,31 @@ import torch
 from modelmill.checkpoint import blip2
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.delta import DeltaContainer
-from modelmill.checkpoint.folder import read_json, tokenizer_files
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
-from modelmill.checkpoint.joined import (
-    CHAT,
-    GENERATION,
-    LANGUAGE,
-    Joined,
-    chat_file,
-    checked,
-    config_of,
-    is_joined,
-    parts_of,
+from modelmill.checkpoint.minigpt4_parts import (
+    CHAT_FILE,
+    GENERATION_DEFAULTS,
+    LANGUAGE_PREFIX,
+    MiniGpt4Container,
+    chat_format_file,
+    check_settings,
+    config_from_parts,
+    find_parts,
+    is_minigpt4_folder,
 )
-from modelmill.checkpoint.packed import Form, Packed
-from modelmill.checkpoint.prequantized import SIDE_FILES, Prequantized, scheme_of
-from modelmill.checkpoint.pth import INDEX as PTH_INDEX
+from modelmill.checkpoint.prequantized import SIDE_FILES, PrequantizedContainer, find_scheme
+from modelmill.checkpoint.pth import INDEX_FILE as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
-from modelmill.checkpoint.safetensors import INDEX as SAFETENSORS_INDEX
+from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
+from modelmill.checkpoint.safetensors import INDEX_FILE as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
+from modelmill.checkpoint.side_files import read_json, tokenizer_files
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
-from modelmill.core.quote import quoted
+from modelmill.core.progress_types import AmountProgress
+from modelmill.core.quoting import quote
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
-
-CHUNK = 1 << 22
+HASH_CHUNK_BYTES = 1 << 22
 
 
 @dataclass
@@ -49,7 +47,8 @@ class Checkpoint:
 
     `raw` is the container under its own names (GGUF: blk.0.attn_q.weight); `view` the same values under
     Hugging Face names, and the same object where they agree. `language`: the language model of one with eyes.
-    `unread`: keys that the config was not made from, where it was made from other keys (GGUF, BLIP-2), by full names.
+    `unread_config`: keys that the config was not made from, where it was made from other keys (GGUF, BLIP-2), by full
+    names.
     """
 
     path: Path
@@ -60,7 +59,7 @@ class Checkpoint:
     view: Container
     side_files: dict[str, bytes] = field(default_factory=dict, repr=False)
     language: Checkpoint | None = None
-    unread: dict[str, Any] = field(default_factory=dict)
+    unread_config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model_type(self) -> str:
@@ -81,47 +80,47 @@ class Checkpoint:
         """
         return self.view.get(name)
 
-    def form(self, name: str) -> Form | None:
+    def quant_layout(self, name: str) -> QuantLayout | None:
         """How a matrix is stored in few bits; None where it is not, or not in a form that can be kept."""
-        found: Form | None = self.view.form(name) if hasattr(self.view, "form") else None
+        found: QuantLayout | None = self.view.quant_layout(name) if hasattr(self.view, "quant_layout") else None
         return found
 
-    def packed(self, name: str) -> Packed:
+    def read_packed(self, name: str) -> PackedMatrix:
         """The whole numbers of a matrix that has a form."""
-        found: Packed = self.view.packed(name)  # type: ignore[attr-defined]
+        found: PackedMatrix = self.view.read_packed(name)  # type: ignore[attr-defined]
         return found
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name: as they lie in a folder, or gguf_vocab.json made from a GGUF."""
         return dict(self.side_files)
 
-    def fingerprint(self, progress: Progress | None = None) -> str:
+    def fingerprint(self, on_progress: AmountProgress | None = None) -> str:
         """sha256 over everything: config, tokenizer files and the whole content of the weight files."""
         files = self.raw.files()
         total = sum(file.stat().st_size for file in files)
-        digest = hashlib.sha256(self._facts())
+        digest = hashlib.sha256(self._canonical_facts())
         done = 0
         for file in files:
             content = hashlib.sha256()
             with file.open("rb") as stream:
-                while chunk := stream.read(CHUNK):
+                while chunk := stream.read(HASH_CHUNK_BYTES):
                     content.update(chunk)
                     done += len(chunk)
-                    if progress is not None:
-                        progress(done, total)
+                    if on_progress is not None:
+                        on_progress(done, total)
             digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode() + content.digest())
         return digest.hexdigest()
 
     def quick_fingerprint(self) -> str:
         """sha256 over names, sizes, modification times, tensor headers and config: tells that nothing was
         touched since, without reading the weights."""
-        digest = hashlib.sha256(self._facts())
+        digest = hashlib.sha256(self._canonical_facts())
         for file in self.raw.files():
             fact = file.stat()
             digest.update(f"\0{file.name}\0{fact.st_size}\0{fact.st_mtime_ns}".encode())
         return digest.hexdigest()
 
-    def _facts(self) -> bytes:
+    def _canonical_facts(self) -> bytes:
         """Config, tokenizer files' digests and tensor headers in one canonical form."""
         headers = [(i.name, list(i.shape), i.dtype) for i in map(self.view.info, sorted(self.view.names()))]
         side = {name: hashlib.sha256(data).hexdigest() for name, data in self.side_files.items()}
@@ -133,71 +132,73 @@ def open_checkpoint(path: Path, *, delta: Path | None = None, vision: Sequence[P
     """Open a Hugging Face folder, or a single .gguf, .safetensors, .bin or .pth file.
 
     delta: a second checkpoint whose tensors are added to the first one's (Vicuna's way of publishing). vision: files
-    with MiniGPT-4's eyes for this language model (see `joined`), and at most one minigpt4.json.
+    with MiniGPT-4's eyes for this language model (see `minigpt4_parts`), and at most one minigpt4.json.
     Nothing but headers is read, and code that a checkpoint brings (auto_map) is never run. A single file without a
     config.json beside it has an empty config: original image models are published so. Raises CheckpointError where
     something is missing, CorruptCheckpoint where a file lies about itself.
     """
     path = Path(path)
     settings: dict[str, Any] = {}
-    if not vision and path.is_dir() and is_joined(path):
-        language, vision, settings = parts_of(path)
-        return _join(path, _summed(language, delta), vision, settings)
-    base = _summed(path, delta)
-    if base.model_type in (blip2.TYPE, *blip2.INSTRUCTED) and not vision:
-        return _blip2(base)
+    if not vision and path.is_dir() and is_minigpt4_folder(path):
+        language, vision, settings = find_parts(path)
+        return _with_vision(path, _with_delta(language, delta), vision, settings)
+    base = _with_delta(path, delta)
+    if base.model_type in (blip2.BLIP2_TYPE, *blip2.INSTRUCTBLIP_TYPES) and not vision:
+        return _as_minigpt4(base)
     if not vision:
         return base
     for file in (Path(f) for f in vision if Path(f).suffix == ".json"):
         settings = read_json(file)
-        checked(settings, file)
-    return _join(path, base, [Path(f) for f in vision if Path(f).suffix != ".json"], settings)
+        check_settings(settings, file)
+    return _with_vision(path, base, [Path(f) for f in vision if Path(f).suffix != ".json"], settings)
 
 
-def _join(path: Path, language: Checkpoint, files: Sequence[Path], settings: Mapping[str, Any]) -> Checkpoint:
+def _with_vision(path: Path, language: Checkpoint, files: Sequence[Path], settings: Mapping[str, Any]) -> Checkpoint:
     """A language model and its eyes as one checkpoint."""
-    view = Joined(language.view, files)
-    config = config_of(language.config, view, settings)
+    view = MiniGpt4Container(language.view, files)
+    config = config_from_parts(language.config, view, settings)
     side = dict(language.side_files)
     if side:
-        side[CHAT] = chat_file(settings, config["reader"]["qformer"]["queries"])
+        side[CHAT_FILE] = chat_format_file(settings, config["image_embedder"]["qformer"]["queries"])
     return Checkpoint(
         path=path,
-        container=f"joined/{language.container}",
+        container=f"minigpt4/{language.container}",
         config=config,
-        generation_config={**language.generation_config, **GENERATION},
+        generation_config={**language.generation_config, **GENERATION_DEFAULTS},
         raw=view,
         view=view,
         side_files=side,
         language=language,
-        unread=language.unread,
+        unread_config=language.unread_config,
     )
 
 
-def _blip2(found: Checkpoint) -> Checkpoint:
+def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     """transformers' BLIP-2 as the parts of a MiniGPT-4."""
-    config, text, unread = blip2.configs_of(found.config, found.path)
-    view = blip2.Parts(found.view)
-    depth = config["reader"]["tower"]["depth"]
-    if depth != view.blocks:  # of MiniGPT-4's tower the last block is left out, of this none
+    config, text, unread = blip2.convert_configs(checkpoint.config, checkpoint.path)
+    view = blip2.Blip2Container(checkpoint.view)
+    depth = config["image_embedder"]["vision_encoder"]["depth"]
+    if depth != view.num_blocks:  # of MiniGPT-4's vision encoder the last block is left out, of this none
         raise CheckpointError(
-            f"{found.path}: config.json: num_hidden_layers of the tower is {quoted(depth, 40)}, the weights have "
-            f"{view.blocks} layers"
+            f"{checkpoint.path}: config.json: num_hidden_layers of the vision encoder is {quote(depth, 40)}, "
+            f"the weights have {view.num_blocks} layers"
         )
-    words = blip2.Behind(view, LANGUAGE)
-    side = dict(found.side_files)
-    language = replace(found, config=text, raw=words, view=words)
+    words = blip2.PrefixedView(view, LANGUAGE_PREFIX)
+    side = dict(checkpoint.side_files)
+    language = replace(checkpoint, config=text, raw=words, view=words)
     if side:
-        side[CHAT] = blip2.chat_file(config["reader"]["qformer"]["queries"])
-    return replace(found, config=config, raw=view, view=view, side_files=side, language=language, unread=unread)
+        side[CHAT_FILE] = blip2.chat_format_file(config["image_embedder"]["qformer"]["queries"])
+    return replace(
+        checkpoint, config=config, raw=view, view=view, side_files=side, language=language, unread_config=unread
+    )
 
 
-def _summed(path: Path, delta: Path | None) -> Checkpoint:
+def _with_delta(path: Path, delta: Path | None) -> Checkpoint:
     """A checkpoint, and what a second one adds to it."""
-    base = _open_one(path)
+    base = _open_path(path)
     if delta is None:
         return base
-    added = _open_one(Path(delta))
+    added = _open_path(Path(delta))
     if added.model_type != base.model_type:
         raise CheckpointError(f"{delta}: the delta is of model_type {added.model_type}, its base of {base.model_type}")
     view = DeltaContainer(base.view, added.view)
@@ -209,11 +210,11 @@ def _summed(path: Path, delta: Path | None) -> Checkpoint:
         raw=view,
         view=view,
         side_files=added.side_files or base.side_files,
-        unread={**base.unread, **added.unread},
+        unread_config={**base.unread_config, **added.unread_config},
     )
 
 
-def _open_one(path: Path) -> Checkpoint:
+def _open_path(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
@@ -263,9 +264,9 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
     for name, method in SIDE_FILES.items():
         if not alone and "quantization_config" not in config and (folder / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
-    scheme = scheme_of(config, path)
+    scheme = find_scheme(config, path)
     transposed = config.get("model_type") == "gpt2"
-    view = weights if scheme is None else Prequantized(weights, scheme, transposed=transposed)
+    view = weights if scheme is None else PrequantizedContainer(weights, scheme, transposed=transposed)
     return Checkpoint(
         path=path,
         container=container,
@@ -290,6 +291,6 @@ def _open_gguf(path: Path) -> Checkpoint:
         generation_config=view.generation_config,
         raw=raw,
         view=view,
-        side_files={"gguf_vocab.json": view.vocabulary()} if has_vocabulary else {},
-        unread=view.unread,
+        side_files={"gguf_vocab.json": view.tokenizer_json()} if has_vocabulary else {},
+        unread_config=view.unread,
     )

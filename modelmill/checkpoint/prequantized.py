@@ -13,68 +13,73 @@ from typing import Any, Protocol
 
 import torch
 
-from modelmill.checkpoint import awq_format, compressed_format, gptq_format
+from modelmill.checkpoint import awq_format, compressed_tensors, gptq_format
 from modelmill.checkpoint.container import Container, TensorInfo
-from modelmill.checkpoint.packed import Form, Packed
+from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError
 
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-FORMATS = {"gptq": gptq_format, "awq": awq_format, "compressed-tensors": compressed_format}
-INSTEAD = "take the original checkpoint and build it with -q int4 or -q int8"
+SCHEME_MODULES = {"gptq": gptq_format, "awq": awq_format, "compressed-tensors": compressed_tensors}
+ADVICE = "take the original checkpoint and build it with -q int4 or -q int8"
 
 
-class Scheme(Protocol):
+class QuantScheme(Protocol):
     """One format with one checkpoint's settings.
 
-    label: for people. parts: the suffixes that a packed matrix consists of. main: the one that tells that it is one.
+    label: for people. suffixes: those that a packed matrix consists of. marker_suffix: the one that tells that it is
+    one.
     """
 
     label: str
-    parts: tuple[str, ...]
-    main: str
+    suffixes: tuple[str, ...]
+    marker_suffix: str
 
-    def form(self, raw: Container, stem: str) -> Form:
+    def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """How this matrix is stored. Raises CheckpointError for what cannot be read, naming what to do."""
 
-    def packed(self, raw: Container, stem: str, form: Form) -> Packed:
+    def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
         """Its values. Raises CorruptCheckpoint where they contradict the form."""
 
 
-def scheme_of(config: Mapping[str, Any], where: Path) -> Scheme | None:
+def find_scheme(config: Mapping[str, Any], path: Path) -> QuantScheme | None:
     """The scheme of a ``quantization_config``; None where there is none. Raises CheckpointError for one not known."""
     settings = config.get("quantization_config")
     if not settings:
         return None
     if not isinstance(settings, Mapping):
-        raise CheckpointError(f"{where}: quantization_config in config.json is no object; {INSTEAD}")
+        raise CheckpointError(f"{path}: quantization_config in config.json is no object; {ADVICE}")
     method = str(settings.get("quant_method", "")).lower()
-    found = FORMATS.get(method)
+    found = SCHEME_MODULES.get(method)
     if found is None:
-        named, known = method or "an unnamed method", ", ".join(FORMATS)
-        raise CheckpointError(f"{where} is quantized by {named}, which is not supported (known are {known}); {INSTEAD}")
-    scheme: Scheme = found.make(settings, where)
+        named, known = method or "an unnamed method", ", ".join(SCHEME_MODULES)
+        raise CheckpointError(f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}")
+    scheme: QuantScheme = found.make(settings, path)
     return scheme
 
 
-class Prequantized:
+class PrequantizedContainer:
     """A container whose packed matrices appear as "<stem>.weight", [N, K]; all else as it is.
 
     transposed: the family stores its matrices as [K, N] (GPT-2's Conv1D), so the names mean the transposes.
     """
 
-    def __init__(self, raw: Container, scheme: Scheme, *, transposed: bool = False) -> None:
+    def __init__(self, raw: Container, scheme: QuantScheme, *, transposed: bool = False) -> None:
         self._raw, self.scheme, self._transposed = raw, scheme, transposed
         self.metadata = raw.metadata
         self._stems: dict[str, str] = {}
-        self._forms: dict[str, Form] = {}
+        self._layouts: dict[str, QuantLayout] = {}
         everything = raw.names()
-        stems = {name.removesuffix(f".{scheme.main}") for name in everything if name.endswith(f".{scheme.main}")}
+        stems = {
+            name.removesuffix(f".{scheme.marker_suffix}")
+            for name in everything
+            if name.endswith(f".{scheme.marker_suffix}")
+        }
         self._names: list[str] = []
         for name in everything:
             stem, _, suffix = name.rpartition(".")
-            if stem not in stems or suffix not in scheme.parts:
+            if stem not in stems or suffix not in scheme.suffixes:
                 self._names.append(name)
-            elif suffix == scheme.main:
+            elif suffix == scheme.marker_suffix:
                 self._stems[f"{stem}.weight"] = stem
                 self._names.append(f"{stem}.weight")
 
@@ -84,37 +89,37 @@ class Prequantized:
     def info(self, name: str) -> TensorInfo:
         if name not in self._stems:
             return self._raw.info(name)
-        form, stem = self.form(name), self._stems[name]
+        form, stem = self.quant_layout(name), self._stems[name]
         assert form is not None, "a packed matrix"
         shape = (form.columns, form.rows) if form.transposed else (form.rows, form.columns)
         here = set(self._raw.names())
-        stored = [f"{stem}.{part}" for part in self.scheme.parts if f"{stem}.{part}" in here]
+        stored = [f"{stem}.{part}" for part in self.scheme.suffixes if f"{stem}.{part}" in here]
         return TensorInfo(name, shape, form.label, sum(self._raw.info(part).nbytes for part in stored))
 
     def get(self, name: str) -> torch.Tensor:
         """The values, of a packed matrix in float32."""
-        form = self.form(name)
+        form = self.quant_layout(name)
         if form is None:
             return self._raw.get(name)
-        dense = self.packed(name).dense(form.group)
+        dense = self.read_packed(name).dequantize(form.group_size)
         return dense.t().contiguous() if form.transposed else dense
 
     def files(self) -> list[Path]:
         return self._raw.files()
 
-    def form(self, name: str) -> Form | None:
+    def quant_layout(self, name: str) -> QuantLayout | None:
         """How a matrix is stored; None for what is not packed."""
         if name not in self._stems:
             return None
-        if name not in self._forms:
-            found = self.scheme.form(self._raw, self._stems[name])
+        if name not in self._layouts:
+            found = self.scheme.quant_layout(self._raw, self._stems[name])
             if self._transposed:
-                found = Form(**{**vars(found), "transposed": True})
-            self._forms[name] = found
-        return self._forms[name]
+                found = QuantLayout(**{**vars(found), "transposed": True})
+            self._layouts[name] = found
+        return self._layouts[name]
 
-    def packed(self, name: str) -> Packed:
+    def read_packed(self, name: str) -> PackedMatrix:
         """The values of a packed matrix as they are stored."""
-        form = self.form(name)
+        form = self.quant_layout(name)
         assert form is not None, "a packed matrix"
-        return self.scheme.packed(self._raw, self._stems[name], form)
+        return self.scheme.read_packed(self._raw, self._stems[name], form)

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor
-from modelmill.checkpoint.folder import read_index
+from modelmill.checkpoint.container import TensorInfo, list_names, no_such_tensor
+from modelmill.checkpoint.side_files import read_index
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
-INDEX = "pytorch_model.bin.index.json"
+INDEX_FILE = "pytorch_model.bin.index.json"
 
-WRAPPERS = ("state_dict", "model", "module")
+WRAPPER_KEYS = ("state_dict", "model", "module")
 """Keys under which training frameworks put the weights."""
 
 
@@ -35,18 +35,19 @@ class PthFiles:
         for path in self._paths:
             for name, tensor in _load(path).items():
                 if name in self._tensors:
-                    raise CorruptCheckpoint(f"{path}: holds {quoted(name)}, which another shard holds too")
+                    raise CorruptCheckpoint(f"{path}: holds {quote(name)}, which another shard holds too")
                 self._tensors[name] = tensor
         absent = [name for name in expected or {} if name not in self._tensors]
         if absent:
             raise CorruptCheckpoint(
-                f"{self._paths[0].parent / INDEX}: lists {len(absent)} tensor(s) no shard holds: {listed(absent)}"
+                f"{self._paths[0].parent / INDEX_FILE}: lists {len(absent)} tensor(s) no shard holds: "
+                f"{list_names(absent)}"
             )
 
     @classmethod
     def from_index(cls, folder: Path) -> PthFiles:
         """All shards that the folder's index names."""
-        expected = read_index(folder / INDEX)
+        expected = read_index(folder / INDEX_FILE)
         return cls([folder / name for name in set(expected.values())], expected)
 
     def names(self) -> list[str]:
@@ -85,7 +86,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
                 f"{path}: holds more than tensors, refusing to run its code; ask for a safetensors version"
             ) from None
         raise CorruptCheckpoint(f"{path}: is damaged or no PyTorch file ({type(error).__name__})") from None
-    tensors = _tensors(path, content)
+    tensors = _named_tensors(path, content)
     if stored is not None:
         _check_storages(path, tensors, stored)
     return tensors
@@ -102,7 +103,7 @@ def _check_archive(path: Path) -> int | None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise CorruptCheckpoint(f"{path}: is damaged ({quoted(str(error))})") from None
+        raise CorruptCheckpoint(f"{path}: is damaged ({quote(str(error))})") from None
     size = path.stat().st_size
     if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
         raise CorruptCheckpoint(f"{path}: has compressed entries, which PyTorch never writes; refusing it")
@@ -121,9 +122,9 @@ def _check_storages(path: Path, tensors: Mapping[str, torch.Tensor], stored: int
         raise CorruptCheckpoint(f"{path}: is damaged: its tensors claim more bytes than the {stored} it stores")
 
 
-def _tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
+def _named_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
     if isinstance(content, dict):
-        for key in WRAPPERS:
+        for key in WRAPPER_KEYS:
             inner = content.get(key)
             if isinstance(inner, dict) and any(isinstance(v, torch.Tensor) for v in inner.values()):
                 content = inner
@@ -135,7 +136,7 @@ def _tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: holds no tensors")
     for name, tensor in found.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise CheckpointError(f"{path}: {quoted(name)} is no plain dense tensor; save it dense and unquantized")
+            raise CheckpointError(f"{path}: {quote(name)} is no plain dense tensor; save it dense and unquantized")
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise CorruptCheckpoint(f"{path}: {quoted(name)} claims more values than the file stores")
+            raise CorruptCheckpoint(f"{path}: {quote(name)} claims more values than the file stores")
     return {name: tensor.detach() for name, tensor in found.items()}

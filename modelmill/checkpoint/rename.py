@@ -14,11 +14,11 @@ from functools import reduce
 
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, listed
+from modelmill.checkpoint.container import TensorInfo, list_names
 from modelmill.core.errors import TensorMismatch
 
 Shape = tuple[int, ...]
-Get = Callable[[str], torch.Tensor]
+GetTensor = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedRule:
     """A rule whose sources are the names this checkpoint really uses."""
 
     target: str
@@ -55,51 +55,51 @@ class Resolved:
 
 
 @dataclass(frozen=True)
-class Step:
+class RenameStep:
     """A way to make one tensor of several; `shape` says what comes out without reading any value.
 
-    join: reads its sources itself, one at a time. Both raise TensorMismatch for shapes that do not fit.
+    compute: reads its sources itself, one at a time. Both raise TensorMismatch for shapes that do not fit.
     """
 
     shape: Callable[[Sequence[Shape], str], Shape]
-    join: Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]
+    compute: Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]
 
 
 def plan_renames(
     rules: Sequence[Rule],
-    drops: Sequence[str],
+    ignored: Sequence[str],
     available: Collection[str],
     prefixes: Sequence[str] = ("",),
-) -> list[Resolved]:
+) -> list[ResolvedRule]:
     """Match every rule with the checkpoint's names.
 
-    drops: regular expressions (matched in full, with and without a prefix) for tensors nobody needs.
+    ignored: regular expressions (matched in full, with and without a prefix) for tensors nobody needs.
     prefixes: what hub files add in front of names, or leave out ("transformer.", "model.").
     Raises TensorMismatch naming up to a dozen missing and a dozen left-over tensors.
     """
     available = dict.fromkeys(available)
-    resolved: list[Resolved] = []
+    resolved: list[ResolvedRule] = []
     used: set[str] = set()
     missing: list[str] = []
     for rule in rules:
-        found = [find_source(source, available, prefixes) for source in rule.sources]
+        found = [find_source_name(source, available, prefixes) for source in rule.sources]
         if rule.optional and not any(found):
             continue
         if all(found):
             sources = tuple(name for name in found if name is not None)
-            resolved.append(Resolved(rule.target, sources, rule.how))
+            resolved.append(ResolvedRule(rule.target, sources, rule.how))
         used.update(name for name in found if name is not None)
         missing.extend(source for source, name in zip(rule.sources, found, strict=True) if name is None)
-    dropped = [re.compile(drop) for drop in drops]
-    left = [name for name in available if name not in used and not _drops(name, dropped, prefixes)]
+    dropped = [re.compile(drop) for drop in ignored]
+    left = [name for name in available if name not in used and not _is_ignored(name, dropped, prefixes)]
     if missing or left:
-        raise TensorMismatch(_mismatch(sorted(set(missing)), left))
+        raise TensorMismatch(_mismatch_message(sorted(set(missing)), left))
     targets = [entry.target for entry in resolved]
     assert len(set(targets)) == len(targets), "two rules make the same target"
     return resolved
 
 
-def apply(resolved: Resolved, get: Get, info: Callable[[str], TensorInfo] | None = None) -> torch.Tensor:
+def apply_rule(rule: ResolvedRule, get: GetTensor, info: Callable[[str], TensorInfo] | None = None) -> torch.Tensor:
     """The target tensor, on the CPU, in its sources' (promoted) dtype.
 
     With `info` the target is allocated first and filled source by source, so that peak memory is the target
@@ -108,59 +108,61 @@ def apply(resolved: Resolved, get: Get, info: Callable[[str], TensorInfo] | None
     """
     sources: Iterator[torch.Tensor]
     if info is not None:
-        facts = [(info(name).shape, info(name).torch_dtype) for name in resolved.sources]
-        sources = (get(name) for name in resolved.sources)
+        facts = [(info(name).shape, info(name).torch_dtype) for name in rule.sources]
+        sources = (get(name) for name in rule.sources)
     else:
-        held = [get(name) for name in resolved.sources]
+        held = [get(name) for name in rule.sources]
         facts = [(tuple(tensor.shape), tensor.dtype) for tensor in held]
         sources = iter(held)
     shapes: list[Shape] = [shape for shape, _ in facts]
     dtype = reduce(torch.promote_types, (kind for _, kind in facts))
     try:
-        for text in resolved.how.split("+"):
-            step, argument = _step(text)
+        for text in rule.how.split("+"):
+            step, argument = _parse_step(text)
             shapes = [step.shape(shapes, argument)]
-            sources = iter((step.join(sources, shapes[0], dtype, argument),))
+            sources = iter((step.compute(sources, shapes[0], dtype, argument),))
     except TensorMismatch as error:
-        raise TensorMismatch(f"{resolved.target} (from {listed(resolved.sources)}): {error}") from None
+        raise TensorMismatch(f"{rule.target} (from {list_names(rule.sources)}): {error}") from None
     return next(sources)
 
 
-def result_info(resolved: Resolved, info: Callable[[str], TensorInfo]) -> TensorInfo:
+def result_info(rule: ResolvedRule, info: Callable[[str], TensorInfo]) -> TensorInfo:
     """Shape, dtype and bytes of what `apply` will return, without reading a value."""
-    sources = [info(name) for name in resolved.sources]
+    sources = [info(name) for name in rule.sources]
     shapes: list[Shape] = [source.shape for source in sources]
     try:
-        for text in resolved.how.split("+"):
-            step, argument = _step(text)
+        for text in rule.how.split("+"):
+            step, argument = _parse_step(text)
             shapes = [step.shape(shapes, argument)]
     except TensorMismatch as error:
-        raise TensorMismatch(f"{resolved.target} (from {listed(resolved.sources)}): {error}") from None
+        raise TensorMismatch(f"{rule.target} (from {list_names(rule.sources)}): {error}") from None
     dtype = reduce(torch.promote_types, (source.torch_dtype for source in sources))
-    result = TensorInfo(resolved.target, shapes[0], str(dtype).removeprefix("torch."), 0)
+    result = TensorInfo(rule.target, shapes[0], str(dtype).removeprefix("torch."), 0)
     return TensorInfo(result.name, result.shape, result.dtype, result.numel * dtype.itemsize)
 
 
-def find_source(source: str, available: Collection[str], prefixes: Sequence[str]) -> str | None:
-    """The checkpoint's name for `source`: as it is, without one of the prefixes, or with one; None for none."""
+def find_source_name(source: str, available: Collection[str], prefixes: Sequence[str]) -> str | None:
+    """The checkpoint's name for `rng`: as it is, without one of the prefixes, or with one; None for none."""
     spellings = [source]
     spellings += [source.removeprefix(prefix) for prefix in prefixes if source.startswith(prefix)]
     spellings += [prefix + source for prefix in prefixes]
     return next((name for name in spellings if name in available), None)
 
 
-def _drops(name: str, patterns: Sequence[re.Pattern[str]], prefixes: Sequence[str]) -> bool:
+def _is_ignored(name: str, patterns: Sequence[re.Pattern[str]], prefixes: Sequence[str]) -> bool:
     spellings = {name, *(name.removeprefix(p) for p in prefixes), *(p + name for p in prefixes)}
     return any(pattern.fullmatch(spelling) for pattern in patterns for spelling in spellings)
 
 
-def _mismatch(missing: Sequence[str], left: Collection[str]) -> str:
+def _mismatch_message(missing: Sequence[str], left_over: Collection[str]) -> str:
     parts = []
     if missing:
-        parts.append(f"the model needs {len(missing)} tensor(s) the checkpoint lacks: {listed(missing)}")
-    if left:
-        parts.append(f"the checkpoint holds {len(left)} tensor(s) the model has no place for: {listed(left)}")
-    if missing and left:
+        parts.append(f"the model needs {len(missing)} tensor(s) the checkpoint lacks: {list_names(missing)}")
+    if left_over:
+        parts.append(
+            f"the checkpoint holds {len(left_over)} tensor(s) the model has no place for: {list_names(left_over)}"
+        )
+    if missing and left_over:
         hint = "does config.json belong to these weights (model_type)?"
     elif missing:
         hint = "is the download complete, and is num_hidden_layers in config.json right?"
@@ -169,18 +171,18 @@ def _mismatch(missing: Sequence[str], left: Collection[str]) -> str:
     return "; ".join(parts) + "; " + hint
 
 
-def _step(text: str) -> tuple[Step, str]:
+def _parse_step(text: str) -> tuple[RenameStep, str]:
     name, _, argument = text.partition(":")
-    assert name in STEPS, f"no rename step {name!r}; there are {', '.join(STEPS)}"
-    return STEPS[name], argument
+    assert name in RENAME_STEPS, f"no rename step {name!r}; there are {', '.join(RENAME_STEPS)}"
+    return RENAME_STEPS[name], argument
 
 
-def _one(shapes: Sequence[Shape]) -> Shape:
+def _single_shape(shapes: Sequence[Shape]) -> Shape:
     assert len(shapes) == 1, "this rename step takes one source"
     return shapes[0]
 
 
-def _cat_shape(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
+def _concat_shape(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
     def shape(shapes: Sequence[Shape], _: str) -> Shape:
         others = {(len(s), s[:axis] + s[axis + 1 :]) for s in shapes}
         if len(others) != 1 or len(shapes[0]) <= axis:
@@ -191,7 +193,7 @@ def _cat_shape(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
     return shape
 
 
-def _cat(axis: int) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]:
+def _concat(axis: int) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]:
     def join(sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: str) -> torch.Tensor:
         target = torch.empty(shape, dtype=dtype)
         start = 0
@@ -205,13 +207,13 @@ def _cat(axis: int) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str
 
 
 def _transpose_shape(shapes: Sequence[Shape], _: str) -> Shape:
-    shape = _one(shapes)
+    shape = _single_shape(shapes)
     if len(shape) != 2:
         raise TensorMismatch(f"shape {list(shape)} is not a matrix and cannot be transposed")
     return (shape[1], shape[0])
 
 
-def _part(argument: str) -> tuple[int, int]:
+def _parse_part(argument: str) -> tuple[int, int]:
     index, _, count = argument.partition("/")
     assert index.isdigit(), f"part0:{argument}"
     assert count.isdigit(), f"part0:{argument}"
@@ -220,7 +222,7 @@ def _part(argument: str) -> tuple[int, int]:
 
 
 def _part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
-    shape, (_, count) = _one(shapes), _part(argument)
+    shape, (_, count) = _single_shape(shapes), _parse_part(argument)
     if not shape or shape[0] % count:
         raise TensorMismatch(f"shape {list(shape)} does not split into {count} equal parts of rows")
     return (shape[0] // count, *shape[1:])
@@ -237,7 +239,7 @@ def _q0v(sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: s
     return torch.cat((query, torch.zeros(shape[0] // 3), value)).to(dtype)
 
 
-FOLD_EPS = 1e-5  # torch's default for batch norms, which no state dict records
+BATCH_NORM_EPS = 1e-5  # torch's default for batch norms, which no state dict records
 
 
 def _fold_shape(shapes: Sequence[Shape], _: str) -> Shape:
@@ -251,34 +253,34 @@ def _fold_shape(shapes: Sequence[Shape], _: str) -> Shape:
 def _fold_weight(sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str) -> torch.Tensor:
     """weight [O, …], the norm's weight, variance: in float64, so that folding adds no error of its own."""
     weight, gain, variance = (source.double() for source in sources)
-    factor = gain * torch.rsqrt(variance + FOLD_EPS)
+    factor = gain * torch.rsqrt(variance + BATCH_NORM_EPS)
     return (weight * factor.view(-1, *[1] * (weight.dim() - 1))).to(dtype)
 
 
 def _fold_bias(sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str) -> torch.Tensor:
     """The norm's bias, weight, mean, variance."""
     bias, gain, mean, variance = (source.double() for source in sources)
-    return (bias - mean * gain * torch.rsqrt(variance + FOLD_EPS)).to(dtype)
+    return (bias - mean * gain * torch.rsqrt(variance + BATCH_NORM_EPS)).to(dtype)
 
 
 def _pointwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
-    shape = _one(shapes)
+    shape = _single_shape(shapes)
     if len(shape) != 4 or shape[2:] != (1, 1):
         raise TensorMismatch(f"shape {list(shape)} is no convolution of 1×1")
     return shape[:2]
 
 
-STEPS: dict[str, Step] = {
-    "copy": Step(lambda shapes, _: _one(shapes), lambda sources, *_: next(sources)),
-    "cat0": Step(_cat_shape(0), _cat(0)),
-    "cat1": Step(_cat_shape(1), _cat(1)),
-    "transpose": Step(_transpose_shape, lambda sources, *_: next(sources).t().contiguous()),
-    "part0": Step(
+RENAME_STEPS: dict[str, RenameStep] = {
+    "copy": RenameStep(lambda shapes, _: _single_shape(shapes), lambda sources, *_: next(sources)),
+    "cat0": RenameStep(_concat_shape(0), _concat(0)),
+    "cat1": RenameStep(_concat_shape(1), _concat(1)),
+    "transpose": RenameStep(_transpose_shape, lambda sources, *_: next(sources).t().contiguous()),
+    "part0": RenameStep(
         _part_shape,
-        lambda sources, shape, _, argument: next(sources).narrow(0, _part(argument)[0] * shape[0], shape[0]),
+        lambda sources, shape, _, argument: next(sources).narrow(0, _parse_part(argument)[0] * shape[0], shape[0]),
     ),
-    "bias_q0v": Step(_q0v_shape, _q0v),
-    "fold_weight": Step(_fold_shape, _fold_weight),
-    "fold_bias": Step(_fold_shape, _fold_bias),
-    "pointwise": Step(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),
+    "bias_q0v": RenameStep(_q0v_shape, _q0v),
+    "fold_weight": RenameStep(_fold_shape, _fold_weight),
+    "fold_bias": RenameStep(_fold_shape, _fold_bias),
+    "pointwise": RenameStep(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),
 }

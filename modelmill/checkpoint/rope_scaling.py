@@ -13,20 +13,20 @@ LLAMA3_DEFAULTS = (1.0, 4.0, 8192.0)
 
 TOLERANCE = 1e-3
 
-LARGEST = 1e12
+MAX_VALUE = 1e12
 """Above every real factor, base and length; keeps nonsense from overflowing."""
 
 
-def from_metadata(get: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
+def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
     """Linear and YaRN scaling from a GGUF's keys; None where positions are not scaled.
 
     As in llama.cpp, a factor without a type means linear, and a type without a factor means nothing.
     Raises CheckpointError for a type or a key that no family of ours computes.
     """
-    _refuse_unread(get, arch)
+    _reject_uncomputed_keys(metadata, arch)
     prefix = f"{arch}.rope.scaling."
-    factor = _positive(get, prefix + "factor") or _positive(get, f"{arch}.rope.scale_linear")
-    kind = get.get(prefix + "type", "linear")
+    factor = _positive_float(metadata, prefix + "factor") or _positive_float(metadata, f"{arch}.rope.scale_linear")
+    kind = metadata.get(prefix + "type", "linear")
     if not isinstance(kind, str):
         raise CorruptCheckpoint(f"the GGUF's key {prefix}type is no text")
     if kind == "none" or factor is None or (kind == "linear" and factor == 1.0):
@@ -36,24 +36,24 @@ def from_metadata(get: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
     if kind != "yarn":
         raise CheckpointError(f"the GGUF scales positions by {kind!r}, which modelmill does not compute")
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    original = trained(get, arch) or _positive(get, f"{arch}.context_length")
+    original = original_context_length(metadata, arch) or _positive_float(metadata, f"{arch}.context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = int(original)
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        value = _positive(get, prefix + theirs)
+        value = _positive_float(metadata, prefix + theirs)
         if value is not None:
             scaling[ours] = value
     return scaling
 
 
-def _refuse_unread(get: Mapping[str, Any], arch: str) -> None:
+def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str) -> None:
     """Raise CheckpointError for a key that changes the rotation, or cos and sin, in a way not computed here.
 
     llama.cpp reads these for every architecture and every type. Neutral are: factors of 1; an extrapolation
     that it would take itself (a negative one, 1 for YaRN, 0 for the rest); a multiplier of 0.
     """
     prefix = f"{arch}.rope.scaling."
-    extrapolation = 1.0 if str(get.get(prefix + "type")) == "yarn" else 0.0
+    extrapolation = 1.0 if str(metadata.get(prefix + "type")) == "yarn" else 0.0
     neutral = {
         "attn_factor": 1.0,
         "yarn_attn_factor": 1.0,
@@ -61,28 +61,30 @@ def _refuse_unread(get: Mapping[str, Any], arch: str) -> None:
         "yarn_log_multiplier": 0.0,
     }
     for name, meaningless in neutral.items():
-        value = get.get(prefix + name, meaningless)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        value = metadata.get(prefix + name, meaningless)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_VALUE:
             raise CorruptCheckpoint(f"the GGUF's key {prefix}{name} is {str(value)[:40]!r}, which makes no sense")
         if value != meaningless and not (name == "yarn_ext_factor" and value < 0):
             raise CheckpointError(f"the GGUF's key {prefix}{name} is {value:g}, which modelmill does not compute")
 
 
-def from_tensor(get: Mapping[str, Any], arch: str, factors: Sequence[float], theta: float) -> dict[str, Any] | None:
+def from_tensor(
+    metadata: Mapping[str, Any], arch: str, factors: Sequence[float], theta: float
+) -> dict[str, Any] | None:
     """Llama 3's scaling of a GGUF with rope_freqs.weight. Raises as from_metadata and from_factors do."""
-    _refuse_unread(get, arch)
-    return from_factors(factors, theta, trained(get, arch))
+    _reject_uncomputed_keys(metadata, arch)
+    return from_factors(factors, theta, original_context_length(metadata, arch))
 
 
-def trained(get: Mapping[str, Any], arch: str) -> float | None:
+def original_context_length(metadata: Mapping[str, Any], arch: str) -> float | None:
     """The context length before scaling, where the file tells it."""
-    return _positive(get, f"{arch}.rope.scaling.original_context_length")
+    return _positive_float(metadata, f"{arch}.rope.scaling.original_context_length")
 
 
-def _positive(get: Mapping[str, Any], key: str) -> float | None:
+def _positive_float(metadata: Mapping[str, Any], key: str) -> float | None:
     """A key's number; None where it is absent or 0. Raises CorruptCheckpoint for anything else."""
-    value = get.get(key, 0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+    value = metadata.get(key, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_VALUE:
         raise CorruptCheckpoint(f"the GGUF's key {key} is {str(value)[:40]!r}, which makes no sense")
     return float(value) or None
 
@@ -99,12 +101,12 @@ def from_factors(factors: Sequence[float], theta: float, original: float | None)
     factor = float(f"{max(factors, default=1.0):.6g}")
     if all(abs(value - 1.0) <= TOLERANCE for value in factors):
         return None
-    if not (1.0 < factor < LARGEST and 1.0 <= theta < LARGEST):
+    if not (1.0 < factor < MAX_VALUE and 1.0 <= theta < MAX_VALUE):
         raise CheckpointError("the GGUF's rope_freqs.weight or rope.freq_base makes no sense")
     low, high, usual = LLAMA3_DEFAULTS
     context = float(max(1, round(original or usual)))
     tried = [(low, high)]
-    fitted = _fit(factors, theta, factor, context)
+    fitted = _fit_bands(factors, theta, factor, context)
     if fitted is not None:
         tried.append(fitted)
     for low, high in tried:
@@ -120,12 +122,12 @@ def from_factors(factors: Sequence[float], theta: float, original: float | None)
     raise CheckpointError("the GGUF's rope_freqs.weight follows no rotary scaling that modelmill computes")
 
 
-def llama3_factors(count: int, theta: float, factor: float, bands: tuple[float, float, float]) -> list[float]:
+def llama3_factors(num_frequencies: int, theta: float, factor: float, bands: tuple[float, float, float]) -> list[float]:
     """What Llama 3's scaling divides each of `count` frequencies by; bands: low, high, original context."""
     low, high, context = bands
     result = []
-    for i in range(count):
-        turns = context / _wavelength(i, count, theta)
+    for i in range(num_frequencies):
+        turns = context / _wavelength(i, num_frequencies, theta)
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
         result.append(1.0 / ((1.0 - smooth) / factor + smooth))
     return result
@@ -135,7 +137,7 @@ def _wavelength(i: int, count: int, theta: float) -> float:
     return 2.0 * math.pi * theta ** (i / count)
 
 
-def _fit(factors: Sequence[float], theta: float, factor: float, context: float) -> tuple[float, float] | None:
+def _fit_bands(factors: Sequence[float], theta: float, factor: float, context: float) -> tuple[float, float] | None:
     """(low, high) through the first and last divisor between the bands; None where there are none.
 
     smooth = (context / wavelength − low) / (high − low) is a line over 1 / wavelength.

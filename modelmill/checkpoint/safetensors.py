@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from modelmill.checkpoint.container import TensorInfo, listed, no_such_tensor
-from modelmill.checkpoint.folder import read_index
+from modelmill.checkpoint.container import TensorInfo, list_names, no_such_tensor
+from modelmill.checkpoint.side_files import read_index
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 
-MAX_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Bytes a header may have, the same limit as the library's."""
 
 MAX_DIMENSIONS = 16
@@ -59,24 +59,24 @@ class SafetensorsFiles:
         self._paths = sorted(paths)
         self.metadata: dict[str, Any] = {}
         self._infos: dict[str, TensorInfo] = {}
-        self._homes: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._file_by_tensor: dict[str, Path] = {}
+        self._open_files: dict[Path, Any] = {}
         for path in self._paths:
             infos, metadata = read_header(path)
             self.metadata.update(metadata)
             for info in infos:
-                if info.name in self._homes:
+                if info.name in self._file_by_tensor:
                     raise CorruptCheckpoint(
-                        f"{path}: holds {quoted(info.name)}, which {self._homes[info.name].name} holds too"
+                        f"{path}: holds {quote(info.name)}, which {self._file_by_tensor[info.name].name} holds too"
                     )
                 self._infos[info.name] = info
-                self._homes[info.name] = path
+                self._file_by_tensor[info.name] = path
         self._check_index(expected or {})
 
     @classmethod
     def from_index(cls, folder: Path) -> SafetensorsFiles:
         """All shards that the folder's index names."""
-        expected = read_index(folder / INDEX)
+        expected = read_index(folder / INDEX_FILE)
         return cls([folder / name for name in set(expected.values())], expected)
 
     def names(self) -> list[str]:
@@ -89,15 +89,15 @@ class SafetensorsFiles:
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor, backed by the mapped file."""
-        if name not in self._homes:
+        if name not in self._file_by_tensor:
             raise no_such_tensor(self._paths[0].parent, name)
-        path = self._homes[name]
+        path = self._file_by_tensor[name]
         try:
-            if path not in self._open:
-                self._open[path] = safe_open(str(path), framework="pt", device="cpu")
-            tensor: torch.Tensor = self._open[path].get_tensor(name)
+            if path not in self._open_files:
+                self._open_files[path] = safe_open(str(path), framework="pt", device="cpu")
+            tensor: torch.Tensor = self._open_files[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CorruptCheckpoint(f"{path}: {quoted(name)} cannot be read ({error})") from None
+            raise CorruptCheckpoint(f"{path}: {quote(name)} cannot be read ({error})") from None
         return tensor
 
     def files(self) -> list[Path]:
@@ -105,12 +105,14 @@ class SafetensorsFiles:
 
     def _check_index(self, expected: Mapping[str, str]) -> None:
         folder = self._paths[0].parent
-        absent = [name for name in expected if name not in self._homes]
+        absent = [name for name in expected if name not in self._file_by_tensor]
         if absent:
-            raise CorruptCheckpoint(f"{folder / INDEX}: lists {len(absent)} tensor(s) no shard holds: {listed(absent)}")
-        strays = [name for name, home in expected.items() if self._homes[name].name != home]
+            raise CorruptCheckpoint(
+                f"{folder / INDEX_FILE}: lists {len(absent)} tensor(s) no shard holds: {list_names(absent)}"
+            )
+        strays = [name for name, home in expected.items() if self._file_by_tensor[name].name != home]
         if strays:
-            raise CorruptCheckpoint(f"{folder / INDEX}: names the wrong shard for {listed(strays)}")
+            raise CorruptCheckpoint(f"{folder / INDEX_FILE}: names the wrong shard for {list_names(strays)}")
 
 
 def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
@@ -124,15 +126,15 @@ def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
         raise CheckpointError(f"{path}: is missing")
     size = path.stat().st_size
     with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little") if size >= 8 else MAX_HEADER + 1
-        if length > min(MAX_HEADER, size - 8):
+        length = int.from_bytes(stream.read(8), "little") if size >= 8 else MAX_HEADER_BYTES + 1
+        if length > min(MAX_HEADER_BYTES, size - 8):
             raise CorruptCheckpoint(
                 f"{path}: is no safetensors file or is truncated (it has {size} bytes, its header claims "
                 f"{length if size >= 8 else 'at least 8'})"
             )
         text = stream.read(length)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_reject_duplicates)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: its header is not valid ({error})") from None
     if not isinstance(header, dict):
@@ -140,58 +142,58 @@ def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise CorruptCheckpoint(f"{path}: its __metadata__ is no JSON object")
-    places = [_entry(path, name, entry) for name, entry in header.items()]
-    _check_places(path, places, size - 8 - length)
+    places = [_parse_entry(path, name, entry) for name, entry in header.items()]
+    _check_offsets(path, places, size - 8 - length)
     return [info for info, _ in places], metadata
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{quoted(name)} appears twice")
+        raise ValueError(f"{quote(name)} appears twice")
     return found
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
+def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     """One tensor's description and the place where it begins behind the header."""
     if not isinstance(entry, dict):
-        raise CorruptCheckpoint(f"{path}: describes {quoted(name)} by no JSON object")
-    shape, place = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
+        raise CorruptCheckpoint(f"{path}: describes {quote(name)} by no JSON object")
+    shape, place = _nonnegative_ints(entry.get("shape")), _nonnegative_ints(entry.get("data_offsets"))
     dtype = entry.get("dtype")
     if shape is None or place is None or len(place) != 2 or not isinstance(dtype, str):
-        raise CorruptCheckpoint(f"{path}: gives {quoted(name)} no proper dtype, shape and place")
+        raise CorruptCheckpoint(f"{path}: gives {quote(name)} no proper dtype, shape and place")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {quoted(name)} has the dtype {quoted(dtype)}, which modelmill does not read")
+        raise CheckpointError(f"{path}: {quote(name)} has the dtype {quote(dtype)}, which modelmill does not read")
     kind = DTYPES[dtype]
     nbytes = math.prod(shape) * kind.itemsize
     # A dimension of 2**60 beside one of 0 is no tensor anybody has; torch's strides would overflow on it.
     if place[1] - place[0] != nbytes or max(shape, default=0) >= 1 << 48:
         raise CorruptCheckpoint(
-            f"{path}: {quoted(name)} of shape {shape} and dtype {dtype} takes {nbytes} bytes, but its place has "
+            f"{path}: {quote(name)} of shape {shape} and dtype {dtype} takes {nbytes} bytes, but its place has "
             f"{place[1] - place[0]}"
         )
     label = str(kind).removeprefix("torch.")
     return TensorInfo(name, tuple(shape), label, nbytes), place[0]
 
 
-def _counts(value: Any) -> list[int] | None:
+def _nonnegative_ints(value: Any) -> list[int] | None:
     """A JSON value that is a short list of integers from 0 up (bools are ints to Python, not here), else None."""
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         return None
     return value if all(type(item) is int and item >= 0 for item in value) else None
 
 
-def _check_places(path: Path, places: Sequence[tuple[TensorInfo, int]], room: int) -> None:
+def _check_offsets(path: Path, entries: Sequence[tuple[TensorInfo, int]], data_bytes: int) -> None:
     end, before = 0, "the header"
-    for info, start in sorted(places, key=lambda place: (place[1], place[0].nbytes)):
+    for info, start in sorted(entries, key=lambda place: (place[1], place[0].nbytes)):
         if start != end:
             what = "overlaps" if start < end else "leaves a gap after"
-            raise CorruptCheckpoint(f"{path}: {quoted(info.name)} {what} {quoted(before)}")
+            raise CorruptCheckpoint(f"{path}: {quote(info.name)} {what} {quote(before)}")
         end, before = start + info.nbytes, info.name
-    if end > room:
+    if end > data_bytes:
         raise CorruptCheckpoint(
-            f"{path}: is truncated: its tensors take {end} bytes, but only {room} are there; download it again"
+            f"{path}: is truncated: its tensors take {end} bytes, but only {data_bytes} are there; download it again"
         )
-    if end < room:
-        raise CorruptCheckpoint(f"{path}: has {room - end} bytes that belong to no tensor")
+    if end < data_bytes:
+        raise CorruptCheckpoint(f"{path}: has {data_bytes - end} bytes that belong to no tensor")

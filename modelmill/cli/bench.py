@@ -9,23 +9,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.bench_ops import check_ops, draw_ops, measure_ops, rows_of_ops, show_ops
-from modelmill.cli.bench_serve import check_serve, measure_serve, rows_of_serve, show_serve
-from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, changed, open_llm
-from modelmill.cli.figures import draw, rows_of, show
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, note, progress
+from modelmill.cli.bench_ops import check_ops, draw_ops, make_op_rows, measure_ops, show_ops
+from modelmill.cli.bench_report import draw_plot, make_rows, show_table
+from modelmill.cli.bench_serve import check_serve, make_serve_rows, measure_serve, show_serve
+from modelmill.cli.engine_options import (
+    ENGINE_HELP,
+    CacheBuildOptions,
+    non_default_fields,
+    open_llm,
+    share_gpu_with_reference,
+)
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
-from modelmill.core.packages import need
+from modelmill.core.packages import require
 
 if TYPE_CHECKING:
-    from modelmill.eval.subjects import Subject
-    from modelmill.eval.texts import Work
+    from modelmill.eval.datasets import BenchRequest
+    from modelmill.eval.targets import BenchTarget
     from modelmill.llm import LLM
 
 HELP = "Measure first token, tokens per second, start-up, beside transformers if asked; every kernel by itself."
-MORE = """latency: all of a batch at once, prompt and answer of one length, for each batch size.
+EPILOG = """latency: all of a batch at once, prompt and answer of one length, for each batch size.
 
 throughput: many requests at once, of one length, of a data set or of a trace.
 
@@ -49,15 +55,17 @@ Examples:
 
   modelmill bench ops --op linear --op rms_norm --dtype bfloat16"""
 
-KINDS = ("latency", "throughput", "startup", "serve", "ops")
-RUNS = 5
+BENCHMARKS = ("latency", "throughput", "startup", "serve", "ops")
+DEFAULT_RUNS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """What to measure, with which requests, how often."""
 
-    what: str = option(help="latency, throughput, startup, serve, ops", positional=True, choices=KINDS, metavar="WHAT")
+    what: str = option(
+        help="latency, throughput, startup, serve, ops", positional=True, choices=BENCHMARKS, metavar="WHAT"
+    )
     engine: Path | None = option(None, ENGINE_HELP + "; none for serve and ops", positional=True, metavar="ENGINE")
     batch_size: tuple[int, ...] = option((1,), "latency: batch sizes, measured in turn until memory ends")
     input_len: int = option(128, "tokens of a prompt; serve: words, each of a token or more")
@@ -91,50 +99,52 @@ class Args(Common):
     reference_batch_size: int = option(8, "throughput: size of the reference's static batches")
     plot: Path | None = option(None, "draw the figures", metavar="FILE.png")
     save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
-    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
     enable_prefix_caching: bool = option(False, "reuse equal prompt beginnings: repeated runs then measure the cache")
-    run: RunConfig = config(RunConfig, "Engine", leave=("enable_prefix_caching",))
+    run: RunConfig = config(RunConfig, "Engine", exclude=("enable_prefix_caching",))
 
 
 def run(args: Args) -> int:
     """Measure, print, plot and keep the rows."""
     _check(args)
     if args.what == "serve":
-        return _serve(args)
+        return _bench_serve(args)
     kinds = {"latency": _latency, "throughput": _throughput, "startup": _startup, "ops": measure_ops}
     measured = kinds[args.what](args)
-    command = _command(sys.argv[1:])
+    command = _redacted_command(sys.argv[1:])
     ops = args.what == "ops"
-    rows = (rows_of_ops if ops else rows_of)(command, measured)
+    rows = (make_op_rows if ops else make_rows)(command, measured)
     if args.save is not None:
-        from modelmill.eval.report import save
+        from modelmill.eval.report import append_rows
 
-        save(args.save, rows)
-    emit_json({"command": command, **measured, "rows": rows}) if args.json else (show_ops if ops else show)(measured)
+        append_rows(args.save, rows)
+    emit_json({"command": command, **measured, "rows": rows}) if args.json else (show_ops if ops else show_table)(
+        measured
+    )
     if args.plot is not None:
         from modelmill.eval.report import plot
 
         title = f"{args.what}: {'' if args.engine is None else args.engine.name + ' '}on {measured['device']}"
-        plot(args.plot, lambda axes: (draw_ops if ops else draw)(axes, measured), title)
+        plot(args.plot, lambda axes: (draw_ops if ops else draw_plot)(axes, measured), title)
     return 1 if ops and any(each["failed"] for each in measured["results"]) else 0
 
 
-def _serve(args: Args) -> int:
+def _bench_serve(args: Args) -> int:
     """What was measured is kept first, then told, then drawn: no mistake of a later one loses it."""
     measured, drawn = measure_serve(args)
-    command = _command(sys.argv[1:])
-    rows = rows_of_serve(command, measured, args)
+    command = _redacted_command(sys.argv[1:])
+    rows = make_serve_rows(command, measured, args)
     if args.save is not None:
-        from modelmill.eval.report import save
+        from modelmill.eval.report import append_rows
 
-        save(args.save, rows)
+        append_rows(args.save, rows)
     emit_json({"command": command, **measured, "rows": rows}) if args.json else show_serve(measured)
     if args.plot is not None:
         drawn(args.plot)
     return 1 if measured["failed"] else 0
 
 
-def _command(words: Sequence[str]) -> str:
+def _redacted_command(words: Sequence[str]) -> str:
     """The command line as it is kept: without the key of a server."""
     kept: list[str] = []
     for word in words:
@@ -163,7 +173,7 @@ def _check(args: Args) -> None:
     if args.reference is not None and args.what in ("startup", "serve", "ops"):
         raise UsageError("--reference belongs to bench latency and throughput")
     if args.reference is not None:
-        need("--reference", "transformers", "eval")
+        require("--reference", "transformers", "eval")
     if args.plot is not None:
         from modelmill.eval.report import check_plot
 
@@ -176,74 +186,81 @@ def _check(args: Args) -> None:
     if args.what == "ops":
         check_ops(args.engine, args.op, args.variant)
         return
-    _engine(args)
+    _engine_path(args)
     if args.op or args.variant or args.case:
         raise UsageError("--op, --variant and --case belong to bench ops")
 
 
-def _engine(args: Args) -> Path:
+def _engine_path(args: Args) -> Path:
     """The engine, which all but ops need."""
     if args.engine is None:
         raise UsageError(f"ENGINE is missing: bench {args.what} measures an engine; bench ops needs none")
     return args.engine
 
 
-def _open(args: Args, **more: Any) -> tuple[LLM, list[Subject]]:
+def _open_targets(args: Args, **options: Any) -> tuple[LLM, list[BenchTarget]]:
     """The engine, and transformers where it is asked for."""
-    from modelmill.eval.subjects import EngineSubject, HfSubject
+    from modelmill.eval.targets import EngineTarget, HfTarget
 
-    settings = replace(args.run, enable_prefix_caching=args.enable_prefix_caching, **more)
+    settings = replace(args.run, enable_prefix_caching=args.enable_prefix_caching, **options)
     if args.reference is not None:
-        settings = beside_reference(settings)
-    llm = open_llm(_engine(args), args.build, settings)
-    subjects: list[Subject] = [EngineSubject(llm.loop)]
+        settings = share_gpu_with_reference(settings)
+    llm = open_llm(_engine_path(args), args.build, settings)
+    subjects: list[BenchTarget] = [EngineTarget(llm.engine_core)]
     if args.reference is not None:
         from modelmill.artifact.store import is_engine
         from modelmill.checkpoint.open import open_checkpoint
-        from modelmill.eval.hf import load_reference
+        from modelmill.eval.hf_reference import load_reference
 
-        source = args.checkpoint or _engine(args)
+        source = args.checkpoint or _engine_path(args)
         if is_engine(source):
             raise UsageError("--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from")
-        dtype = args.reference_dtype or str(llm.loop.dtype).removeprefix("torch.")
-        note(f"loading {source} into transformers ({dtype})")
-        reference = load_reference(open_checkpoint(source), dtype, llm.loop.device)
+        dtype = args.reference_dtype or str(llm.engine_core.dtype).removeprefix("torch.")
+        print_note(f"loading {source} into transformers ({dtype})")
+        reference = load_reference(open_checkpoint(source), dtype, llm.engine_core.device)
         batch = max(args.batch_size) if args.what == "latency" else args.reference_batch_size
-        subjects.append(HfSubject(reference, batch, f"transformers {dtype}"))
+        subjects.append(HfTarget(reference, batch, f"transformers {dtype}"))
     return llm, subjects
 
 
 def _latency(args: Args) -> dict[str, Any]:
-    from modelmill.eval.latency import Shape, sweep
+    from modelmill.eval.latency import LatencyShape, sweep_shapes
 
-    llm, subjects = _open(args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size))
-    shapes = [Shape(batch, args.input_len, args.output_len) for batch in args.batch_size]
-    with progress("latency", quiet=args.json) as told:
-        how = {"runs": args.runs or RUNS, "warmup": args.warmup, "seed": args.run.seed, "progress": told}
-        found = sweep(subjects, shapes, llm.loop.vocab, **how)
-    if found.ended is not None:
-        note(f"the sweep ended before its last batch size: {found.ended}")
+    llm, subjects = _open_targets(args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size))
+    shapes = [LatencyShape(batch, args.input_len, args.output_len) for batch in args.batch_size]
+    with show_progress("latency", quiet=args.json) as told:
+        how = {"runs": args.runs or DEFAULT_RUNS, "warmup": args.warmup, "seed": args.run.seed, "on_progress": told}
+        found = sweep_shapes(subjects, shapes, llm.engine_core.vocab, **how)
+    if found.stop_reason is not None:
+        print_note(f"the sweep ended before its last batch size: {found.stop_reason}")
     results = [each.to_dict() for each in found.results]
-    return {**_about(args, llm), "ended": found.ended, "results": results, "speedups": _speedups(results, _latency_of)}
+    return {
+        **_row_facts(args, llm),
+        "ended": found.stop_reason,
+        "results": results,
+        "speedups": _speedups(results, _latency_facts),
+    }
 
 
 def _throughput(args: Args) -> dict[str, Any]:
-    from modelmill.eval.throughput import measure
+    from modelmill.eval.throughput import measure_throughput
 
-    llm, subjects = _open(args)
-    work = _work(args, llm)
-    with progress("throughput", quiet=args.json) as told:
-        found = measure(subjects, work, runs=args.runs or RUNS, warmup=args.warmup, progress=told)
+    llm, subjects = _open_targets(args)
+    work = _requests(args, llm)
+    with show_progress("throughput", quiet=args.json) as told:
+        found = measure_throughput(subjects, work, runs=args.runs or DEFAULT_RUNS, warmup=args.warmup, on_progress=told)
     results = [each.to_dict() for each in found]
-    return {**_about(args, llm), "results": results, "speedups": _speedups(results, lambda each: each["seconds"])}
+    return {**_row_facts(args, llm), "results": results, "speedups": _speedups(results, lambda each: each["seconds"])}
 
 
-def _work(args: Args, llm: LLM) -> list[Work]:
-    from modelmill.eval.texts import TRACE_MAX, random_work, read_dataset, read_trace
+def _requests(args: Args, llm: LLM) -> list[BenchRequest]:
+    from modelmill.eval.datasets import MAX_TRACE_TOKENS, random_requests, read_dataset, read_trace
 
-    limit, vocab, seed = llm.loop.max_model_len, llm.loop.vocab, args.run.seed
+    limit, vocab, seed = llm.engine_core.max_model_len, llm.engine_core.vocab, args.run.seed
     if args.trace is not None:
-        return random_work(read_trace(args.trace, args.num_prompts or 500, min(limit, TRACE_MAX)), vocab, seed)
+        return random_requests(
+            read_trace(args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)), vocab, seed
+        )
     count = args.num_prompts or 100
     if args.dataset is not None:
         tokenizer = llm.tokenizer
@@ -251,47 +268,53 @@ def _work(args: Args, llm: LLM) -> list[Work]:
             raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); leave --dataset out")
         work = read_dataset(args.dataset, count, tokenizer.encode, limit, args.output_len)
         if len(work) < count:
-            note(f"{args.dataset} holds only {len(work)} prompts that fit, not {count}")
+            print_note(f"{args.dataset} holds only {len(work)} prompts that fit, not {count}")
         return work
-    return random_work([(args.input_len, args.output_len)] * count, vocab, seed)
+    return random_requests([(args.input_len, args.output_len)] * count, vocab, seed)
 
 
 def _startup(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import is_engine, open_artifact
     from modelmill.eval.report import device_name
-    from modelmill.eval.startup import measure
-    from modelmill.runtime.device import pick_device, prepare, use_threads
+    from modelmill.eval.startup import measure_startup
+    from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
 
     # A checkpoint is built first: its build is no part of a start.
-    given = _engine(args)
+    given = _engine_path(args)
     engine = given if is_engine(given) else open_llm(given, args.build, args.run).path
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
-    with progress("startup", quiet=args.json) as told:
-        prepare(device, told)  # compiling, once on a machine, is no part of a start
-        found = measure(engine, changed(args.run), input_length=args.input_len, runs=args.runs or RUNS, progress=told)
+    with show_progress("startup", quiet=args.json) as told:
+        compile_cpu_kernels(device, told)  # compiling, once on a machine, is no part of a start
+        found = measure_startup(
+            engine,
+            non_default_fields(args.run),
+            input_length=args.input_len,
+            runs=args.runs or DEFAULT_RUNS,
+            on_progress=told,
+        )
     build = open_artifact(engine).manifest.build
     facts = {"engine": str(args.engine), "device": device_name(device), "dtype": build["dtype"]}
     facts["quantization"] = build["quantization"]
     return {"what": "startup", **facts, "results": [{"subject": "modelmill", **found.to_dict()}]}
 
 
-def _about(args: Args, llm: LLM) -> dict[str, Any]:
+def _row_facts(args: Args, llm: LLM) -> dict[str, Any]:
     from modelmill.eval.report import device_name
 
-    build = llm.loop.artifact.manifest.build  # type: ignore[union-attr]
+    build = llm.engine_core.artifact.manifest.build  # type: ignore[union-attr]
     return {
         "what": args.what,
         "engine": str(args.engine),
-        "device": device_name(llm.loop.device),
+        "device": device_name(llm.engine_core.device),
         "dtype": build["dtype"],
         "quantization": build["quantization"],
-        "kernels": dict(llm.loop.ops.chosen),
+        "kernels": dict(llm.engine_core.ops.backends),
     }
 
 
-def _latency_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
+def _latency_facts(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return result["per_token_ms"] or result["first_token_ms"]
 
 

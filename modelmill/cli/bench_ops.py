@@ -6,58 +6,58 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.output import progress, table
+from modelmill.cli.output import print_table, show_progress
 from modelmill.core.errors import UsageError
-from modelmill.core.find import nearest
+from modelmill.core.registry import closest_name
 
 if TYPE_CHECKING:
-    from modelmill.eval.op_bench import Timed
+    from modelmill.eval.op_bench import OpTiming
 
 COLUMNS = ("op", "case", "variant", "µs (min … max)", "GB/s", "TFLOP/s", "bound by", "of ceiling", "timed by")
 
 
-WORTH = 0.05  # of the ceiling: below, a launch takes all the time
+MIN_SHOWN_FRACTION = 0.05  # of the ceiling: below, a launch takes all the time
 
 
-def check_ops(engine: Path | None, ops: Sequence[str], variants: Sequence[str]) -> None:
+def check_ops(engine: Path | None, ops: Sequence[str], implementations: Sequence[str]) -> None:
     """Raises UsageError for what is no op or no variant."""
-    from modelmill.ops import shelf
+    from modelmill.ops import registry
 
     if engine is not None:
         raise UsageError(f"bench ops takes no engine ({engine}); name ops with --op")
-    known = (*shelf.OPS, *shelf.SPANS)
+    known = (*registry.OPS, *registry.FUSED_OPS)
     for op in ops:
         if op not in known:
-            hint = nearest(op, list(known))
+            hint = closest_name(op, list(known))
             more = f"did you mean {hint}?" if hint else f"there are {', '.join(known)}"
             raise UsageError(f"no op is called {op!r}; {more}")
-    for variant in variants:
-        if variant not in ("torch", *shelf.SHELVES):
-            raise UsageError(f"--variant {variant!r} is not one of torch, {', '.join(shelf.SHELVES)}")
+    for variant in implementations:
+        if variant not in ("torch", *registry.BACKENDS):
+            raise UsageError(f"--variant {variant!r} is not one of torch, {', '.join(registry.BACKENDS)}")
 
 
 def measure_ops(args: Any) -> dict[str, Any]:
     """Time what was asked for; the facts that ``bench`` prints, saves and draws."""
     import torch
 
-    from modelmill.eval.ceilings import measure
-    from modelmill.eval.op_bench import Wanted, bench
+    from modelmill.eval.op_bench import OpBenchSelection, bench_ops
     from modelmill.eval.report import device_name
-    from modelmill.ops import shelf
-    from modelmill.runtime.device import pick_device, prepare, use_threads
+    from modelmill.eval.roofline import measure_roofline
+    from modelmill.ops import registry
+    from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
 
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
     name = args.build.dtype if args.build.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     dtype = getattr(torch, name)
-    ops = (*shelf.OPS, *shelf.SPANS)
-    wanted = Wanted(tuple(args.op), tuple(args.variant), args.case, args.runs)
-    done: list[Timed] = []
-    with torch.inference_mode(), progress("ops", quiet=args.json, lines=True) as told:
-        prepare(device, told)
-        ceilings = measure(device, [dtype])
-        for each in bench(ceilings, dtype, wanted):
+    ops = (*registry.OPS, *registry.FUSED_OPS)
+    wanted = OpBenchSelection(tuple(args.op), tuple(args.variant), args.case, args.runs)
+    done: list[OpTiming] = []
+    with torch.inference_mode(), show_progress("ops", quiet=args.json, lines=True) as told:
+        compile_cpu_kernels(device, told)
+        ceilings = measure_roofline(device, [dtype])
+        for each in bench_ops(ceilings, dtype, wanted):
             done.append(each)
             told(each.op, ops.index(each.op) + 1, len(ops))
     return {
@@ -69,35 +69,35 @@ def measure_ops(args: Any) -> dict[str, Any]:
     }
 
 
-def rows_of_ops(command: str, measured: dict[str, Any]) -> list[dict[str, Any]]:
+def make_op_rows(command: str, results: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of benchmarks/results for each time; what is not counted for a case is left out."""
-    from modelmill.eval.report import row
+    from modelmill.eval.report import make_row
 
     rows = []
-    for each in measured["results"]:
+    for each in results["results"]:
         us = each["us"]
         if us is None:
             continue
         said = {name: each[name] for name in ("op", "dtype", "case", "variant", "chosen", "bound")}
         figures = {name: round(each[name], 4) for name in ("gbps", "tflops", "fraction") if each[name] is not None}
         spread = {"min": us["min"], "max": us["max"], "runs": us["runs"]}
-        more = {"bench": "op", "timed": each["how"], "spread": spread, "ceilings": measured["ceilings"]}
-        rows.append(row(command, "op", round(us["median"], 3), "us", measured["device"], **said, **figures, **more))
+        more = {"bench": "op", "timed": each["how"], "spread": spread, "ceilings": results["ceilings"]}
+        rows.append(make_row(command, "op", round(us["median"], 3), "us", results["device"], **said, **figures, **more))
     return rows
 
 
-def show_ops(measured: dict[str, Any]) -> None:
-    """A line a variant and case; ▸ marks what the shelf picks."""
-    from modelmill.eval.ceilings import in_words
+def show_ops(results: dict[str, Any]) -> None:
+    """A line a variant and case; ▸ marks what the engine picks."""
+    from modelmill.eval.roofline import describe_rates
 
-    ceilings = measured["ceilings"]
-    memory, rates = ceilings["memory_gbps"], in_words(ceilings["products_tflops"])
-    title = f"ops in {measured['dtype']} on {measured['device']}; ceilings: {memory:.4g} GB/s, {rates}"
-    table(COLUMNS, [_line(each) for each in measured["results"]], title=title)
+    ceilings = results["ceilings"]
+    memory, rates = ceilings["memory_gbps"], describe_rates(ceilings["products_tflops"])
+    title = f"ops in {results['dtype']} on {results['device']}; ceilings: {memory:.4g} GB/s, {rates}"
+    print_table(COLUMNS, [_table_row(each) for each in results["results"]], title=title)
     print("▸ what the shelf picks; the ceiling is the larger of the times for the bytes and for the operations")
 
 
-def _line(each: dict[str, Any]) -> list[Any]:
+def _table_row(each: dict[str, Any]) -> list[Any]:
     head = [each["op"], each["case"], ("▸ " if each["chosen"] else "  ") + each["variant"]]
     if each["failed"]:
         return [*head, f"failed: {each['failed']}", *["–"] * 5]
@@ -115,9 +115,9 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw_ops(axes: Any, measured: dict[str, Any]) -> None:
+def draw_ops(axes: Any, results: dict[str, Any]) -> None:
     """A bar for each case of the picked variant: its fraction of the ceiling. What is but a launch is left out."""
-    chosen = [each for each in measured["results"] if each["chosen"] and (each["fraction"] or 0) >= WORTH]
+    chosen = [each for each in results["results"] if each["chosen"] and (each["fraction"] or 0) >= MIN_SHOWN_FRACTION]
     names = [f"{each['op']} {each['case']} ({each['variant']})" for each in chosen]
     axes.figure.set_size_inches(9, max(4, 0.22 * len(names) + 1))
     axes.barh(range(len(names)), [each["fraction"] for each in chosen], color=_colours(chosen))

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.output import progress, shown, table
+from modelmill.cli.output import format_cell, print_table, show_progress
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from modelmill.eval.remote import Visit
+    from modelmill.eval.openai_client import RequestTiming
 
-ROWS = {
+LATENCY_ROWS = {
     "first_token_ms": "first token (TTFT), ms",
     "per_token_ms": "per output token (TPOT), ms",
     "between_pieces_ms": "between pieces (ITL), ms",
     "whole_ms": "whole request (E2E), ms",
 }
-RATES = {
+RATE_ROWS = {
     "requests_per_s": "requests/s",
     "output_tokens_per_s": "tokens/s",
     "good_requests_per_s": "requests/s",
@@ -40,65 +40,68 @@ def check_serve(args: Any) -> None:
 
 def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """The figures of one load, and what draws them into a file."""
-    from modelmill.eval.remote import Remote
-    from modelmill.eval.serving import Load, run, summary
-    from modelmill.eval.texts import read_trace
+    from modelmill.eval.datasets import read_trace
+    from modelmill.eval.openai_client import OpenAIClient
+    from modelmill.eval.serving_load import ServingLoad, run_load, summarize_load
 
-    remote = Remote.at(args.url, args.api_key)
+    remote = OpenAIClient.from_url(args.url, args.api_key)
     count = args.num_prompts or (500 if args.trace else 100)
     lengths = [(args.input_len, args.output_len)] * count if args.trace is None else read_trace(args.trace, count)
     asked = {"seed": args.run.seed, "chat": args.endpoint == "chat", "ignore_eos": args.ignore_eos}
-    load = Load(lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **asked)
+    load = ServingLoad(lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **asked)
 
-    async def all_of_it() -> tuple[str, list[Visit], float]:
+    async def all_of_it() -> tuple[str, list[RequestTiming], float]:
         model = args.model or await remote.first_model()
-        with progress("requests", quiet=args.json) as ended:
-            return model, *await run(remote, model, load, ended)
+        with show_progress("requests", quiet=args.json) as ended:
+            return model, *await run_load(remote, model, load, ended)
 
     model, found, seconds = asyncio.run(all_of_it())
 
     def drawn(path: Path) -> None:
         from modelmill.eval.report import plot
-        from modelmill.eval.serving_plots import SHAPE, draw
+        from modelmill.eval.serving_plots import GRID_SHAPE, draw_plots
 
-        plot(path, lambda axes: draw(axes, found, seconds, load), f"{model} at {args.url}", SHAPE)
+        plot(path, lambda axes: draw_plots(axes, found, seconds, load), f"{model} at {args.url}", GRID_SHAPE)
 
-    return {"what": "serve", "url": args.url, "model": model, **summary(found, seconds, load)}, drawn
+    return {"what": "serve", "url": args.url, "model": model, **summarize_load(found, seconds, load)}, drawn
 
 
-def rows_of_serve(command: str, measured: dict[str, Any], args: Any) -> list[dict[str, Any]]:
+def make_serve_rows(command: str, results: dict[str, Any], args: Any) -> list[dict[str, Any]]:
     """A row for each figure. Another machine may be what is measured: in the device's place stands its address."""
-    from modelmill.eval.report import row
+    from modelmill.eval.report import make_row
 
     about = {
-        name: measured[name] for name in ("model", "requests", "failed", "prompt_tokens", "output_tokens", "seconds")
+        name: results[name] for name in ("model", "requests", "failed", "prompt_tokens", "output_tokens", "seconds")
     }
     about |= {name: getattr(args, name) for name in ("endpoint", "request_rate", "concurrency", "first_ms", "token_ms")}
     rows = []
-    for figure in ROWS:
-        spread = measured[figure]
+    for figure in LATENCY_ROWS:
+        spread = results[figure]
         if spread is not None:
             details = {**about, "spread": spread}
-            rows.append(row(command, f"serve.{figure}", spread["median"], "ms", measured["url"], **details))
-    for figure, unit in RATES.items():
-        if measured[figure] is not None:
-            rows.append(row(command, f"serve.{figure}", measured[figure], unit, measured["url"], **about))
+            rows.append(make_row(command, f"serve.{figure}", spread["median"], "ms", results["url"], **details))
+    for figure, unit in RATE_ROWS.items():
+        if results[figure] is not None:
+            rows.append(make_row(command, f"serve.{figure}", results[figure], unit, results["url"], **about))
     return rows
 
 
-def show_serve(measured: dict[str, Any]) -> None:
+def show_serve(results: dict[str, Any]) -> None:
     """A table of times, and one of rates."""
-    rows = [[name, *[measured[key][each] for each in ("mean", "median", "p90", "p99")]] for key, name in ROWS.items()
-            if measured[key] is not None]  # fmt: skip
-    table(["", "mean", "median", "p90", "p99"], rows, f"{measured['model']} at {measured['url']}")
+    rows = [
+        [name, *[results[key][each] for each in ("mean", "median", "p90", "p99")]]
+        for key, name in LATENCY_ROWS.items()
+        if results[key] is not None
+    ]
+    print_table(["", "mean", "median", "p90", "p99"], rows, f"{results['model']} at {results['url']}")
     counts = {
-        "requests": f"{measured['requests'] - measured['failed']} of {measured['requests']}",
-        "prompt tokens": measured.get("prompt_tokens"),
-        "seconds": measured["seconds"],
-        "requests/s": measured["requests_per_s"],
-        "output tokens/s": measured["output_tokens_per_s"],
-        "good requests/s": measured["good_requests_per_s"],
+        "requests": f"{results['requests'] - results['failed']} of {results['requests']}",
+        "prompt tokens": results.get("prompt_tokens"),
+        "seconds": results["seconds"],
+        "requests/s": results["requests_per_s"],
+        "output tokens/s": results["output_tokens_per_s"],
+        "good requests/s": results["good_requests_per_s"],
     }
-    table(["", ""], [[name, shown(value)] for name, value in counts.items() if value is not None])
-    if measured["errors"]:
-        table(["errors"], [[each] for each in measured["errors"]])
+    print_table(["", ""], [[name, format_cell(value)] for name, value in counts.items() if value is not None])
+    if results["errors"]:
+        print_table(["errors"], [[each] for each in results["errors"]])

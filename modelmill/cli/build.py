@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.build.options import CONCERNS, OF_RECIPES, check_concerns
-from modelmill.cli.eyes import Eyes
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, facts, note, progress, table
+from modelmill.builder.recipe_options import ALL_RECIPE_OPTIONS, RECIPE_OPTIONS, check_recipe_options
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import emit_json, print_facts, print_note, print_table, show_progress
+from modelmill.cli.vision_flags import MiniGPT4Files
+from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, option
 from modelmill.core.errors import UsageError
-from modelmill.core.size import byte_text
 
 if TYPE_CHECKING:
-    from modelmill.artifact.tuning import StoredTuning
-    from modelmill.build.plan import Plan
+    from modelmill.artifact.autotune_store import AutotuneRecord
+    from modelmill.builder.plan import BuildPlan
     from modelmill.checkpoint.open import Checkpoint
 
 HELP = "Build an engine from a checkpoint, and check that it computes what the checkpoint computes."
-MORE = """Examples:
+EPILOG = """Examples:
 
   modelmill build model.gguf -o model.engine
 
@@ -32,16 +32,16 @@ MORE = """Examples:
   modelmill build models/Qwen--Qwen3-0.6B --dry-run"""
 
 
-STILL = ("dtype", "quantization", "activation_scales", "weight_scales", "target", "kernels", "seed")
+VISION_OPTIONS = ("dtype", "quantization", "activation_scales", "weight_scales", "target", "kernels", "seed")
 """The options that concern an engine which segments images."""
 
-QUIET_SECONDS = 60.0
+QUIET_LINE_SECONDS = 60.0
 """With --quiet, seconds between lines where there is no terminal."""
-OF_CALIBRATION = ("calibration_samples", "calibration_length")
+CALIBRATION_OPTIONS = ("calibration_samples", "calibration_length")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """checkpoint: a Hugging Face folder or a .gguf, .safetensors, .bin or .pth file."""
 
     checkpoint: Path = option(
@@ -58,7 +58,7 @@ class Args(Common):
     delta: Path | None = option(None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA")
     check: bool = option(True, "judge the engine against the float32 reference before it appears")
     tune: bool = option(True, "time launch sizes of the kernels on this GPU and keep the best in the engine")
-    eyes: Eyes = config(Eyes, "MiniGPT-4's parts")
+    vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
     build: BuildConfig = config(BuildConfig, "Build")
 
 
@@ -66,42 +66,42 @@ def run(args: Args) -> int:
     """Print the plan, build, print the acceptance summary. A refused engine raises AcceptanceError."""
     if args.output is None and not args.dry_run:
         raise UsageError("-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan alone)")
-    every = QUIET_SECONDS if args.quiet else None
-    with progress("planning", quiet=args.json, lines=True, every=every) as told:
-        from modelmill.artifact.store import check_place, is_engine  # inside, since torch takes seconds to import
-        from modelmill.build.plan import make_plan
+    every = QUIET_LINE_SECONDS if args.quiet else None
+    with show_progress("planning", quiet=args.json, lines=True, every=every) as told:
+        from modelmill.artifact.store import check_target, is_engine  # inside, since torch takes seconds to import
+        from modelmill.builder.plan import make_plan
         from modelmill.checkpoint.open import open_checkpoint
-        from modelmill.runtime.device import prepare
+        from modelmill.runtime.device import compile_cpu_kernels
 
-        source, vision = args.eyes.with_checkpoint(args.checkpoint)
+        source, vision = args.vision_files.split_checkpoint(args.checkpoint)
         if is_engine(source):
             raise UsageError(f"{source} is an engine already; give the checkpoint that it was built from")
-        there = args.output is not None and not args.dry_run and check_place(args.output)
+        there = args.output is not None and not args.dry_run and check_target(args.output)
         checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
         if there and not args.force and args.build.quantization == "auto":  # whose plan alone takes minutes
             raise UsageError(f"{args.output} is an engine already; choose another -o, or replace it with --force")
-        prepare("cpu" if args.build.target == "cpu" else "auto", told)
+        compile_cpu_kernels("cpu" if args.build.target == "cpu" else "auto", told)
         made = make_plan(checkpoint, args.build, told)
-    check_concerns(args.build, still=made.kind != "language")
+    check_recipe_options(args.build, segmentation=made.engine_type != "language")
     plan = made.describe()
     for warning in made.warnings:
-        note(f"warning: {warning}")
+        print_note(f"warning: {warning}")
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
         return 0
     if there and not args.force:
-        return _already(args, made)
+        return _check_existing(args, made)
     return _build(args, source, vision, made)
 
 
-def _already(args: Args, made: Plan) -> int:
+def _check_existing(args: Args, made: BuildPlan) -> int:
     """What is there is left alone: it is what was asked for, or UsageError says in what it is not."""
     from modelmill.artifact.store import open_artifact
-    from modelmill.build.existing import differences
+    from modelmill.builder.existing_engine import differences_from_plan
 
     assert args.output is not None
-    with progress("comparing with what is there", quiet=args.json, lines=True) as told:
-        odd = differences(made, args.output, check=args.check, progress=told)
+    with show_progress("comparing with what is there", quiet=args.json, lines=True) as told:
+        odd = differences_from_plan(made, args.output, with_acceptance=args.check, on_progress=told)
     if odd:
         more = f" and {len(odd) - 2} more" if len(odd) > 2 else ""
         raise UsageError(
@@ -117,7 +117,7 @@ def _already(args: Args, made: Plan) -> int:
     return 0
 
 
-def _build(args: Args, source: Path, vision: Any, made: Plan) -> int:
+def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
     from modelmill.llm import build_engine
 
     assert args.output is not None
@@ -126,70 +126,70 @@ def _build(args: Args, source: Path, vision: Any, made: Plan) -> int:
         show_plan(plan)
     began = time.perf_counter()
     try:
-        with progress("building", lines=not args.json, every=QUIET_SECONDS if args.quiet else None) as told:
+        with show_progress("building", lines=not args.json, every=QUIET_LINE_SECONDS if args.quiet else None) as told:
             how: dict[str, Any] = {
                 "delta": args.delta,
                 "vision": vision,
-                "progress": told,
+                "on_progress": told,
                 "check": args.check,
                 "tune": args.tune,
                 "plan": made,
             }
             report = build_engine(source, args.output, args.build, **how)
     except KeyboardInterrupt:
-        note("stopped; the same command goes on from here")
+        print_note("stopped; the same command goes on from here")
         raise
     seconds = time.perf_counter() - began
-    _warn_of_template(made.checkpoint)
+    _warn_broken_template(made.checkpoint)
     if made.generation is not None and (unused := made.generation.warning()) is not None:
-        note(unused)
-    tuned = _tuned(made, args)
+        print_note(unused)
+    tuned = _autotune(made, args)
     if args.json:
         tuning = None if tuned is None else {"device": tuned.device, "choices": tuned.choices, "facts": tuned.facts}
         done = {"engine": str(args.output), "seconds": seconds, "plan": plan, "acceptance": report, "tuning": tuning}
         emit_json(done)
         return 0
     if args.quiet:
-        print(f"{args.output} is ready ({seconds:.1f} s): {in_short(report)}")
+        print(f"{args.output} is ready ({seconds:.1f} s): {acceptance_summary(report)}")
         return 0
     show_acceptance(report)
     if tuned is not None:
         show_tuning(tuned)
-    asked = "segment {} IMAGE --point X,Y" if made.kind == "segmentation" else "run {} --prompt '…'"
-    if "pictures" in report and plan["tokenizer"]:
+    asked = "segment {} IMAGE --point X,Y" if made.engine_type == "segmentation" else "run {} --prompt '…'"
+    if "image_embeddings" in report and plan["tokenizer"]:
         asked = "chat {} --image photo.jpg"
     print(f"{args.output} is ready ({seconds:.1f} s): modelmill {asked.format(args.output)}")
     return 0
 
 
-def _warn_of_template(checkpoint: Checkpoint) -> None:
+def _warn_broken_template(checkpoint: Checkpoint) -> None:
     """A broken chat template leaves an engine that answers raw prompts: that is said now, not at the first chat."""
     from modelmill.cli.inspect import text_facts
 
     told = text_facts(checkpoint.tokenizer_files())["chat_template"]
     if told is not None and "error" in told:
-        note(f"{told['error']}; run it with --raw, or give another with --chat-template")
+        print_note(f"{told['error']}; run it with --raw, or give another with --chat-template")
 
 
-def _tuned(plan: Plan, args: Args) -> StoredTuning | None:
+def _autotune(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
     """The launch sizes that the build found; where a GPU's engine has none, why."""
     import torch
 
-    from modelmill.artifact.tuning import read_tuning
-    from modelmill.build.rehearsal import why_not
+    from modelmill.artifact.autotune_store import read_record
+    from modelmill.builder.autotune_measure import skip_reason
 
-    if plan.config.target != "cuda" or args.output is None or plan.kind != "language":
+    if plan.config.target != "cuda" or args.output is None or plan.engine_type != "language":
         return None
     if not args.tune:
-        note("not tuned (--no-tune): the engine runs with default launch sizes")
+        print_note("not tuned (--no-tune): the engine runs with default launch sizes")
         return None
-    found = read_tuning(args.output, torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    found = read_record(args.output, torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if found is None:
-        note(why_not(plan) or "not tuned: the engine runs with default launch sizes")
+        print_note(skip_reason(plan) or "not tuned: the engine runs with default launch sizes")
     return found
 
 
-def show_tuning(tuning: StoredTuning) -> None:
+def show_tuning(tuning: AutotuneRecord) -> None:
     """What was tuned on which device, and what it was worth there."""
     steps = tuning.facts.get("steps", {})
     rows = [
@@ -200,49 +200,61 @@ def show_tuning(tuning: StoredTuning) -> None:
     count = sum(map(len, tuning.choices.values()))
     print(f"tuned for {tuning.device}: {count} products with launch sizes of their own")
     if rows:
-        table(("sequences", "default, µs", "tuned, µs", "not tried"), rows, title="Steps of the layers it was tuned on")
+        print_table(
+            ("sequences", "default, µs", "tuned, µs", "not tried"), rows, title="Steps of the layers it was tuned on"
+        )
 
 
 def show_plan(plan: dict[str, Any]) -> None:
     """The plan for people: what, why, and the memory it takes."""
     build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
-    language = plan["kind"] == "language"
+    language = plan["engine_type"] == "language"
     cache = (
-        f"{byte_text(memory['kv_per_token'])} ({byte_text(memory['kv_per_token_8bit'])} in 8 bits)"
+        f"{format_bytes(memory['kv_per_token'])} ({format_bytes(memory['kv_per_token_8bit'])} in 8 bits)"
         if language
         else None
     )
     options = [
         (name, _with_reason(value, reasons.get(name)))
         for name, value in build.items()
-        if (value not in (None, {}) or name in reasons) and (language or name in STILL) and _concerns(name, build)
+        if (value not in (None, {}) or name in reasons)
+        and (language or name in VISION_OPTIONS)
+        and _option_applies(name, build)
     ]
-    kinds = ", ".join(f"{name} {byte_text(count)}" for name, count in plan["bytes_by_kind"].items())
-    facts(
+    kinds = ", ".join(f"{name} {format_bytes(count)}" for name, count in plan["bytes_by_format"].items())
+    print_facts(
         [
             ("checkpoint", f"{plan['checkpoint']} ({plan['container']})"),
-            ("architecture", f"{plan['model_type']}, {_depth(plan)}{plan['tensors']} tensors"),
+            ("architecture", f"{plan['model_type']}, {_layer_count_text(plan)}{plan['tensors']} tensors"),
             ("tokenizer", ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None),
-            ("weights", f"{byte_text(memory['weights'])} ({kinds})"),
+            ("weights", f"{format_bytes(memory['weights'])} ({kinds})"),
             ("longest sequence", plan["max_model_len"] if language else None),
             ("sampling", (plan["sampling"] or {}).get("text")),
-            ("layers", _counted(build.get("layer_recipes") or {})),
+            ("layers", _count_formats(build.get("layer_recipes") or {})),
             *options,
         ],
         title="Plan",
     )
-    show_choice(plan["auto"])
-    facts(
+    show_bit_choice(plan["auto"])
+    print_facts(
         [
-            ("device", f"{byte_text(memory['device_total'])}, {byte_text(memory['device_free'])} free now"),
-            ("while building", f"{byte_text(memory['build_peak'])} ({byte_text(memory['build_mapped'])} mapped files)"),
-            ("weights at run time", byte_text(memory["weights"])),
+            ("device", f"{format_bytes(memory['device_total'])}, {format_bytes(memory['device_free'])} free now"),
+            (
+                "while building",
+                f"{format_bytes(memory['build_peak'])} ({format_bytes(memory['build_mapped'])} mapped files)",
+            ),
+            ("weights at run time", format_bytes(memory["weights"])),
             *(
-                [("expanded at start", f"{byte_text(memory['expanded'])}: this CPU has no compiled kernels for them")]
+                [
+                    (
+                        "expanded at start",
+                        f"{format_bytes(memory['expanded'])}: this CPU has no compiled kernels for them",
+                    )
+                ]
                 if memory.get("expanded")
                 else []
             ),
-            ("workspace at run time", byte_text(memory["workspace"])),
+            ("workspace at run time", format_bytes(memory["workspace"])),
             ("KV cache per token", cache),
             ("fits", memory["fits"]),
         ],
@@ -250,41 +262,43 @@ def show_plan(plan: dict[str, Any]) -> None:
     )
 
 
-def _concerns(name: str, build: dict[str, Any]) -> bool:
+def _option_applies(name: str, build: dict[str, Any]) -> bool:
     """Whether an option says something of this build."""
-    if name in OF_CALIBRATION:
+    if name in CALIBRATION_OPTIONS:
         return build["calibration"] is not None
-    if name in OF_RECIPES:
-        return name in CONCERNS.get(build["quantization"], ())
+    if name in ALL_RECIPE_OPTIONS:
+        return name in RECIPE_OPTIONS.get(build["quantization"], ())
     if name == "tower":
         return bool(build["tower"] != "none")
     return name != "layer_recipes"
 
 
-def _counted(forms: dict[str, str]) -> str | None:
+def _count_formats(forms: dict[str, str]) -> str | None:
     """How many layers have which form."""
     counts = Counter(forms.values())
     return ", ".join(f"{count} × {form}" for form, count in sorted(counts.items())) or None
 
 
-def show_choice(found: dict[str, Any] | None) -> None:
+def show_bit_choice(choice: dict[str, Any] | None) -> None:
     """What ``-q auto`` chose, layer by layer, and what it measured."""
-    if found is None:
+    if choice is None:
         return
-    forms = list(found["layers"][0]["kl"])[:-1]
+    forms = list(choice["layers"][0]["kl"])[:-1]
     rows = [
-        [row["layer"], row["form"], byte_text(row["bytes"]), *(row["kl"][form] for form in forms)]
-        for row in found["layers"]
+        [row["layer"], row["bit_choice"], format_bytes(row["bytes"]), *(row["kl"][form] for form in forms)]
+        for row in choice["layers"]
     ]
-    table(("layer", "chosen", "size", *(f"KL {form}" for form in forms)), rows, title="Layers, each rounded alone")
-    rise = 100 * (math.exp(found["log_perplexity"]) - 1)
+    print_table(
+        ("layer", "chosen", "size", *(f"KL {form}" for form in forms)), rows, title="Layers, each rounded alone"
+    )
+    rise = 100 * (math.exp(choice["log_perplexity"]) - 1)
     print(
-        f"together: mean KL at most {found['kl']:.4g} nats a token, perplexity {rise:+.2f} % at most "
+        f"together: mean KL at most {choice['kl']:.4g} nats a token, perplexity {rise:+.2f} % at most "
         "(means plus standard errors, on calibration data)\n"
     )
 
 
-def _depth(plan: dict[str, Any]) -> str:
+def _layer_count_text(plan: dict[str, Any]) -> str:
     return "" if plan["layers"] is None else f"{plan['layers']} layers, "
 
 
@@ -297,7 +311,7 @@ def _with_reason(value: Any, reason: str | None) -> str:
 def show_acceptance(report: dict[str, Any]) -> None:
     """The acceptance report for people: the verdict, and the worst of each kind of module."""
     if not report or report.get("accepted") is None:
-        facts([("acceptance", (report or {}).get("reason", "built without"))])
+        print_facts([("acceptance", (report or {}).get("reason", "built without"))])
         return
     if "masks" in report:
         show_masks(report)
@@ -305,53 +319,53 @@ def show_acceptance(report: dict[str, Any]) -> None:
     logits = report.get("logits") or {}
     agreed = f"{logits.get('agreed_rows')} of {logits.get('sure_rows')} where the reference is sure"
     perplexity = f"{logits.get('perplexity')} (reference {logits.get('reference_perplexity')})"
-    facts(
+    print_facts(
         [
             ("verdict", report.get("verdict")),
             ("compared", f"{len(report.get('layers', []))} modules, {logits.get('tokens')} tokens" if logits else None),
             ("next tokens", agreed if logits else None),
             ("perplexity", perplexity if logits else None),
             ("mean KL to the checkpoint", logits.get("mean_kl")),
-            ("picture's embeddings' error", _eyes(report.get("pictures"))),
-            ("next tokens as the checkpoint's", _share(logits.get("agreement"))),
-            ("size", byte_text(report["bytes"]) if "bytes" in report else None),
+            ("picture's embeddings' error", _vision_summary(report.get("image_embeddings"))),
+            ("next tokens as the checkpoint's", _percent(logits.get("agreement"))),
+            ("size", format_bytes(report["bytes"]) if "bytes" in report else None),
             ("reference", report.get("reference")),
-            ("not used", _dropped(report)),
+            ("not used", _ignored_tensors(report)),
         ],
         title="Acceptance",
     )
-    recipe = report.get("recipe") or []
+    recipe = report.get("quantization_errors") or []
     show_recipe(recipe, any(each["before"] != each["after"] for each in recipe))
-    show_modules([_of_parts(row) for row in report.get("layers", [])])
+    show_modules([_row_and_tile(row) for row in report.get("layers", [])])
 
 
-def in_short(report: dict[str, Any]) -> str:
+def acceptance_summary(report: dict[str, Any]) -> str:
     """The acceptance report in a few words."""
     if not report or report.get("accepted") is None:
         return (report or {}).get("reason", "built without acceptance")
-    size = byte_text(report["bytes"]) if "bytes" in report else ""
+    size = format_bytes(report["bytes"]) if "bytes" in report else ""
     words = [f"accepted ({report.get('verdict')})", f"{len(report.get('layers', []))} modules compared", size]
     return ", ".join(filter(None, words))
 
 
-def _of_parts(row: dict[str, Any]) -> dict[str, Any]:
+def _row_and_tile(row: dict[str, Any]) -> dict[str, Any]:
     """A line of its own for the worst row and tile of a quantized matrix: shares of its size, not of one weight."""
-    return {**row, "module": f"{row['module']}, worst tile"} if row["name"].endswith(".parts") else row
+    return {**row, "module": f"{row['module']}, worst tile"} if row["name"].endswith(".worst_block") else row
 
 
-def _eyes(pictures: dict[str, Any] | None) -> str | None:
+def _vision_summary(pictures: dict[str, Any] | None) -> str | None:
     return None if pictures is None else f"{pictures['rel_l2']} of their size (bound {pictures['bound']})"
 
 
-def _dropped(report: dict[str, Any]) -> str | None:
+def _ignored_tensors(report: dict[str, Any]) -> str | None:
     """The checkpoint's tensors that the engine does without."""
-    return ", ".join(f"{row['count']} × {row['what']}" for row in report.get("dropped") or []) or None
+    return ", ".join(f"{row['count']} × {row['what']}" for row in report.get("unused_tensors") or []) or None
 
 
 def show_masks(report: dict[str, Any]) -> None:
     """The same for an engine that segments images."""
     masks = report["masks"]
-    facts(
+    print_facts(
         [
             ("verdict", report.get("verdict")),
             (
@@ -363,11 +377,11 @@ def show_masks(report: dict[str, Any]) -> None:
             (
                 "IoU with the reference",
                 f"{masks['mask_iou_mean']} on average (bound {masks['mask_iou_bound']}), "
-                f"{masks['mask_iou_least']} at least",
+                f"{masks['mask_iou_min']} at least",
             ),
             ("scores differ by", f"at most {masks['score_difference']}"),
-            ("size", byte_text(report["bytes"])),
-            ("not used", _dropped(report)),
+            ("size", format_bytes(report["bytes"])),
+            ("not used", _ignored_tensors(report)),
         ],
         title="Acceptance",
     )
@@ -385,15 +399,15 @@ def show_modules(layers: list[dict[str, Any]]) -> None:
     rows = worst_by_module(layers)
     columns = ("module", "worst at", "max abs", "mean abs", "median abs", "cosine", "tolerance", "within")
     keys = ("module", "name", "max_abs", "mean_abs", "median_abs", "cosine", "tolerance", "ok")
-    table(columns, [[row.get(key) for key in keys] for row in rows])
+    print_table(columns, [[row.get(key) for key in keys] for row in rows])
 
 
-def show_recipe(told: list[dict[str, Any]], calibrated: bool = True) -> None:
+def show_recipe(layer_reports: list[dict[str, Any]], calibrated: bool = True) -> None:
     """What a recipe did to each layer: errors of its outputs before (plain rounding) and after."""
-    if not told:
+    if not layer_reports:
         return
     layers: dict[int, list[dict[str, Any]]] = {}
-    for each in told:
+    for each in layer_reports:
         layers.setdefault(each["layer"], []).append(each)
     first = next(iter(layers.values()))
     columns = ["layer", *(each["module"] for each in first), "bits", "outlier channels"]
@@ -401,7 +415,7 @@ def show_recipe(told: list[dict[str, Any]], calibrated: bool = True) -> None:
         columns.append("clusters (of one channel)")
     rows = []
     for layer, matrices in layers.items():
-        errors = [_change(each["before"], each["after"]) for each in matrices]
+        errors = [_error_change(each["before"], each["after"]) for each in matrices]
         worst = max(matrices, key=lambda each: each["outliers"][0][1])
         channels = ", ".join(f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2])
         bits = sum(each["bits"] for each in matrices) / len(matrices)
@@ -410,15 +424,15 @@ def show_recipe(told: list[dict[str, Any]], calibrated: bool = True) -> None:
             row.append(", ".join(f"{each['clusters']} ({each['alone']})" for each in matrices))
         rows.append(row)
     where = "calibration inputs" if calibrated else "acceptance text"
-    table(columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held")
+    print_table(columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held")
 
 
-def _change(before: float, after: float) -> str:
+def _error_change(before: float, after: float) -> str:
     """Errors in per cent; one number where rounding to nearest is what is held."""
     return ("" if before == after else f"{100 * before:.2g} → ") + f"{100 * after:.2g} %"
 
 
-def _share(value: Any) -> str | None:
+def _percent(value: Any) -> str | None:
     return f"{100 * value:.1f} %" if isinstance(value, float) else None
 
 
@@ -427,12 +441,12 @@ def worst_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     worst: dict[str, dict[str, Any]] = {}
     for layer in layers:
         found = worst.get(layer["module"])
-        if found is None or closeness(layer) > closeness(found):
+        if found is None or tolerance_ratio(layer) > tolerance_ratio(found):
             worst[layer["module"]] = layer
     return list(worst.values())
 
 
-def closeness(layer: dict[str, Any]) -> float:
+def tolerance_ratio(layer: dict[str, Any]) -> float:
     """The error as a share of its tolerance; above 1 is out of bounds."""
     error, tolerance = float(layer["max_abs"]), float(layer["tolerance"])
     if not layer.get("ok", True):

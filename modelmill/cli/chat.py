@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine import ENGINE_HELP, SAMPLING_HELP, CacheBuild, open_llm
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, note
-from modelmill.cli.run import Interrupt, first_token, tell_room, tell_speed, with_limit
-from modelmill.cli.terminal import Wrapper, hidden_keys, wrapper
+from modelmill.cli.engine_options import ENGINE_HELP, SAMPLING_HELP, CacheBuildOptions, open_llm
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import emit_json, print_note
+from modelmill.cli.run import InterruptHandler, note_speed, wait_for_first_token, warn_max_tokens, with_max_tokens
+from modelmill.cli.terminal import WordWrapper, hide_typed_keys, make_wrapper
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import RequestError, TemplateError, UsageError
 from modelmill.core.types import SamplingParams
 
 if TYPE_CHECKING:
-    from modelmill.answer import Answer
-    from modelmill.cli.far import Far
+    from modelmill.cli.remote_chat import RemoteChat
     from modelmill.llm import LLM
+    from modelmill.outputs import RequestOutput
 
 HELP = "Talk with an engine in the terminal; /help tells the commands."
-MORE = """Ctrl-C stops the answer, not the program. From a pipe, every line is a turn.
+EPILOG = """Ctrl-C stops the answer, not the program. From a pipe, every line is a turn.
 
 Examples:
 
@@ -42,7 +42,7 @@ COMMANDS = """/system TEXT   set the system message (alone: show it)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """engine: one with a chat template; or the url of a server."""
 
     engine: Path | None = option(None, ENGINE_HELP + "; none with --url", positional=True, metavar="ENGINE")
@@ -53,8 +53,8 @@ class Args(Common):
     image: tuple[Path, ...] = option((), "picture of the first message, for engines that read pictures (repeatable)")
     stream: bool = option(True, "show the answer while it is made")
     chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
-    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
-    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP, leave=("n", "num_beams"))
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
+    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP, exclude=("n", "num_beams"))
     run: RunConfig = config(RunConfig, "Engine")
 
 
@@ -62,33 +62,33 @@ def run(args: Args) -> int:
     """Talk until /exit or the end of the input. With --json the conversation is printed at the end, and only it."""
     if (args.engine is None) == (args.url is None):
         raise UsageError("give one of ENGINE and --url URL")
-    llm, params = _far(args) if args.engine is None else _near(args, args.engine)
-    talk = Talk(llm, params, args.system, stream=args.stream, silent=args.json, asked=args.sampling)
+    llm, params = _open_remote(args) if args.engine is None else _open_local(args, args.engine)
+    talk = ChatSession(llm, params, args.system, stream=args.stream, silent=args.json, explicit_options=args.sampling)
     for image in args.image:
-        talk.show(image)
+        talk.attach_image(image)
     if sys.stdin.isatty() and not args.json:
-        note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
-    while talk.turn(read_line()):
+        print_note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
+    while talk.handle_line(read_line()):
         pass
     if args.json:
         emit_json({"messages": talk.messages})
     return 0
 
 
-def _near(args: Args, engine: Path) -> tuple[LLM, SamplingParams]:
+def _open_local(args: Args, engine: Path) -> tuple[LLM, SamplingParams]:
     """The engine, opened here."""
     llm = open_llm(engine, args.build, args.run, chat_template=args.chat_template)
     if llm.chat_format is None:
         raise UsageError(f"{engine} has no chat template; give one with --chat-template, or use modelmill run --prompt")
-    return llm, with_limit(args.sampling, llm)
+    return llm, with_max_tokens(args.sampling, llm)
 
 
-def _far(args: Args) -> tuple[Far, SamplingParams]:
+def _open_remote(args: Args) -> tuple[RemoteChat, SamplingParams]:
     """A server."""
-    from modelmill.cli.far import Far
-    from modelmill.eval.remote import Remote
+    from modelmill.cli.remote_chat import RemoteChat
+    from modelmill.eval.openai_client import OpenAIClient
 
-    return Far(Remote.at(args.url or "", args.api_key), args.model), args.sampling
+    return RemoteChat(OpenAIClient.from_url(args.url or "", args.api_key), args.model), args.sampling
 
 
 def read_line() -> str | None:
@@ -108,31 +108,32 @@ def read_line() -> str | None:
             print("\n(/exit or Ctrl-D leaves)")
 
 
-class Talk:
+class ChatSession:
     """A conversation: its messages, and what each line of the user does to them."""
 
     def __init__(
         self,
-        llm: LLM | Far,
+        llm: LLM | RemoteChat,
         params: SamplingParams,
         system: str | None,
         *,
         stream: bool = True,
         silent: bool = False,
-        asked: SamplingParams | None = None,
+        explicit_options: SamplingParams | None = None,
     ) -> None:
-        """asked: what the user gave, of ``params``; where an answer cannot be as long as that, it is said once."""
+        """explicit_options: what the user gave, of ``params``; where an answer cannot be as long as that, it is said
+        once."""
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent
         self.messages: list[dict[str, Any]] = []
-        self._shown: list[str] = []
-        self._saved: set[Path] = set()
+        self._attached_images: list[str] = []
+        self._saved_paths: set[Path] = set()
         # of a server's engine it is not known how much it reads
-        self._asked = asked if hasattr(llm, "loop") else None
+        self._explicit_options = explicit_options if hasattr(llm, "engine_core") else None
         if system is not None:
             self._set_system(system)
 
-    def turn(self, line: str | None) -> bool:
+    def handle_line(self, line: str | None) -> bool:
         """Do what a line asks for; False when the talk is over."""
         if line is None:
             return False
@@ -140,45 +141,45 @@ class Talk:
             return True
         if line.startswith("/"):
             return self._command(*_split(line))
-        self._ask(line)
+        self._answer_line(line)
         return True
 
     def _command(self, name: str, rest: str) -> bool:
         if name in ("exit", "quit"):
             return False
         if name == "help":
-            self._say(COMMANDS)
+            self._print(COMMANDS)
         elif name == "reset":
             self.messages = [each for each in self.messages if each["role"] == "system"]
-            self._say("(forgotten)")
+            self._print("(forgotten)")
         elif name == "system" and rest:
             self._set_system(rest)
-            self._say("(system message set)")
+            self._print("(system message set)")
         elif name == "system":
-            self._say(next((each["content"] for each in self.messages if each["role"] == "system"), "(none)"))
+            self._print(next((each["content"] for each in self.messages if each["role"] == "system"), "(none)"))
         elif name == "image":
-            self._show(rest)
+            self._attach_file(rest)
         elif name in ("save", "save!"):
             self._save(rest, replace=name == "save!")
         else:
-            self._say(f"there is no command /{name}; /help tells them")
+            self._print(f"there is no command /{name}; /help tells them")
         return True
 
-    def show(self, image: Path) -> None:
+    def attach_image(self, image: Path) -> None:
         """A picture for the next message. Raises RequestError for none, UsageError where the engine reads none."""
-        from modelmill.vision.square import as_url
+        from modelmill.vision.image_input import to_data_url
 
-        language = getattr(self.llm, "language", None)
-        if language is not None and not language.sees:
-            raise UsageError(f"{language.path} reads no pictures")
-        self._shown.append(as_url(image))
+        text_processor = getattr(self.llm, "text_processor", None)
+        if text_processor is not None and not text_processor.reads_images:
+            raise UsageError(f"{text_processor.path} reads no pictures")
+        self._attached_images.append(to_data_url(image))
 
-    def _show(self, name: str) -> None:
+    def _attach_file(self, name: str) -> None:
         try:
-            self.show(Path(name).expanduser())
-            self._say(f"({name} goes with the next message)")
+            self.attach_image(Path(name).expanduser())
+            self._print(f"({name} goes with the next message)")
         except UsageError as error:
-            note(str(error))
+            print_note(str(error))
 
     def _set_system(self, text: str) -> None:
         rest = [each for each in self.messages if each["role"] != "system"]
@@ -187,86 +188,90 @@ class Talk:
     def _save(self, name: str, replace: bool) -> None:
         """Write the conversation; over a file only where this talk wrote it, or where ``replace`` is asked for."""
         if not name:
-            self._say("/save needs a file name")
+            self._print("/save needs a file name")
             return
         file = Path(name).expanduser()
         try:
-            over = replace or file.resolve() in self._saved
+            over = replace or file.resolve() in self._saved_paths
             with file.open("w" if over else "x", encoding="utf-8") as sink:
                 sink.write(json.dumps(self.messages, indent=1, ensure_ascii=False) + "\n")
-            self._saved.add(file.resolve())
-            self._say(f"(saved to {name})")
+            self._saved_paths.add(file.resolve())
+            self._print(f"(saved to {name})")
         except FileExistsError:
-            self._say(f"{name} exists; /save! {name} replaces it")
+            self._print(f"{name} exists; /save! {name} replaces it")
         except OSError as error:
-            self._say(f"cannot write {name}: {error.strerror}")
+            self._print(f"cannot write {name}: {error.strerror}")
 
-    def _ask(self, line: str) -> None:
+    def _answer_line(self, line: str) -> None:
         """Answer one line. A refused one is told in one line, and the talk goes on as if it had not been said."""
-        shown: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self._shown]
-        self._shown = []
+        shown: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": url}} for url in self._attached_images
+        ]
+        self._attached_images = []
         content = [*shown, {"type": "text", "text": line}] if shown else line
         trial = [*self.messages, {"role": "user", "content": content}]
         forgotten = 0
         while True:
             try:
-                text = self._answer(trial)
+                text = self._stream_answer(trial)
                 break
             except RequestError as error:
                 # Too long, most likely: without its oldest turns it may fit.
                 if not _forget_oldest(trial):
-                    note(str(error))
+                    print_note(str(error))
                     return
                 forgotten += 1
             except TemplateError as error:
-                note(str(error))
+                print_note(str(error))
                 return
         if forgotten:
-            note(f"the conversation is longer than the engine reads; oldest turns forgotten: {forgotten}")
+            print_note(f"the conversation is longer than the engine reads; oldest turns forgotten: {forgotten}")
         self.messages = [*trial, {"role": "assistant", "content": text}]
 
-    def _answer(self, messages: list[dict[str, Any]]) -> str:
+    def _stream_answer(self, messages: list[dict[str, Any]]) -> str:
         began = time.perf_counter()
         parts: list[str] = []
-        answer: Answer | None = None
-        wrapped = wrapper() or Wrapper(lambda: sys.maxsize)
-        with Interrupt() as interrupt, hidden_keys(), first_token(self.llm) as came:
+        answer: RequestOutput | None = None
+        wrapped = make_wrapper() or WordWrapper(lambda: sys.maxsize)
+        with InterruptHandler() as interrupt, hide_typed_keys(), wait_for_first_token(self.llm) as came:
             stream: Any = self.llm.stream(messages, self.params)
             for delta in stream:
                 if answer is None:
                     if self.stream:
                         came()
-                    self._tell_room(delta.answer)
-                answer = delta.answer
+                    self._warn_max_tokens(delta.output)
+                answer = delta.output
                 parts.append(delta.text)
                 if self.stream:
                     self._write(wrapped.feed(delta.text))
-                if interrupt.asked:
+                if interrupt.requested:
                     stream.close()
                     break
         if not self.stream:
             self._write(wrapped.feed("".join(parts)))
-        self._write(wrapped.end() + (" [stopped]\n" if interrupt.asked else "\n"))
+        self._write(wrapped.flush() + (" [stopped]\n" if interrupt.requested else "\n"))
         if answer is not None and not self.silent:
-            tell_speed([answer], time.perf_counter() - began)
+            note_speed([answer], time.perf_counter() - began)
         return "".join(parts)
 
-    def _tell_room(self, answer: Answer) -> None:
+    def _warn_max_tokens(self, answer: RequestOutput) -> None:
         """Once: the room for answers becomes less with every turn."""
-        if self._asked is not None and len(answer.prompt_token_ids) + (self._asked.max_tokens or 0) > (
-            self.llm.loop.max_model_len  # type: ignore[union-attr]
+        if self._explicit_options is not None and len(answer.prompt_token_ids) + (
+            self._explicit_options.max_tokens or 0
+        ) > (
+            self.llm.engine_core.max_model_len  # type: ignore[union-attr]
         ):
-            tell_room(self.llm, self._asked, [answer])
-            self._asked = None
+            warn_max_tokens(self.llm, self._explicit_options, [answer])
+            self._explicit_options = None
 
     def _write(self, text: str) -> None:
         if not self.silent:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.silent:
-            note(text)
+            print_note(text)
         else:
             print(text)
 

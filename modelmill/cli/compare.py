@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.build import worst_by_module
-from modelmill.cli.engine import changed
-from modelmill.cli.eyes import Eyes
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, facts, progress, table
+from modelmill.cli.engine_options import non_default_fields
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
+from modelmill.cli.vision_flags import MiniGPT4Files
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import UsageError
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from modelmill.checkpoint.open import Checkpoint
 
 HELP = "Compare an engine with its checkpoint: template and tokens first, then layer by layer."
-MORE = """Exit code 0 only where everything is within its dtype's published tolerance. Nothing is rebuilt.
+EPILOG = """Exit code 0 only where everything is within its dtype's published tolerance. Nothing is rebuilt.
 
 Examples:
 
   modelmill compare model.engine model.gguf --plot errors.png"""
 
-SIZES = {"layers": "layers", "hidden": "hidden size", "inner": "inner size", "vocab": "vocabulary"}
+SIZE_NAMES = {"layers": "layers", "hidden": "hidden size", "inner": "inner size", "vocab": "vocabulary"}
 # what the contract fixes: with chunks, rounded keys or other lengths a good engine would differ from the reference
-FIXED = (
+EXCLUDED_OPTIONS = (
     *("enable_prefix_caching", "cuda_graphs", "kv_cache_dtype", "tp", "seed"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens"),
 )
@@ -36,7 +36,7 @@ COLUMNS = ("max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """An engine and a checkpoint."""
 
     engine: Path = option(help="an engine folder", positional=True, metavar="ENGINE")
@@ -44,8 +44,8 @@ class Args(Common):
     delta: Path | None = option(None, "second checkpoint that was added to the first", metavar="DELTA")
     all: bool = option(False, "list every module of every layer, not only the worst", flags=("--all",))
     plot: Path | None = option(None, "draw the errors by layer", metavar="FILE.png")
-    eyes: Eyes = config(Eyes, "MiniGPT-4's parts")
-    run: RunConfig = config(RunConfig, "Engine", leave=FIXED)
+    vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
+    run: RunConfig = config(RunConfig, "Engine", exclude=EXCLUDED_OPTIONS)
 
 
 def run(args: Args) -> int:
@@ -53,60 +53,62 @@ def run(args: Args) -> int:
     from modelmill.accept.run import compare_engine, sample_ids
     from modelmill.artifact.store import open_artifact
     from modelmill.checkpoint.open import open_checkpoint
-    from modelmill.eval.align import align, draw
+    from modelmill.eval.compare import compare_to_checkpoint, draw_errors
     from modelmill.eval.report import check_plot, plot
     from modelmill.llm import LLM
 
     if args.plot is not None:
         check_plot(args.plot)
     artifact = open_artifact(args.engine)
-    source, vision = args.eyes.with_checkpoint(args.checkpoint)
+    source, vision = args.vision_files.split_checkpoint(args.checkpoint)
     checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
-    if artifact.manifest.kind == "segmentation":
+    if artifact.manifest.engine_type == "segmentation":
         return _compare_masks(args, artifact, checkpoint)
     check_sizes(artifact.manifest, checkpoint)
     # rounded keys are no fault of the engine's
     settings = replace(args.run, enable_prefix_caching=False, cuda_graphs=False, kv_cache_dtype="activations")
-    with progress("comparing", lines=True) as told:
-        llm = LLM(args.engine, progress=told, **changed(settings))
+    with show_progress("comparing", lines=True) as told:
+        llm = LLM(args.engine, progress=told, **non_default_fields(settings))
         ids = sample_ids(artifact)
-        result = align(llm, checkpoint, lambda: compare_engine(llm.loop, checkpoint, ids, progress=told))
+        result = compare_to_checkpoint(
+            llm, checkpoint, lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=told)
+        )
     emit_json(result) if args.json else _show(result, args.all)
     if args.plot is not None:
-        plot(args.plot, lambda axes: draw(axes, result["layers"]), f"{args.engine.name}: {result['verdict']}")
+        plot(args.plot, lambda axes: draw_errors(axes, result["layers"]), f"{args.engine.name}: {result['verdict']}")
     return 0 if result["passed"] else 1
 
 
 def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> int:
     """The same for an engine that segments images, stage by stage. Raises UsageError for what only layers have."""
-    from modelmill.accept.segment import compare_segmentation
-    from modelmill.build.kinds import described
+    from modelmill.accept.segmentation import compare_segmentation
+    from modelmill.builder.segmentation import with_config
     from modelmill.cli.build import show_acceptance
-    from modelmill.runtime.device import pick_device, prepare
-    from modelmill.vision.open import open_eye
+    from modelmill.runtime.device import compile_cpu_kernels, pick_device
+    from modelmill.vision.open_model import open_sam_model
 
     if args.plot is not None or args.all:
         raise UsageError("--plot and --all are for language models; of an encoder --json tells every module")
-    with progress("comparing", lines=True) as told:
-        prepare(args.run.device, told)
-        eye = open_eye(artifact, pick_device(args.run.device), args.run.kernels)
-        result = compare_segmentation(artifact, eye, described(checkpoint), progress=told)
+    with show_progress("comparing", lines=True) as told:
+        compile_cpu_kernels(args.run.device, told)
+        eye = open_sam_model(artifact, pick_device(args.run.device), args.run.kernels)
+        result = compare_segmentation(artifact, eye, with_config(checkpoint), on_progress=told)
     emit_json(result) if args.json else show_acceptance(result)
     if not args.json and not result["accepted"]:
-        facts([("why", result["reason"])])
+        print_facts([("why", result["reason"])])
     return 0 if result["accepted"] else 1
 
 
 def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
     """Layers and widths must agree: nothing can be compared otherwise. Raises UsageError with both."""
-    from modelmill.build.resolve import find_family
-    from modelmill.core.find import find
+    from modelmill.builder.resolve_options import find_family
+    from modelmill.core.registry import find_module
 
-    ours, theirs = find("modelmill.models", manifest.model_type), find_family(checkpoint)
+    ours, theirs = find_module("modelmill.models", manifest.model_type), find_family(checkpoint)
     if ours is None:
         return
-    built, given = ours.configure(manifest.config), theirs.configure(checkpoint.config)
-    for name, words in SIZES.items():
+    built, given = ours.config_from_hf(manifest.config), theirs.config_from_hf(checkpoint.config)
+    for name, words in SIZE_NAMES.items():
         have, want = getattr(built, name, None), getattr(given, name, None)
         if have is not None and want is not None and have != want:
             raise UsageError(
@@ -118,15 +120,15 @@ def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
 def _show(result: dict[str, Any], every: bool) -> None:
     checks = result["text"]
     if checks:
-        rows = [[c["what"], c["subject"].replace("\n", "⏎"), c["against"], _told(c)] for c in checks]
-        table(("checked", "text", "against", "equal"), rows, title="Template and tokens")
+        rows = [[c["what"], c["subject"].replace("\n", "⏎"), c["against"], _check_line(c)] for c in checks]
+        print_table(("checked", "text", "against", "equal"), rows, title="Template and tokens")
     layers = result["layers"] if every else worst_by_module(result["layers"])
     outside = [layer for layer in result["layers"] if not layer["ok"] and layer not in layers]
     rows = [[layer["name"], *[layer[key] for key in COLUMNS], layer["ok"]] for layer in [*layers, *outside[:20]]]
     names = [column.replace("_", " ") for column in COLUMNS]
-    table(("module", *names, "within"), rows, title="Every module" if every else "The worst of each module")
+    print_table(("module", *names, "within"), rows, title="Every module" if every else "The worst of each module")
     logits = result.get("logits") or {}
-    facts(
+    print_facts(
         [
             ("compared", f"{len(result['layers'])} modules in {result.get('dtype')}, {result.get('quantization')}"),
             ("logits", f"relative error {logits['rel_l2']}, bound {logits['bound']}" if logits else None),
@@ -136,7 +138,7 @@ def _show(result: dict[str, Any], every: bool) -> None:
     )
 
 
-def _told(check: dict[str, Any]) -> str:
+def _check_line(check: dict[str, Any]) -> str:
     if check["equal"]:
         return "yes"
     if check["equal"] is None or check["note"]:

@@ -10,15 +10,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from modelmill.cli.options import Common
-from modelmill.cli.output import emit_json, facts, progress, table
+from modelmill.cli.options import CommonArgs
+from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
 from modelmill.core import env, packages
+from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option
-from modelmill.core.size import byte_text
 
 HELP = "Show the environment: devices, versions, kernels available, what is missing and how to get it."
 
-NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "huggingface_hub")
+REQUIRED_PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "tiktoken",
+    "sentencepiece",
+    "jinja2",
+    "huggingface_hub",
+)
 EXTRAS = {
     "triton": ("fast kernels on a GPU", "pip install 'modelmill[gpu]'"),
     "pynvml": ("readings of the GPU", "pip install 'modelmill[gpu]'"),
@@ -31,7 +40,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """engine: whether it runs here, and how it is tuned."""
 
     engine: Path | None = option(None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE")
@@ -39,36 +48,36 @@ class Args(Common):
 
 def run(args: Args) -> int:
     """Tell the environment; exit code 1 where a needed package is missing."""
-    with progress("looking around", lines=True) as told:
-        from modelmill.runtime.device import prepare
+    with show_progress("looking around", lines=True) as told:
+        from modelmill.runtime.device import compile_cpu_kernels
 
-        prepare("cpu", told)
-        found = {**examine(), **({} if args.engine is None else {"engine": examine_engine(args.engine)})}
+        compile_cpu_kernels("cpu", told)
+        found = {**collect_facts(), **({} if args.engine is None else {"engine": engine_facts(args.engine)})}
     emit_json(found) if args.json else _show(found)
     return 1 if any(not each["needs"] for each in found["missing"]) else 0
 
 
-def examine() -> dict[str, Any]:
+def collect_facts() -> dict[str, Any]:
     """All facts as JSON."""
     import psutil
     import torch
 
     from modelmill import __version__
-    from modelmill.core import ram
+    from modelmill.core import memory_limits
     from modelmill.eval.report import cpu_name
-    from modelmill.ops.cpu.openmp import waiting
+    from modelmill.ops.cpu.openmp import describe_wait_policy
 
-    cache, memory = env.cache_dir(), ram.memory()
+    cache, memory = env.cache_dir(), memory_limits.available_memory()
     return {
         "modelmill": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: _version(name) for name in (*NEEDED, *EXTRAS)},
+        "packages": {name: _version(name) for name in (*REQUIRED_PACKAGES, *EXTRAS)},
         "cpu": {
             "name": cpu_name(),
             "cores": psutil.cpu_count(logical=False),
             "threads": torch.get_num_threads(),
-            "waiting": waiting(),
+            "waiting": describe_wait_policy(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "memory": memory.total,
             "memory_free": memory.free,
@@ -79,12 +88,12 @@ def examine() -> dict[str, Any]:
         "cpu_kernels": _cpu_kernels(),
         "kernels": _kernels(torch),
         "cache": {"path": str(cache), "disk_free": _disk_free(cache)},
-        "missing": _missing(torch),
-        "outside": [asdict(each) for each in packages.outside()],
+        "missing": _missing_packages(torch),
+        "outside": [asdict(each) for each in packages.untested_versions()],
     }
 
 
-def examine_engine(path: Path) -> dict[str, Any]:
+def engine_facts(path: Path) -> dict[str, Any]:
     """How an engine stands to this machine. Raises ArtifactError, IncompatibleArtifact (another packing, schema)."""
     from modelmill.artifact.store import open_artifact
     from modelmill.cli.inspect import tuning_facts
@@ -113,13 +122,13 @@ def _gpus(torch: Any) -> list[dict[str, Any]]:
 
 def _kernels(torch: Any) -> list[dict[str, Any]]:
     """For each op and each device here: the variant that is chosen, and why others cannot be."""
-    from modelmill.ops import shelf
+    from modelmill.ops import registry
 
     rows = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        chosen = shelf.resolve(device).chosen
-        for op in (*shelf.OPS, *shelf.SPANS):
-            reasons = {name: module.available(device) for name, module in shelf.variants(op).items()}
+        chosen = registry.select_backends(device).backends
+        for op in (*registry.OPS, *registry.FUSED_OPS):
+            reasons = {name: module.available(device) for name, module in registry.implementations(op).items()}
             available = ["torch", *(name for name, reason in reasons.items() if reason is None)]
             refused = {name: reason for name, reason in reasons.items() if reason is not None}
             rows.append(
@@ -139,14 +148,16 @@ def _cpu_kernels() -> dict[str, str | None]:
 
 
 def _compiler() -> str | None:
-    named = env.compiler()
+    named = env.cxx_compiler()
     return next((path for path in (shutil.which(name) for name in (named, *COMPILERS) if name) if path), None)
 
 
-def _missing(torch: Any) -> list[dict[str, Any]]:
+def _missing_packages(torch: Any) -> list[dict[str, Any]]:
     """What is absent: its name, what needs it (None: everything) and how to get it."""
     absent: list[dict[str, Any]] = [
-        {"name": name, "needs": None, "get": f"pip install {name}"} for name in NEEDED if find_spec(name) is None
+        {"name": name, "needs": None, "get": f"pip install {name}"}
+        for name in REQUIRED_PACKAGES
+        if find_spec(name) is None
     ]
     on_gpu = torch.cuda.is_available()
     for name, (needs, get) in EXTRAS.items():
@@ -171,30 +182,30 @@ def _disk_free(path: Any) -> int | None:
     return shutil.disk_usage(path).free
 
 
-def _kernels_line(found: dict[str, str | None]) -> str:
-    if found["origin"] is None:
-        return f"none, so that torch computes, several times slower: {found['reason']}"
-    return f"{found['origin']}: {found['path']}"
+def _kernels_line(report: dict[str, str | None]) -> str:
+    if report["origin"] is None:
+        return f"none, so that torch computes, several times slower: {report['reason']}"
+    return f"{report['origin']}: {report['path']}"
 
 
-def _show(found: dict[str, Any]) -> None:
-    cpu = found["cpu"]
+def _show(report: dict[str, Any]) -> None:
+    cpu = report["cpu"]
     gpus = [
-        f"{g['name']}, {byte_text(g['memory'])}, {byte_text(g['memory_free'])} free, sm {g['capability']}"
-        for g in found["gpus"]
+        f"{g['name']}, {format_bytes(g['memory'])}, {format_bytes(g['memory_free'])} free, sm {g['capability']}"
+        for g in report["gpus"]
     ]
-    facts(
+    print_facts(
         [
-            ("modelmill", f"{found['modelmill']} on Python {found['python']}, {found['system']}"),
+            ("modelmill", f"{report['modelmill']} on Python {report['python']}, {report['system']}"),
             ("CPU", f"{cpu['name']}: {cpu['cores']} cores, {cpu['threads']} threads used, {cpu['capability']}"),
             ("threads wait", cpu["waiting"]),
-            ("memory", f"{byte_text(cpu['memory'])}, {byte_text(cpu['memory_free'])} free"),
+            ("memory", f"{format_bytes(cpu['memory'])}, {format_bytes(cpu['memory_free'])} free"),
             ("GPU", "\n".join(gpus) or "none"),
-            ("CUDA", found["cuda"]),
-            ("compiler", found["compiler"] or "none"),
-            ("CPU kernels", _kernels_line(found["cpu_kernels"])),
-            ("cache", f"{found['cache']['path']}, {byte_text(found['cache']['disk_free'] or 0)} free on its disk"),
-            ("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)),
+            ("CUDA", report["cuda"]),
+            ("compiler", report["compiler"] or "none"),
+            ("CPU kernels", _kernels_line(report["cpu_kernels"])),
+            ("cache", f"{report['cache']['path']}, {format_bytes(report['cache']['disk_free'] or 0)} free on its disk"),
+            ("packages", ", ".join(f"{name} {version}" for name, version in report["packages"].items() if version)),
         ]
     )
     rows = [
@@ -205,28 +216,28 @@ def _show(found: dict[str, Any]) -> None:
             ", ".join(k["available"]),
             "; ".join(f"{n}: {r}" for n, r in k["unavailable"].items()),
         ]
-        for k in found["kernels"]
+        for k in report["kernels"]
     ]
-    table(("device", "op", "chosen", "available", "not available"), rows, title="Kernels")
-    if "engine" in found:
+    print_table(("device", "op", "chosen", "available", "not available"), rows, title="Kernels")
+    if "engine" in report:
         from modelmill.cli.inspect import tuning_line
 
-        engine = found["engine"]
+        engine = report["engine"]
         versions = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
         lines = [("packing", f"{engine['packing']}: read here"), ("built", f"for {engine['target']} with {versions}")]
         tuned = tuning_line(engine["tuning"]) or "none: default launch sizes"
-        facts([*lines, ("tuning", tuned)], title=engine["path"])
-    if found["missing"]:
-        missing = [[each["name"], each["needs"] or "everything", each["get"]] for each in found["missing"]]
-        table(("missing", "needed for", "how to get it"), missing)
+        print_facts([*lines, ("tuning", tuned)], title=engine["path"])
+    if report["missing"]:
+        missing = [[each["name"], each["needs"] or "everything", each["get"]] for each in report["missing"]]
+        print_table(("missing", "needed for", "how to get it"), missing)
     else:
         print("nothing is missing")
-    if found["outside"]:
-        rows = [[each["name"], each["version"], each["tested"], _way_back(each)] for each in found["outside"]]
-        table(("outside what was tested", "installed", "tested", "how to get a tested one"), rows)
+    if report["outside"]:
+        rows = [[each["name"], each["version"], each["tested"], _fix_versions_hint(each)] for each in report["outside"]]
+        print_table(("outside what was tested", "installed", "tested", "how to get a tested one"), rows)
 
 
-def _way_back(outside: dict[str, Any]) -> str:
-    if outside["name"] == packages.PYTHON:
+def _fix_versions_hint(outside: dict[str, Any]) -> str:
+    if outside["name"] == packages.PYTHON_NAME:
         return f"another Python ({outside['tested']})"
     return f"pip install '{outside['name']}{outside['tested']}'"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelmill.cli.engine import CacheBuild, changed
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, note, progress
+from modelmill.cli.engine_options import CacheBuildOptions, non_default_fields
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.core.config import BuildConfig, RunConfig, option
 from modelmill.core.errors import UsageError
 
 HELP = "Write an engine in the form that another server takes (Triton Inference Server)."
-MORE = """Triton's Python must be able to import modelmill; docs/triton.md says how.
+EPILOG = """Triton's Python must be able to import modelmill; docs/triton.md says how.
 
 Examples:
 
@@ -20,11 +20,11 @@ Examples:
 
   modelmill export triton model.engine -o model_repository/ --name chat --copy --max-num-seqs 128"""
 
-FORMS = ("triton",)
+EXPORT_FORMATS = ("triton",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """form: who is to serve it; engine: a folder or a checkpoint."""
 
     form: str = option(help="triton: a model repository of Triton Inference Server", positional=True, metavar="FORM")
@@ -37,46 +37,48 @@ class Args(Common):
     copy: bool = option(False, "copy the engine's files, so that the repository can be moved", flags=("--copy",))
     chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
     max_waiting: int = option(1024, "requests that may wait beyond --max-num-seqs; more are refused")
-    build: CacheBuild = config(CacheBuild, "A checkpoint in an engine's place")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in an engine's place")
     run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
     """Write it; 0 when it is there."""
     from modelmill.artifact.store import is_engine
-    from modelmill.export.triton_repository import Start, export
+    from modelmill.export.triton_repository import StartOptions, export_triton_repository
     from modelmill.llm import cached_engine
 
-    if args.form not in FORMS:
-        raise UsageError(f"export knows {', '.join(FORMS)}, not {args.form!r}: modelmill export triton ENGINE -o DIR")
+    if args.form not in EXPORT_FORMATS:
+        raise UsageError(
+            f"export knows {', '.join(EXPORT_FORMATS)}, not {args.form!r}: modelmill export triton ENGINE -o DIR"
+        )
     if args.link and args.copy:
         raise UsageError("--link and --copy exclude each other; give one")
     if args.max_waiting < 0:
         raise UsageError("--max-waiting must not be negative")
-    engine, built = args.engine, changed(args.build)
+    engine, built = args.engine, non_default_fields(args.build)
     if not is_engine(engine):
         if not engine.exists():
             raise UsageError(f"{engine} does not exist; give an engine folder or a checkpoint")
-        with progress(f"opening {engine.name}", lines=not args.json) as told:
+        with show_progress(f"opening {engine.name}", lines=not args.json) as told:
             engine = cached_engine(engine, BuildConfig(**built), told)
     elif built:
         raise UsageError(f"{', '.join(built)}: decided when an engine is built, and {engine} is one already")
-    start = Start(changed(args.run), _template(args.chat_template), args.max_waiting)
-    made = export(engine, args.out, name=args.name, copy=args.copy, start=start)
+    start = StartOptions(non_default_fields(args.run), _read_template(args.chat_template), args.max_waiting)
+    made = export_triton_repository(engine, args.out, name=args.name, copy=args.copy, start_options=start)
     if args.json:
         emit_json({"model": made.name, "path": str(made.resolve()), "engine": "copy" if args.copy else "link"})
     else:
-        note(f"{made} is ready: tritonserver --model-repository {args.out.resolve()}")
+        print_note(f"{made} is ready: tritonserver --model-repository {args.out.resolve()}")
     return 0
 
 
-def _template(given: str | None) -> str | None:
+def _read_template(source: str | None) -> str | None:
     """A file's text, since the server may run elsewhere; a shipped template's name stays a name."""
-    if given is None or given.isidentifier() or "{" in given:
-        return given
+    if source is None or source.isidentifier() or "{" in source:
+        return source
     try:
-        return Path(given).read_text("utf-8")
+        return Path(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         raise UsageError(
-            f"--chat-template {given}: neither a file nor a template; shipped are vicuna and chatml"
+            f"--chat-template {source}: neither a file nor a template; shipped are vicuna and chatml"
         ) from None

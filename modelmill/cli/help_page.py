@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from modelmill.cli.options import Flag, flags_of, help_of
+from modelmill.cli.options import Flag, collect_flags, flag_help
 from modelmill.core import env
 
 MAX_WIDTH = 110
-MAX_LEFT = 30
+MAX_NAME_WIDTH = 30
 """Columns of the names; what is longer has its text on the next line."""
 EXAMPLES = "Examples:"
 METAVARS = {"pairs": "KEY=VALUE", "ints": "N,N,…", "int": "N", "float": "X", "str": "TEXT", "Path": "PATH"}
@@ -26,17 +26,17 @@ def command_class(page: Callable[[int], str]) -> type:
     """typer's command with ``page`` (of a width) in the place of its help."""
     from typer.core import TyperCommand
 
-    return _with_page(TyperCommand, page)
+    return _with_help_page(TyperCommand, page)
 
 
 def group_class(page: Callable[[int], str]) -> type:
     """The same of the command that holds all others."""
     from typer.core import TyperGroup
 
-    return _with_page(TyperGroup, page)
+    return _with_help_page(TyperGroup, page)
 
 
-def _with_page(base: Any, page: Callable[[int], str]) -> type:
+def _with_help_page(base: Any, page: Callable[[int], str]) -> type:
     def format_help(_: Any, __: Any, formatter: Any) -> None:
         formatter.write(page(min(shutil.get_terminal_size().columns, MAX_WIDTH)))
 
@@ -45,17 +45,17 @@ def _with_page(base: Any, page: Callable[[int], str]) -> type:
 
 def verb_page(verb: str, module: ModuleType, width: int) -> str:
     """The page of a verb."""
-    flags = [flag for flag in flags_of(module.Args) if not flag.hidden]
-    about, examples = _parts(module)
+    flags = [flag for flag in collect_flags(module.Args) if not flag.hidden]
+    about, examples = _split_epilog(module)
     panels: dict[str, list[Row]] = {"Arguments": [], "Options": []}
     for flag in flags:
         panel = "Arguments" if flag.positional else flag.panel or "Options"
-        panels.setdefault(panel, []).append((names_of(flag), help_of(flag)))
+        panels.setdefault(panel, []).append((flag_names(flag), flag_help(flag)))
     panels["Options"].append((("-h,", "--help"), "show this page and exit"))
-    parts = [_heading("Usage:") + f" {usage(verb, module)}", *(textwrap.fill(each, width) for each in about)]
+    parts = [_style_heading("Usage:") + f" {usage(verb, module)}", *(textwrap.fill(each, width) for each in about)]
     if examples:
-        parts.append("\n".join((_heading(EXAMPLES), *(f"  {line}" for line in examples))))
-    parts += [f"{_heading(title)}\n{_table(rows, width)}" for title, rows in panels.items() if rows]
+        parts.append("\n".join((_style_heading(EXAMPLES), *(f"  {line}" for line in examples))))
+    parts += [f"{_style_heading(title)}\n{_table(rows, width)}" for title, rows in panels.items() if rows]
     return "\n\n".join(parts) + "\n"
 
 
@@ -68,10 +68,10 @@ def top_page(about: str, verbs: Sequence[tuple[str, str]], width: int) -> str:
         (("-h,", "--help"), "show this page and exit"),
     ]
     parts = [
-        _heading("Usage:") + " modelmill COMMAND …",
+        _style_heading("Usage:") + " modelmill COMMAND …",
         textwrap.fill(about, width),
-        f"{_heading('Commands')}\n{_table([((name,), text) for name, text in verbs], width)}",
-        f"{_heading('Options')}\n{_table(options, width)}",
+        f"{_style_heading('Commands')}\n{_table([((name,), text) for name, text in verbs], width)}",
+        f"{_style_heading('Options')}\n{_table(options, width)}",
         "modelmill COMMAND --help tells the flags of a command",
     ]
     return "\n\n".join(parts) + "\n"
@@ -80,27 +80,27 @@ def top_page(about: str, verbs: Sequence[tuple[str, str]], width: int) -> str:
 def usage(verb: str, module: ModuleType) -> str:
     """'modelmill perplexity ENGINE --data FILE [OPTIONS]'"""
     words = ["modelmill", verb.replace("_", "-")]
-    for flag in flags_of(module.Args):
+    for flag in collect_flags(module.Args):
         if flag.positional:
             words.append(flag.label if flag.required else f"[{flag.label}]")
-    words += [f"--{f.long} {_metavar(f)}" for f in flags_of(module.Args) if f.required and not f.positional]
+    words += [f"--{f.long} {_metavar(f)}" for f in collect_flags(module.Args) if f.required and not f.positional]
     return " ".join([*words, "[OPTIONS]"])
 
 
-def form(verb: str, module: ModuleType) -> str:
+def short_usage(verb: str, module: ModuleType) -> str:
     """How a verb is called, for who left something out: the usage and an example."""
-    examples = _parts(module)[1]
+    examples = _split_epilog(module)[1]
     return usage(verb, module) + (f", for example: {examples[0]}" if examples else "")
 
 
-def names_of(flag: Flag) -> list[str]:
+def flag_names(flag: Flag) -> list[str]:
     """A flag's names and what stands behind them."""
     if flag.positional:
         return [flag.label]
     short = [name for name in flag.short if not name.startswith("--")]
     names = [*short, *(f"--{name}" for name in flag.names), *([f"--no-{flag.long}"] if flag.negatable else [])]
     shown = [f"{name}," for name in names[:-1]] + names[-1:]
-    return shown if flag.kind is bool else [*shown, _metavar(flag)]
+    return shown if flag.value_type is bool else [*shown, _metavar(flag)]
 
 
 def _metavar(flag: Flag) -> str:
@@ -108,12 +108,12 @@ def _metavar(flag: Flag) -> str:
         return flag.metavar
     if flag.choices:
         return "CHOICE"
-    return METAVARS.get(flag.shape) or METAVARS.get(flag.kind.__name__, "VALUE")
+    return METAVARS.get(flag.container) or METAVARS.get(flag.value_type.__name__, "VALUE")
 
 
-def _parts(module: ModuleType) -> tuple[list[str], list[str]]:
+def _split_epilog(module: ModuleType) -> tuple[list[str], list[str]]:
     """Paragraphs of a verb's text, and the lines of its examples as they stand."""
-    text, _, examples = getattr(module, "MORE", "").partition(EXAMPLES)
+    text, _, examples = getattr(module, "EPILOG", "").partition(EXAMPLES)
     about = [" ".join(each.split()) for each in text.split("\n\n") if each.strip()]
     return [*filter(None, [getattr(module, "HELP", "")]), *about], [
         line.strip() for line in examples.splitlines() if line.strip()
@@ -123,21 +123,21 @@ def _parts(module: ModuleType) -> tuple[list[str], list[str]]:
 def _table(rows: Sequence[Row], width: int) -> str:
     """Names on the left, texts on the right or below; a name that does not fit beside others has a line of its own."""
     widths = [len(" ".join(names)) for names, _ in rows]
-    left = 2 + max((size for size in widths if size <= min(MAX_LEFT, width // 2)), default=8) + 2
+    left = 2 + max((size for size in widths if size <= min(MAX_NAME_WIDTH, width // 2)), default=8) + 2
     lines = []
     for names, text in rows:
-        heads = _filled(names, width - 2)
+        heads = _wrap_words(names, width - 2)
         room = max(width - left, 16)
         texts = textwrap.wrap(text, room) if text else []
         if len(heads) == 1 and len(heads[0]) + 4 <= left and texts:
-            lines.append(f"  {_name(heads[0])}{' ' * (left - 2 - len(heads[0]))}{texts.pop(0)}")
+            lines.append(f"  {_style_name(heads[0])}{' ' * (left - 2 - len(heads[0]))}{texts.pop(0)}")
         else:
-            lines += [f"  {_name(head)}" for head in heads]
+            lines += [f"  {_style_name(head)}" for head in heads]
         lines += [" " * left + each for each in texts]
     return "\n".join(lines)
 
 
-def _filled(words: Sequence[str], width: int) -> list[str]:
+def _wrap_words(words: Sequence[str], width: int) -> list[str]:
     """Words in lines; none is broken, however long it is."""
     lines = [words[0]]
     for word in words[1:]:
@@ -148,13 +148,13 @@ def _filled(words: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def _coloured() -> bool:
-    return sys.stdout.isatty() and not env.plain()
+def _use_color() -> bool:
+    return sys.stdout.isatty() and not env.plain_output()
 
 
-def _heading(text: str) -> str:
-    return f"\x1b[1m{text}\x1b[0m" if _coloured() else text
+def _style_heading(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if _use_color() else text
 
 
-def _name(text: str) -> str:
-    return f"\x1b[36m{text}\x1b[0m" if _coloured() else text
+def _style_name(text: str) -> str:
+    return f"\x1b[36m{text}\x1b[0m" if _use_color() else text

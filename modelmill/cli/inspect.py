@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.cli.build import show_acceptance
-from modelmill.cli.options import Common
-from modelmill.cli.output import emit_json, facts, progress, table
+from modelmill.cli.options import CommonArgs
+from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
+from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option
 from modelmill.core.errors import ModelmillError
-from modelmill.core.size import byte_text
 
 HELP = "Show what a checkpoint or an engine is: architecture, sizes, dtypes, tokenizer, chat template, acceptance."
-MORE = """Examples:
+EPILOG = """Examples:
 
   modelmill inspect model.engine
 
   modelmill inspect model.gguf --tensors"""
 
-SIZES = (
+SIZE_KEYS = (
     ("layers", ("num_hidden_layers", "n_layer")),
     ("hidden size", ("hidden_size", "n_embd")),
     ("inner size", ("intermediate_size", "n_inner")),
@@ -32,11 +32,11 @@ SIZES = (
     ("vocabulary", ("vocab_size", "padded_vocab_size")),
     ("longest sequence", ("max_position_embeddings", "n_positions", "seq_length")),
 )
-EXAMPLE = [{"role": "user", "content": "Hello"}]
+EXAMPLE_CHAT = [{"role": "user", "content": "Hello"}]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """path: a checkpoint or an engine."""
 
     path: Path = option(help="a checkpoint or an engine", positional=True, metavar="PATH")
@@ -48,36 +48,38 @@ def run(args: Args) -> int:
     """Tell the facts as tables or JSON."""
     from modelmill.artifact.store import is_engine
 
-    found = _engine(args) if is_engine(args.path) else _checkpoint(args)
+    found = _engine_facts(args) if is_engine(args.path) else _checkpoint_facts(args)
     emit_json(found) if args.json else _show(found)
     return 0
 
 
-def _engine(args: Args) -> dict[str, Any]:
+def _engine_facts(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import open_artifact
     from modelmill.artifact.verify import verify
 
     artifact = open_artifact(args.path)
     if args.verify:
-        with progress("verifying") as told:
-            verify(artifact, force=True, progress=told)
+        with show_progress("verifying") as told:
+            verify(artifact, force=True, on_progress=told)
     manifest = artifact.manifest
-    tensors = [_tensor(name, each.shape, str(each.dtype).removeprefix("torch."), each.nbytes) for name, each in
+    tensors = [_tensor_facts(name, each.shape, str(each.dtype).removeprefix("torch."), each.nbytes) for name, each in
                ((name, artifact.tensor(name)) for name in artifact.names())]  # fmt: skip
     return {
         "kind": "engine",
-        "engine_kind": manifest.kind,
+        "engine_kind": manifest.engine_type,
         "path": str(args.path),
         "model_type": manifest.model_type,
         "sizes": _sizes(manifest.config, manifest.model_type),
         "max_model_len": manifest.max_model_len,
         "build": manifest.build,
-        "weights": dict(Counter(manifest.weights.values())),
+        "weights": dict(Counter(manifest.weight_formats.values())),
         "packing": manifest.packing,
-        **_content(tensors, args.tensors),
+        **_content_facts(tensors, args.tensors),
         **text_facts(artifact.tokenizer_files()),
         "generation": manifest.generation,
-        "sampling": sampling_facts(manifest.generation, manifest.source.get("container"), manifest.kind == "language"),
+        "sampling": sampling_facts(
+            manifest.generation, manifest.source.get("container"), manifest.engine_type == "language"
+        ),
         "source": manifest.source,
         "versions": manifest.versions,
         "digest": manifest.digest(),
@@ -87,11 +89,11 @@ def _engine(args: Args) -> dict[str, Any]:
     }
 
 
-def _checkpoint(args: Args) -> dict[str, Any]:
-    from modelmill.build.kinds import described
+def _checkpoint_facts(args: Args) -> dict[str, Any]:
+    from modelmill.builder.segmentation import with_config
     from modelmill.checkpoint.open import open_checkpoint
 
-    checkpoint = described(open_checkpoint(args.path))
+    checkpoint = with_config(open_checkpoint(args.path))
     infos = [checkpoint.info(name) for name in checkpoint.names()]
     return {
         "kind": "checkpoint",
@@ -100,7 +102,9 @@ def _checkpoint(args: Args) -> dict[str, Any]:
         "model_type": checkpoint.model_type,
         "architectures": checkpoint.config.get("architectures"),
         "sizes": _sizes(checkpoint.config, checkpoint.model_type),
-        **_content([_tensor(each.name, each.shape, each.dtype, each.nbytes) for each in infos], args.tensors),
+        **_content_facts(
+            [_tensor_facts(each.name, each.shape, each.dtype, each.nbytes) for each in infos], args.tensors
+        ),
         **text_facts(checkpoint.tokenizer_files()),
         "generation": checkpoint.generation_config,
         "sampling": sampling_facts(checkpoint.generation_config, checkpoint.container, checkpoint.model_type != "sam"),
@@ -110,12 +114,12 @@ def _checkpoint(args: Args) -> dict[str, Any]:
 
 def sampling_facts(generation: Mapping[str, Any], container: Any, language: bool) -> dict[str, Any] | None:
     """How answers are drawn where nobody says; what makes no sense is told, not raised."""
-    from modelmill.core.generation import read_generation
+    from modelmill.core.generation_defaults import read_generation
 
     if not language:
         return None
     try:
-        return read_generation(generation, str(container)).told()
+        return read_generation(generation, str(container)).to_dict()
     except ModelmillError as error:
         return {"values": {}, "text": f"broken: {error}", "source": "checkpoint", "unused": {}}
 
@@ -124,24 +128,24 @@ def tuning_facts(engine: Path) -> dict[str, Any]:
     """The devices that an engine has launch sizes for, and what each GPU here makes of that."""
     import torch
 
-    from modelmill.artifact.tuning import tuned_devices
-    from modelmill.runtime.tuned import look
+    from modelmill.artifact.autotune_store import tuned_devices
+    from modelmill.runtime.autotune_load import look_up_tuning
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))
-    return {"devices": tuned_devices(engine), "here": {name: look(engine, name).told for name in here}}
+    return {"devices": tuned_devices(engine), "here": {name: look_up_tuning(engine, name).message for name in here}}
 
 
-def tuning_line(told: Mapping[str, Any]) -> str | None:
+def tuning_line(facts: Mapping[str, Any]) -> str | None:
     """For people; None where there is nothing to say."""
-    return "\n".join(told["here"].values()) or ", ".join(told["devices"]) or None
+    return "\n".join(facts["here"].values()) or ", ".join(facts["devices"]) or None
 
 
-def _tensor(name: str, shape: Any, dtype: str, nbytes: int) -> dict[str, Any]:
+def _tensor_facts(name: str, shape: Any, dtype: str, nbytes: int) -> dict[str, Any]:
     return {"name": name, "shape": list(shape), "dtype": dtype, "bytes": nbytes}
 
 
-def _content(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any]:
+def _content_facts(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any]:
     by_dtype: Counter[str] = Counter()
     for each in tensors:
         by_dtype[each["dtype"]] += each["bytes"]
@@ -157,13 +161,13 @@ def _content(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any]:
 def _sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The sizes that a config tells, under our names."""
     if model_type == "sam":
-        from modelmill.models.sam import configure
+        from modelmill.models.sam import config_from_hf
 
-        encoder = configure(config).encoder
+        encoder = config_from_hf(config).encoder
         kind = "MobileSAM's TinyViT" if hasattr(encoder, "widths") else f"ViT, {encoder.depth} × {encoder.width}"
         return {"encoder": kind, "picture": f"{encoder.image} × {encoder.image}", "embedding": f"{encoder.grid}²"}
     found = {}
-    for label, keys in SIZES:
+    for label, keys in SIZE_KEYS:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is not None:
             found[label] = value
@@ -182,7 +186,7 @@ def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
     except ModelmillError as error:
         return {"tokenizer": {"error": str(error)}, "chat_template": None}
     told = {
-        "kind": tokenizer.kind,
+        "kind": tokenizer.tokenizer_type,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
         "eos_ids": list(tokenizer.eos_ids),
@@ -193,56 +197,56 @@ def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
         chat = load_chat(files, tokenizer)
         if chat is None:
             return {"tokenizer": told, "chat_template": None}
-        example, stops = chat.render(EXAMPLE, add_generation_prompt=True), list(chat.stop_ids)
+        example, stops = chat.render(EXAMPLE_CHAT, add_generation_prompt=True), list(chat.stop_ids)
         chat.close()
     except ModelmillError as error:
         return {"tokenizer": told, "chat_template": {"error": str(error)}}
     return {"tokenizer": told, "chat_template": {"example": example, "stop_ids": stops}}
 
 
-def _show(found: dict[str, Any]) -> None:
-    engine = found["kind"] == "engine"
-    still = found["model_type"] == "sam"
-    build = found.get("build", {})
-    sampling = found["sampling"] or {"text": None, "unused": {}}
-    weights = ", ".join(f"{count} {kind}" for kind, count in found.get("weights", {}).items())
-    dtypes = ", ".join(f"{dtype} {byte_text(count)}" for dtype, count in found["bytes_by_dtype"].items())
-    architectures = ", ".join(found.get("architectures") or [])
-    facts(
+def _show(report: dict[str, Any]) -> None:
+    engine = report["kind"] == "engine"
+    still = report["model_type"] == "sam"
+    build = report.get("build", {})
+    sampling = report["sampling"] or {"text": None, "unused": {}}
+    weights = ", ".join(f"{count} {kind}" for kind, count in report.get("weights", {}).items())
+    dtypes = ", ".join(f"{dtype} {format_bytes(count)}" for dtype, count in report["bytes_by_dtype"].items())
+    architectures = ", ".join(report.get("architectures") or [])
+    print_facts(
         [
-            ("architecture", found["model_type"] + (f" ({architectures})" if architectures else "")),
-            ("container", found.get("container")),
-            *found["sizes"].items(),
-            ("parameters", found["parameters"]),
-            ("tensors", f"{found['tensor_count']}, {byte_text(found['bytes'])} ({dtypes})"),
+            ("architecture", report["model_type"] + (f" ({architectures})" if architectures else "")),
+            ("container", report.get("container")),
+            *report["sizes"].items(),
+            ("parameters", report["parameters"]),
+            ("tensors", f"{report['tensor_count']}, {format_bytes(report['bytes'])} ({dtypes})"),
             ("dtype", build.get("dtype")),
             ("recipe", f"{build['quantization']}: {weights}" if engine else None),
             ("target", build.get("target")),
-            ("built for up to", f"{found['max_model_len']} tokens" if engine and not still else None),
-            ("tokenizer", None if still else _tokenizer_line(found)),
-            ("chat template", None if still else _chat_line(found["chat_template"])),
-            ("generation", _line(found["generation"])),
+            ("built for up to", f"{report['max_model_len']} tokens" if engine and not still else None),
+            ("tokenizer", None if still else _tokenizer_line(report)),
+            ("chat template", None if still else _chat_line(report["chat_template"])),
+            ("generation", _line(report["generation"])),
             ("sampling", sampling["text"]),
             ("without effect", "; ".join(f"{name} {why}" for name, why in sampling["unused"].items()) or None),
-            ("source", _line({k: v for k, v in found.get("source", {}).items() if k != "warnings"})),
-            *(("warning", each) for each in found.get("source", {}).get("warnings", ())),
-            ("versions", _line(found.get("versions", {}))),
-            ("tuning", tuning_line(found["tuning"]) if engine else None),
-            ("files", "verified: every sha256 is right" if found.get("verified") else None),
+            ("source", _line({k: v for k, v in report.get("source", {}).items() if k != "warnings"})),
+            *(("warning", each) for each in report.get("source", {}).get("warnings", ())),
+            ("versions", _line(report.get("versions", {}))),
+            ("tuning", tuning_line(report["tuning"]) if engine else None),
+            ("files", "verified: every sha256 is right" if report.get("verified") else None),
         ],
-        title=f"{found['path']}: {'an engine' if engine else 'a checkpoint'}",
+        title=f"{report['path']}: {'an engine' if engine else 'a checkpoint'}",
     )
     if engine:
-        show_acceptance(found["acceptance"])
-    if "tensors" in found:
-        rows = [[t["name"], "×".join(map(str, t["shape"])), t["dtype"], t["bytes"]] for t in found["tensors"]]
-        table(("tensor", "shape", "dtype", "bytes"), rows)
+        show_acceptance(report["acceptance"])
+    if "tensors" in report:
+        rows = [[t["name"], "×".join(map(str, t["shape"])), t["dtype"], t["bytes"]] for t in report["tensors"]]
+        print_table(("tensor", "shape", "dtype", "bytes"), rows)
 
 
-def _tokenizer_line(found: dict[str, Any]) -> str:
-    told = found["tokenizer"]
+def _tokenizer_line(report: dict[str, Any]) -> str:
+    told = report["tokenizer"]
     if told is None:
-        return f"none: ids-only {found['kind']} (no tokenizer)"
+        return f"none: ids-only {report['kind']} (no tokenizer)"
     if "error" in told:
         return f"broken: {told['error']}"
     ends = ", ".join(map(str, told["eos_ids"])) or "none"

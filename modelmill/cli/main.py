@@ -14,40 +14,47 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from modelmill.cli.streams import forgiving
-from modelmill.core import disk, env, heap
+from modelmill.cli.stdio import tolerate_closed_output
+from modelmill.core import disk_errors, env, malloc
 from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.core.find import find, names, nearest
+from modelmill.core.registry import closest_name, find_module, module_names
 
-SUPPORT = (
-    *("main", "options", "output", "values", "engine", "eyes", "figures", "far", "drawn"),
-    *("bench_ops", "bench_serve", "serve_ray", "streams", "lines", "help_page", "terminal"),
+NOT_VERBS = (
+    *("main", "options", "output", "option_sources", "engine_options", "vision_flags", "bench_report"),
+    *("bench_ops", "bench_serve", "serve_ray", "stdio", "log_progress", "help_page", "terminal"),
+    *("remote_chat", "segment_output"),
 )
 """Modules of this folder that are no verbs."""
 
-ORDER = (
+VERB_ORDER = (
     *("pull", "inspect", "build", "run", "chat", "segment", "serve", "export", "compare", "perplexity"),
     *("summarize", "bench", "profile", "doctor"),
 )
 """The order of the help page; a verb that is not named here stands behind these."""
 
-ABOUT = "Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it."
+DESCRIPTION = "Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it."
 
-ELSEWHERE = {"quantize": "build -q", "quantise": "build -q", "eval": "perplexity", "generate": "run", "help": "--help"}
+OTHER_NAMES = {
+    "quantize": "build -q",
+    "quantise": "build -q",
+    "eval": "perplexity",
+    "generate": "run",
+    "help": "--help",
+}
 """Verbs of other programs, and what does it here."""
 
 
 def verbs() -> list[str]:
     """Names of all verbs: the files of this folder."""
-    found = [name for name in names("modelmill.cli") if name not in SUPPORT]
-    return sorted(found, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+    found = [name for name in module_names("modelmill.cli") if name not in NOT_VERBS]
+    return sorted(found, key=lambda name: (VERB_ORDER.index(name) if name in VERB_ORDER else len(VERB_ORDER), name))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
-    env.wait_asleep()
-    heap.keep_freed()
-    with forgiving():
+    env.set_passive_waiting()
+    malloc.set_malloc_thresholds()
+    with tolerate_closed_output():
         try:
             code = execute(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()
@@ -61,8 +68,8 @@ def execute(argv: list[str]) -> int:
     import typer
 
     try:
-        verb = _verb(argv)
-        command = typer.main.get_command(_app(verb))
+        verb = _find_verb(argv)
+        command = typer.main.get_command(_make_app(verb))
         code = command.main(args=argv, prog_name="modelmill", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except ModelmillError as error:
@@ -70,7 +77,7 @@ def execute(argv: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:
-        told = disk.told(error)
+        told = disk_errors.describe_os_error(error)
         if told is None:
             raise
         return _fail(told, 1)
@@ -81,24 +88,24 @@ def execute(argv: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return 2
-        return _fail(_reworded(error, argv), 2)
+        return _fail(_usage_error_text(error, argv), 2)
 
 
-def _verb(argv: list[str]) -> str | None:
+def _find_verb(argv: list[str]) -> str | None:
     """The verb that is called; None for the help page. Raises UsageError for an unknown one."""
     called = next((word for word in argv if not word.startswith("-")), None)
     if called is None or (argv and argv[0] in ("--show-completion", "--install-completion")):
         return None
     name, known = called.replace("-", "_"), verbs()
     if name not in known:
-        hint = ELSEWHERE.get(name) or nearest(called, known)
+        hint = OTHER_NAMES.get(name) or closest_name(called, known)
         raise UsageError(
             f"there is no command {called!r}; " + (f"did you mean {hint}?" if hint else f"there are {', '.join(known)}")
         )
     return name
 
 
-def _app(verb: str | None) -> Any:
+def _make_app(verb: str | None) -> Any:
     """The typer application with the flags of one verb; of the others only name and help."""
     import typer
 
@@ -106,40 +113,40 @@ def _app(verb: str | None) -> Any:
 
     app = typer.Typer(
         name="modelmill",
-        help=ABOUT,
-        cls=group_class(lambda width: top_page(ABOUT, _listed_verbs(), width)),
+        help=DESCRIPTION,
+        cls=group_class(lambda width: top_page(DESCRIPTION, _listed_verbs(), width)),
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
-        context_settings=_settings(),
+        context_settings=_typer_settings(),
     )
-    app.callback()(_top())
-    completing = "_MODELMILL_COMPLETE" in env.child()
+    app.callback()(_top_callback())
+    completing = "_MODELMILL_COMPLETE" in env.child_env()
     for name in verbs():
-        module = find("modelmill.cli", name)
+        module = find_module("modelmill.cli", name)
         assert module is not None
-        call = _call(module) if completing or name == verb else _placeholder
+        call = _verb_function(module) if completing or name == verb else _placeholder
         page = command_class(partial(verb_page, name, module))
-        app.command(name, cls=page, help=module.HELP, short_help=module.HELP, context_settings=_settings())(call)
+        app.command(name, cls=page, help=module.HELP, short_help=module.HELP, context_settings=_typer_settings())(call)
     return app
 
 
-def _settings() -> dict[str, Any]:
+def _typer_settings() -> dict[str, Any]:
     return {
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda word: word.replace("_", "-"),
     }
 
 
-def _call(module: ModuleType) -> Callable[..., int]:
-    from modelmill.cli.options import call_of
+def _verb_function(module: ModuleType) -> Callable[..., int]:
+    from modelmill.cli.options import make_command
 
-    return call_of(module.Args, module.run)
+    return make_command(module.Args, module.run)
 
 
 def _listed_verbs() -> list[tuple[str, str]]:
     """Every verb with its one line."""
-    modules = [(name, find("modelmill.cli", name)) for name in verbs()]
+    modules = [(name, find_module("modelmill.cli", name)) for name in verbs()]
     return [(name.replace("_", "-"), module.HELP) for name, module in modules if module is not None]
 
 
@@ -147,7 +154,7 @@ def _placeholder() -> None:
     """Stands in for the verbs that are not called."""
 
 
-def _top() -> Callable[..., None]:
+def _top_callback() -> Callable[..., None]:
     """The command itself: --version."""
     import typer
 
@@ -166,22 +173,22 @@ def _top() -> Callable[..., None]:
     return top
 
 
-def _reworded(error: Any, argv: list[str]) -> str:
+def _usage_error_text(error: Any, argv: list[str]) -> str:
     """One line for an error of the command line's parser."""
     text = " ".join(str(error.format_message()).split()).rstrip(".")
     option = getattr(error, "option_name", None)
     if option and type(error).__name__ == "NoSuchOption":
-        from modelmill.cli.options import flags_of
+        from modelmill.cli.options import collect_flags
 
-        verb = _verb(argv)
-        module = find("modelmill.cli", verb) if verb else None
-        known = [f"--{n}" for f in flags_of(module.Args) if not f.positional for n in f.names] if module else []
-        hint = nearest(option.replace("_", "-"), known)
+        verb = _find_verb(argv)
+        module = find_module("modelmill.cli", verb) if verb else None
+        known = [f"--{n}" for f in collect_flags(module.Args) if not f.positional for n in f.names] if module else []
+        hint = closest_name(option.replace("_", "-"), known)
         text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
     text = (text[:1].lower() + text[1:]).replace("Value error, ", "", 1)
     if type(error).__name__ == "MissingParameter":
-        text += _form_of(argv)
-    given = _given_by(error)
+        text += _verb_usage(argv)
+    given = _source_variable(error)
     if given:
         text = text.replace("for '--", f"in {given} for '--", 1)
     if "unexpected extra argument" in text and argv[:1] == ["run"]:
@@ -190,16 +197,16 @@ def _reworded(error: Any, argv: list[str]) -> str:
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
 
 
-def _form_of(argv: list[str]) -> str:
+def _verb_usage(argv: list[str]) -> str:
     """How the verb is called, for who left something out."""
-    from modelmill.cli.help_page import form
+    from modelmill.cli.help_page import short_usage
 
-    verb = _verb(argv)
-    module = find("modelmill.cli", verb) if verb else None
-    return "" if verb is None or module is None else f"; the form is: {form(verb, module)}"
+    verb = _find_verb(argv)
+    module = find_module("modelmill.cli", verb) if verb else None
+    return "" if verb is None or module is None else f"; the form is: {short_usage(verb, module)}"
 
 
-def _given_by(error: Any) -> str | None:
+def _source_variable(error: Any) -> str | None:
     """The environment variable that a refused value stands in; None where it was given as a flag."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or param is None:
@@ -207,7 +214,7 @@ def _given_by(error: Any) -> str | None:
     if getattr(context.get_parameter_source(param.name), "name", "") != "ENVIRONMENT":
         return None
     named = param.envvar if isinstance(param.envvar, (list, tuple)) else [param.envvar]
-    return next((each for each in named if env.flag(each.removeprefix("MODELMILL_")) is not None), None)
+    return next((each for each in named if env.flag_value(each.removeprefix("MODELMILL_")) is not None), None)
 
 
 def _fail(message: str, code: int) -> int:

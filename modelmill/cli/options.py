@@ -27,7 +27,7 @@ SCALARS: tuple[type, ...] = (bool, int, float, str, Path)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Common:
+class CommonArgs:
     """What every verb takes."""
 
     json: bool = option(False, "print JSON, and nothing else, on stdout", flags=("--json",))
@@ -38,17 +38,17 @@ class Common:
 class Flag:
     """One parameter of a verb.
 
-    shape: "one" value, "many" (repeatable), "ints" (comma-separated and repeatable), "pairs" (KEY=VALUE,
-    repeatable) or "two" (two values after one flag). kind: the type of a value; key: that of a pair's key.
+    container: "one" value, "many" (repeatable), "ints" (comma-separated and repeatable), "pairs" (KEY=VALUE,
+    repeatable) or "two" (two values after one flag). value_type: the type of a value; key_type: that of a pair's key.
     short: its other names.
     """
 
     name: str
     long: str
     short: tuple[str, ...]
-    shape: str
-    kind: type
-    key: type
+    container: str
+    value_type: type
+    key_type: type
     choices: tuple[Any, ...]
     default: Any
     help: str
@@ -67,7 +67,7 @@ class Flag:
     @property
     def repeatable(self) -> bool:
         """Whether it may be given more than once. click would split such a flag's variable at white space."""
-        return self.shape in ("many", "ints", "pairs") and not self.positional
+        return self.container in ("many", "ints", "pairs") and not self.positional
 
     @property
     def label(self) -> str:
@@ -75,47 +75,47 @@ class Flag:
         return self.metavar or self.name.upper() if self.positional else f"--{self.long}"
 
 
-def config(kind: type[T], panel: str, *, helps: Mapping[str, str] | None = None, leave: tuple[str, ...] = ()) -> Any:
-    """A field that holds a whole config. helps: help texts for fields without one; leave: fields that get no flag."""
-    metadata = {"panel": panel, "helps": dict(helps or {}), "leave": leave}
-    return field(default_factory=kind, metadata=metadata)
+def config(cls: type[T], panel: str, *, helps: Mapping[str, str] | None = None, exclude: tuple[str, ...] = ()) -> Any:
+    """A field that holds a whole config. helps: help texts for fields without one; exclude: fields that get no flag."""
+    metadata = {"panel": panel, "helps": dict(helps or {}), "exclude": exclude}
+    return field(default_factory=cls, metadata=metadata)
 
 
-def borrow(kind: type, name: str, **changes: Any) -> Any:
-    """A field with the default, help and choices of ``kind``'s field of that name, but for ``changes``."""
-    for found in fields(kind):
+def inherit_option(cls: type, name: str, **changes: Any) -> Any:
+    """A field with the default, help and choices of ``cls``'s field of that name, but for ``changes``."""
+    for found in fields(cls):
         if found.name == name:
             settings = {**found.metadata, **changes}
             return option(settings.pop("default", found.default), settings.pop("help", ""), **settings)
-    raise LookupError(f"{kind.__name__} has no field {name!r}")
+    raise LookupError(f"{cls.__name__} has no field {name!r}")
 
 
-def flags_of(args: type) -> list[Flag]:
+def collect_flags(args: type) -> list[Flag]:
     """Every flag of an ``Args`` dataclass, positional ones first; the first of equal names describes it."""
     found: dict[str, Flag] = {}
-    for flag in _walk(args, None, {}, ()):
+    for flag in _iter_flags(args, None, {}, ()):
         first = found.setdefault(flag.name, flag)
         if first is not flag and not first.help:
             found[flag.name] = replace(first, help=flag.help)
     return sorted(found.values(), key=lambda flag: not flag.positional)
 
 
-def _walk(kind: type, panel: str | None, helps: Mapping[str, str], leave: tuple[str, ...]) -> Iterator[Flag]:
-    hints = typing.get_type_hints(kind)
-    for each in fields(kind):
-        if each.name in leave or each.metadata.get("python_only"):
+def _iter_flags(cls: type, panel: str | None, helps: Mapping[str, str], exclude: tuple[str, ...]) -> Iterator[Flag]:
+    hints = typing.get_type_hints(cls)
+    for each in fields(cls):
+        if each.name in exclude or each.metadata.get("python_only"):
             continue
         hint = hints[each.name]
         if is_dataclass(hint):
             below = each.metadata
-            yield from _walk(typing.cast(type, hint), below["panel"], below["helps"], below["leave"])
+            yield from _iter_flags(typing.cast(type, hint), below["panel"], below["helps"], below["exclude"])
         else:
             yield _flag(each, hint, panel, helps.get(each.name, ""))
 
 
 def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
     more = each.metadata
-    shape, kind, key = _shape(hint)
+    shape, kind, key = _analyze_type(hint)
     named = more.get("flags", ())
     long = [name[2:] for name in named if name.startswith("--")]
     default = each.default
@@ -125,9 +125,9 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
         name=each.name,
         long=long[0] if long else each.name.replace("_", "-"),
         short=(*(name for name in named if not name.startswith("--")), *(f"--{name}" for name in long[1:])),
-        shape=shape,
-        kind=kind,
-        key=key,
+        container=shape,
+        value_type=kind,
+        key_type=key,
         choices=tuple(more.get("choices", ())),
         default=None if default is MISSING else default,
         help=more.get("help") or help,
@@ -140,11 +140,11 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
     )
 
 
-def _shape(hint: Any) -> tuple[str, type, type]:
+def _analyze_type(hint: Any) -> tuple[str, type, type]:
     """(shape, kind of a value, kind of a key) of a type hint."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(hint) if part is not type(None)]
-        return _shape(rest[0])
+        return _analyze_type(rest[0])
     if hint in SCALARS:
         return "one", hint, str
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -157,7 +157,7 @@ def _shape(hint: Any) -> tuple[str, type, type]:
     raise TypeError(f"the command line cannot offer a value of type {hint}")
 
 
-def signature_of(flags: list[Flag]) -> inspect.Signature:
+def make_signature(flags: list[Flag]) -> inspect.Signature:
     """The signature that typer reads: every parameter defaults to None, so that "not given" can be told."""
     return inspect.Signature(
         [
@@ -170,14 +170,14 @@ def signature_of(flags: list[Flag]) -> inspect.Signature:
 
 
 def _annotation(flag: Flag) -> Any:
-    if flag.shape in ("many", "ints", "pairs"):
+    if flag.container in ("many", "ints", "pairs"):
         return list[str] | None
-    if flag.shape == "two":
+    if flag.container == "two":
         return tuple[str, str] | None
     if flag.choices:
         # An enum, because every version of typer understands it.
         return Enum(flag.name, {str(c): str(c) for c in flag.choices}, type=str) | None  # type: ignore[operator]
-    return flag.kind | None
+    return flag.value_type | None
 
 
 def _parameter(flag: Flag) -> Any:
@@ -190,9 +190,9 @@ def _parameter(flag: Flag) -> Any:
         None,
         long,
         *flag.short,
-        help=_with_default(flag),
+        help=_default_text(flag),
         metavar=_metavar(flag),
-        envvar=None if flag.repeatable else [variable(name) for name in flag.names],
+        envvar=None if flag.repeatable else [flag_variable(name) for name in flag.names],
         show_envvar=False,
         show_default=False,
         rich_help_panel=flag.panel,
@@ -200,48 +200,50 @@ def _parameter(flag: Flag) -> Any:
     )
 
 
-def variable(name: str) -> str:
+def flag_variable(name: str) -> str:
     """The environment variable of a flag's long name."""
     return "MODELMILL_" + name.replace("-", "_").upper()
 
 
 def _metavar(flag: Flag) -> str | None:
-    if flag.metavar or flag.kind is bool:
+    if flag.metavar or flag.value_type is bool:
         return flag.metavar
-    return {"pairs": "KEY=VALUE", "ints": "N,N,…"}.get(flag.shape)
+    return {"pairs": "KEY=VALUE", "ints": "N,N,…"}.get(flag.container)
 
 
-def help_of(flag: Flag) -> str:
+def flag_help(flag: Flag) -> str:
     """A flag's help with its choices and its default."""
-    text = _with_default(flag)
+    text = _default_text(flag)
     return f"{text}; one of {', '.join(map(str, flag.choices))}" if flag.choices else text
 
 
-def _with_default(flag: Flag) -> str:
-    if flag.default in (None, (), {}, "") or (flag.kind is bool and not flag.negatable):
+def _default_text(flag: Flag) -> str:
+    if flag.default in (None, (), {}, "") or (flag.value_type is bool and not flag.negatable):
         return flag.help
     shown = flag.default
-    if flag.kind is bool:
+    if flag.value_type is bool:
         shown = "on" if flag.default else "off"
     elif isinstance(flag.default, tuple):
         shown = ",".join(map(str, flag.default))
     return f"{flag.help} (default: {shown})"
 
 
-def call_of(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
+def make_command(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
     """A function with the signature that typer reads; it gathers the values into ``args`` and runs."""
 
     def call(**given: Any) -> int:
-        from modelmill.cli.help_page import form
-        from modelmill.cli.values import gather
+        from modelmill.cli.help_page import short_usage
+        from modelmill.cli.option_sources import gather_args
 
-        chosen = gather(args, given, lambda: form(run.__module__.rpartition(".")[2], sys.modules[run.__module__]))
+        chosen = gather_args(
+            args, given, lambda: short_usage(run.__module__.rpartition(".")[2], sys.modules[run.__module__])
+        )
         try:
             return run(chosen)
         except BrokenPipeError as error:  # of a process of ours: typer would end without a word
             raise RuntimeError("a pipe to another process broke") from error
 
-    signature = signature_of(flags_of(args))
+    signature = make_signature(collect_flags(args))
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return call

@@ -6,71 +6,75 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, open_llm
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, progress, table
+from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm, share_gpu_with_reference
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import emit_json, print_table, show_progress
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
-from modelmill.core.packages import need
+from modelmill.core.packages import require
 
 if TYPE_CHECKING:
     from modelmill.eval.perplexity import Perplexity
 
 HELP = "Measure the perplexity of a text file, by sliding windows."
-MORE = """The file is tokenized once, without BOS or special tokens. A token is scored once, with all of its window
+EPILOG = """The file is tokenized once, without BOS or special tokens. A token is scored once, with all of its window
 before it; the first token of a window that nothing precedes is not scored.
 
 Examples:
 
   modelmill perplexity model.engine --data wiki.txt --max-length 1024 --stride 512 --limit-tokens 16384"""
 
-MAX_LENGTH = 2048
+MAX_WINDOW_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """What to read, and how."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     data: Path | None = option(None, "UTF-8 text file", required=True, metavar="FILE")
-    max_length: int | None = option(None, f"tokens in a window (default: what the engine allows, at most {MAX_LENGTH})")
+    max_length: int | None = option(
+        None, f"tokens in a window (default: what the engine allows, at most {MAX_WINDOW_TOKENS})"
+    )
     stride: int | None = option(None, "tokens from one window's begin to the next (default: --max-length)")
     limit_tokens: int | None = option(None, "read only this many tokens of the file")
     reference: Path | None = option(None, "transformers' value for this checkpoint, too", metavar="CHECKPOINT")
     reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
-    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
     run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
     """Print the perplexity, and the reference's with the difference."""
-    from modelmill.eval.perplexity import perplexity
-    from modelmill.eval.subjects import EngineScorer
-    from modelmill.eval.texts import read_text, refuse_calibration
+    from modelmill.eval.datasets import read_text, refuse_calibration_file
+    from modelmill.eval.perplexity import measure_perplexity
+    from modelmill.eval.targets import EngineScorer
 
     assert args.data is not None
     for name, value, least in (("--max-length", args.max_length, 2), ("--limit-tokens", args.limit_tokens, 1)):
         if value is not None and value < least:
             raise UsageError(f"{name} must be at least {least}, not {value}")
     if args.reference is not None:
-        need("--reference", "transformers", "eval")
+        require("--reference", "transformers", "eval")
     text = read_text(args.data)
-    settings = args.run if args.reference is None else beside_reference(args.run)
+    settings = args.run if args.reference is None else share_gpu_with_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)
-    assert llm.loop.artifact is not None
-    refuse_calibration(args.data, llm.loop.artifact.manifest.source)
+    assert llm.engine_core.artifact is not None
+    refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
     if llm.tokenizer is None:
         raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one")
-    length = args.max_length or min(llm.loop.max_model_len, MAX_LENGTH)
-    if length > llm.loop.max_model_len:
-        raise UsageError(f"--max-length {length} is more than this engine reads ({llm.loop.max_model_len})")
+    length = args.max_length or min(llm.engine_core.max_model_len, MAX_WINDOW_TOKENS)
+    if length > llm.engine_core.max_model_len:
+        raise UsageError(f"--max-length {length} is more than this engine reads ({llm.engine_core.max_model_len})")
     stride = args.stride if args.stride is not None else length
     ids = llm.tokenizer.encode(text, bos=False)[: args.limit_tokens]
-    with progress("perplexity", quiet=args.json) as told:
-        found = perplexity(ids, EngineScorer(llm.loop), max_length=length, stride=stride, progress=told)
+    with show_progress("perplexity", quiet=args.json) as told:
+        found = measure_perplexity(
+            ids, EngineScorer(llm.engine_core), max_length=length, stride=stride, on_progress=told
+        )
     result: dict[str, Any] = {**asdict(found), "max_length": length, "stride": stride}
     if args.reference is not None:
-        other = _reference(args, ids, length, stride, llm.loop.device)
+        other = _reference(args, ids, length, stride, llm.engine_core.device)
         result["reference"] = {**asdict(other), "dtype": args.reference_dtype}
         result["relative_difference"] = found.perplexity / other.perplexity - 1.0
     emit_json(result) if args.json else _show(result)
@@ -79,13 +83,13 @@ def run(args: Args) -> int:
 
 def _reference(args: Args, ids: list[int], length: int, stride: int, device: str) -> Perplexity:
     from modelmill.checkpoint.open import open_checkpoint
-    from modelmill.eval.hf import load_reference
-    from modelmill.eval.perplexity import perplexity
+    from modelmill.eval.hf_reference import load_reference
+    from modelmill.eval.perplexity import measure_perplexity
 
     assert args.reference is not None
     reference = load_reference(open_checkpoint(args.reference), args.reference_dtype, device)
-    with progress("transformers", quiet=args.json) as told:
-        return perplexity(ids, reference, max_length=length, stride=stride, progress=told)
+    with show_progress("transformers", quiet=args.json) as told:
+        return measure_perplexity(ids, reference, max_length=length, stride=stride, on_progress=told)
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -95,6 +99,6 @@ def _show(result: dict[str, Any]) -> None:
         name = f"transformers, {other['dtype']}"
         rows.append([name, *[other[key] for key in ("perplexity", "nll", "tokens", "windows", "seconds")]])
     shown = [[name, f"{ppl:.5f}", f"{nll:.6f}", *rest] for name, ppl, nll, *rest in rows]
-    table(("", "perplexity", "nats per token", "tokens", "windows", "seconds"), shown)
+    print_table(("", "perplexity", "nats per token", "tokens", "windows", "seconds"), shown)
     if other is not None:
         print(f"difference: {100 * result['relative_difference']:+.4f} %")

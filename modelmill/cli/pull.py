@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelmill.cli.options import Common
-from modelmill.cli.output import emit_json, note, progress
-from modelmill.core import disk
+from modelmill.cli.options import CommonArgs
+from modelmill.cli.output import emit_json, print_note, show_progress
+from modelmill.core import disk_errors
+from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option
 from modelmill.core.errors import CheckpointError
-from modelmill.core.size import byte_text
 
 HELP = "Fetch a checkpoint: the demo model by its short name, or any model of the Hugging Face hub."
-MORE = """Examples:
+EPILOG = """Examples:
 
   modelmill pull smollm2
 
@@ -21,7 +21,7 @@ MORE = """Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """name: smollm2, org/name, or org/name:file.gguf."""
 
     name: str = option(help="smollm2, a hub's org/name, or org/name:file.gguf", positional=True, metavar="NAME")
@@ -36,11 +36,11 @@ def run(args: Args) -> int:
     from modelmill.core.env import cache_dir
 
     folder = args.output or cache_dir() / "models"
-    with progress(f"pulling {args.name}", lines=True) as told:
+    with show_progress(f"pulling {args.name}", lines=True) as told:
         try:
             path = pull(args.name, folder, told)
         except OSError as error:
-            if error.errno not in disk.REFUSALS:
+            if error.errno not in disk_errors.USER_FIXABLE_ERRNOS:
                 raise
             other = "choose another -o" if args.output else "name a folder with -o, or another cache in MODELMILL_CACHE"
             raise CheckpointError(f"cannot write {folder}: {error.strerror}; {other}") from None
@@ -49,6 +49,6 @@ def run(args: Args) -> int:
     if args.json:
         emit_json({"name": args.name, "path": str(path), "bytes": count})
     else:
-        note(f"{args.name}: {byte_text(count)}")
+        print_note(f"{args.name}: {format_bytes(count)}")
         print(path)
     return 0

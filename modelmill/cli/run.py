@@ -10,21 +10,21 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine import ENGINE_HELP, SAMPLING_HELP, CacheBuild, open_llm
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, note, progress
-from modelmill.cli.streams import reader_left
-from modelmill.cli.terminal import wrapper
+from modelmill.cli.engine_options import ENGINE_HELP, SAMPLING_HELP, CacheBuildOptions, open_llm
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import emit_json, print_note, show_progress
+from modelmill.cli.stdio import stdout_reader_gone
+from modelmill.cli.terminal import make_wrapper
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.types import SamplingParams
 
 if TYPE_CHECKING:
-    from modelmill.answer import Answer
     from modelmill.llm import LLM
+    from modelmill.outputs import RequestOutput
 
 HELP = "Ask an engine: stream the answer to a prompt, or answer a file of prompts in one batch."
-MORE = """A prompt goes through the engine's chat template where it has one; --raw continues the text as it stands.
+EPILOG = """A prompt goes through the engine's chat template where it has one; --raw continues the text as it stands.
 
 Examples:
 
@@ -37,19 +37,25 @@ Examples:
   modelmill run minigpt4.engine --image photo.jpg --prompt "Describe it."
 """
 
-JOBS = ("messages", "prompt_token_ids", "prompt", "text")
+PROMPT_KEYS = ("messages", "prompt_token_ids", "prompt", "text")
 """What a line of --file may hold, one of them."""
-OF_ALL = {each.name for each in fields(SamplingParams)} | {"image", "images", "system", "cache_salt", "max_new_tokens"}
+COMMAND_LINE_KEYS = {each.name for each in fields(SamplingParams)} | {
+    "image",
+    "images",
+    "system",
+    "cache_salt",
+    "max_new_tokens",
+}
 """Said on the command line for all lines of a file."""
 
-DELAY = 1.0
+PROGRESS_DELAY_SECONDS = 1.0
 """Seconds without a token before a terminal shows that one is waited for."""
-MAX_TOKENS = 512
+DEFAULT_MAX_TOKENS = 512
 """The longest answer where neither --max-tokens nor the engine's generation_config says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """One of prompt and file."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
@@ -67,7 +73,7 @@ class Args(Common):
         None, "write the prompt's intermediate tensors of all modules that match to a safetensors file",
         metavar="PATTERN FILE",
     )  # fmt: skip
-    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
     sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
     run: RunConfig = config(RunConfig, "Engine")
 
@@ -76,13 +82,13 @@ def run(args: Args) -> int:
     """Answer, and tell the speed on stderr as ``N tokens/s``."""
     if (args.prompt is None) == (args.file is None):
         raise UsageError("give one of --prompt TEXT (or - for stdin) and --file FILE.jsonl")
-    jobs = _jobs_of_file(args.file) if args.file is not None else [{"prompt": _prompt(args.prompt or "")}]
+    jobs = _read_jobs(args.file) if args.file is not None else [{"prompt": _read_prompt(args.prompt or "")}]
     llm = open_llm(args.engine, args.build, args.run, chat_template=args.chat_template)
-    if args.image and (args.raw or not llm.language.sees):
+    if args.image and (args.raw or not llm.language.reads_images):
         why = "--raw continues a text" if args.raw else f"{args.engine} reads no pictures"
         raise UsageError(f"--image: {why}; pictures are for engines with eyes (minigpt4), in conversations")
-    params = with_limit(args.sampling, llm)
-    asks = [_ask(job, args, llm) for job in jobs]
+    params = with_max_tokens(args.sampling, llm)
+    asks = [_job_input(job, args, llm) for job in jobs]
     if args.dump is not None:
         _dump(llm, asks, *args.dump)
     if args.file is None and not args.json and params.n == 1:
@@ -90,30 +96,30 @@ def run(args: Args) -> int:
     return _batch(args, llm, asks, params)
 
 
-def with_limit(params: SamplingParams, llm: LLM) -> SamplingParams:
+def with_max_tokens(params: SamplingParams, llm: LLM) -> SamplingParams:
     """``params`` with an end: an answer must not run on until the context is full."""
-    if params.max_tokens is not None or llm.language.generation.limits:
+    if params.max_tokens is not None or llm.language.generation_defaults.has_max_length:
         return params
-    return replace(params, max_tokens=max(MAX_TOKENS, params.min_tokens or 0))
+    return replace(params, max_tokens=max(DEFAULT_MAX_TOKENS, params.min_tokens or 0))
 
 
-def _prompt(given: str) -> str:
-    if given == "-":
+def _read_prompt(source: str) -> str:
+    if source == "-":
         return sys.stdin.read().rstrip("\n")
     # bytes of the command line that are no UTF-8 come as lone surrogates, which no tokenizer reads
-    return given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return source.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _jobs_of_file(path: Path) -> list[dict[str, Any]]:
-    from modelmill.eval.texts import read_jsonl
+def _read_jobs(path: Path) -> list[dict[str, Any]]:
+    from modelmill.eval.datasets import read_jsonl
 
     jobs = []
     for number, value in read_jsonl(path):
-        kinds = [key for key in JOBS if key in value]
+        kinds = [key for key in PROMPT_KEYS if key in value]
         # what else a data set tells of its lines is left alone, what would change the answer is not
-        unread = sorted(set(value) & OF_ALL)
+        unread = sorted(set(value) & COMMAND_LINE_KEYS)
         if not kinds:
-            raise UsageError(f"{path}, line {number}: has none of {', '.join(JOBS)}")
+            raise UsageError(f"{path}, line {number}: has none of {', '.join(PROMPT_KEYS)}")
         if len(kinds) > 1:
             raise UsageError(f"{path}, line {number}: has {' and '.join(kinds)}; give one of them")
         if unread:
@@ -127,35 +133,35 @@ def _jobs_of_file(path: Path) -> list[dict[str, Any]]:
     return jobs
 
 
-def _ask(job: dict[str, Any], args: Args, llm: LLM) -> Any:
+def _job_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
     """What LLM takes for one job: messages for its chat template, or a raw prompt. Raises UsageError."""
-    kind = next(key for key in JOBS if key in job)
+    kind = next(key for key in PROMPT_KEYS if key in job)
     text = job[kind]
     if kind == "messages":
-        _no_turns(args, "messages")
+        _refuse_chat_flags(args, "messages")
         if not isinstance(text, list):
             raise UsageError('messages must be a list of {"role": …, "content": …}')
         return text
     if kind == "prompt_token_ids":
-        _no_turns(args, "prompt_token_ids")
+        _refuse_chat_flags(args, "prompt_token_ids")
         return {"prompt_token_ids": text}
     if not isinstance(text, str):
         raise UsageError(f"a prompt must be text, not {type(text).__name__}")
     if args.raw or kind != "prompt" or llm.chat_format is None:
-        _no_turns(args, "a text that is continued (text, --raw, or an engine without a chat template)")
+        _refuse_chat_flags(args, "a text that is continued (text, --raw, or an engine without a chat template)")
         return {"prompt": text}
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": with_pictures(text, args.image)}]
+    return [*system, {"role": "user", "content": with_images(text, args.image)}]
 
 
-def _no_turns(args: Args, what: str) -> None:
+def _refuse_chat_flags(args: Args, what: str) -> None:
     """--system and --image belong to a prompt that becomes a conversation; what holds its own says its own."""
     for name, given in (("--system", args.system is not None), ("--image", bool(args.image))):
         if given:
             raise UsageError(f"{name} goes before a prompt in a conversation, not before {what}; put it there")
 
 
-def with_pictures(text: str, images: Sequence[Path]) -> Any:
+def with_images(text: str, images: Sequence[Path]) -> Any:
     """A user's message: the text, with pictures before it where there are any."""
     if not images:
         return text
@@ -163,69 +169,69 @@ def with_pictures(text: str, images: Sequence[Path]) -> Any:
 
 
 @contextlib.contextmanager
-def first_token(llm: Any) -> Iterator[Callable[[], None]]:
+def wait_for_first_token(llm: Any) -> Iterator[Callable[[], None]]:
     """Show that the first token is being waited for, until the function that it yields is called.
 
     A GPU's kernels are compiled when they are first met, which may take longer than all of an answer.
     """
-    on_gpu = str(getattr(getattr(llm, "loop", None), "device", "")).startswith("cuda")
+    on_gpu = str(getattr(getattr(llm, "engine_core", None), "device", "")).startswith("cuda")
     label = "first token (kernels are compiled at their first use)" if on_gpu else "first token"
     with contextlib.ExitStack() as waiting:
-        waiting.enter_context(progress(label, lines=True, delay=DELAY))
+        waiting.enter_context(show_progress(label, lines=True, delay=PROGRESS_DELAY_SECONDS))
         yield waiting.close
 
 
-def tell_room(llm: Any, asked: SamplingParams, answers: Sequence[Answer]) -> None:
+def warn_max_tokens(llm: Any, explicit_options: SamplingParams, outputs: Sequence[RequestOutput]) -> None:
     """One line on stderr where an answer cannot be as long as it was asked for."""
-    longest, prompts = llm.loop.max_model_len, [len(answer.prompt_token_ids) for answer in answers]
+    longest, prompts = llm.engine_core.max_model_len, [len(answer.prompt_token_ids) for answer in outputs]
     room = longest - max(prompts)
-    for name, tokens in (("--max-tokens", asked.max_tokens), ("--min-tokens", asked.min_tokens)):
+    for name, tokens in (("--max-tokens", explicit_options.max_tokens), ("--min-tokens", explicit_options.min_tokens)):
         short = sum(tokens is not None and prompt + tokens > longest for prompt in prompts)
         if tokens is None or not short:
             continue
         whose = "the answer ends" if len(prompts) == 1 else f"{short} of {len(prompts)} answers end"
         took = "the prompt takes" if len(prompts) == 1 else "the longest prompt takes"
-        note(
+        print_note(
             f"{name} {tokens}: {whose} at {room} tokens at the latest, since the engine reads {longest} in all and "
             f"{took} {max(prompts)}"
         )
         return
 
 
-def _stream(llm: LLM, ask: Any, params: SamplingParams, asked: SamplingParams) -> int:
+def _stream(llm: LLM, prompt: Any, params: SamplingParams, explicit_options: SamplingParams) -> int:
     began = time.perf_counter()
-    answer: Answer | None = None
-    wrapped = wrapper()
-    with Interrupt() as interrupt, first_token(llm) as came:
-        stream = llm.stream(ask, params)
+    answer: RequestOutput | None = None
+    wrapped = make_wrapper()
+    with InterruptHandler() as interrupt, wait_for_first_token(llm) as came:
+        stream = llm.stream(prompt, params)
         for delta in stream:
             if answer is None:
                 came()
-                tell_sampling(llm, params)
-                tell_room(llm, asked, [delta.answer])
-            answer = delta.answer
-            text = delta.text or _ids(llm, delta.token_ids)
+                note_sampling_defaults(llm, params)
+                warn_max_tokens(llm, explicit_options, [delta.output])
+            answer = delta.output
+            text = delta.text or _format_ids(llm, delta.token_ids)
             sys.stdout.write(text if wrapped is None else wrapped.feed(text))
             sys.stdout.flush()
-            if interrupt.asked or reader_left():
+            if interrupt.requested or stdout_reader_gone():
                 stream.close()  # type: ignore[attr-defined]
                 break
-    sys.stdout.write("\n" if wrapped is None else f"{wrapped.end()}\n")
+    sys.stdout.write("\n" if wrapped is None else f"{wrapped.flush()}\n")
     sys.stdout.flush()
     if answer is not None:
-        tell_speed([answer], time.perf_counter() - began)
-    return 130 if interrupt.asked else 0
+        note_speed([answer], time.perf_counter() - began)
+    return 130 if interrupt.requested else 0
 
 
-def _ids(llm: LLM, ids: tuple[int, ...]) -> str:
+def _format_ids(llm: LLM, ids: tuple[int, ...]) -> str:
     """An ids-only engine answers in ids."""
     return "".join(f"{id} " for id in ids) if llm.tokenizer is None else ""
 
 
 def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int:
-    tell_sampling(llm, params)
+    note_sampling_defaults(llm, params)
     began = time.perf_counter()
-    answers: dict[int, Answer] = {}
+    answers: dict[int, RequestOutput] = {}
     # One batch for the raw prompts and one for the conversations: they end at different tokens.
     for chat in (False, True):
         places = [place for place, ask in enumerate(asks) if isinstance(ask, list) == chat]
@@ -235,23 +241,23 @@ def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int
             answers.update(zip(places, found, strict=True))
     seconds = time.perf_counter() - began
     ordered = [answers[place] for place in range(len(asks))]
-    tell_room(llm, args.sampling, ordered)
+    warn_max_tokens(llm, args.sampling, ordered)
     if args.json:
-        told = [as_json(answer, seconds) for answer in ordered]
+        told = [output_to_json(answer, seconds) for answer in ordered]
         emit_json(told if args.file is not None else told[0])
     else:
         for answer in ordered:
             for output in answer.outputs:
                 head = f"── {answer.prompt!r:.60}\n" if len(ordered) > 1 and answer.prompt else ""
                 print(f"{head}{output.text or ' '.join(map(str, output.token_ids))}\n")
-    tell_speed(ordered, seconds)
+    note_speed(ordered, seconds)
     return 0
 
 
-def as_json(answer: Answer, seconds: float) -> dict[str, Any]:
+def output_to_json(request_output: RequestOutput, seconds: float) -> dict[str, Any]:
     """An answer as ``--json`` prints it; ``seconds`` of the whole batch where the answer has no own."""
     outputs = []
-    for output in answer.outputs:
+    for output in request_output.outputs:
         told: dict[str, Any] = {
             "text": output.text,
             "token_ids": list(output.token_ids),
@@ -264,22 +270,22 @@ def as_json(answer: Answer, seconds: float) -> dict[str, Any]:
         if output.logprobs is not None:
             told["logprobs"] = [_logprobs(each) for each in output.logprobs]
         outputs.append(told)
-    count = sum(len(output.token_ids) for output in answer.outputs)
-    total = answer.seconds or seconds
+    count = sum(len(output.token_ids) for output in request_output.outputs)
+    total = request_output.seconds or seconds
     told = {
         "outputs": outputs,
-        "prompt_token_ids": list(answer.prompt_token_ids),
+        "prompt_token_ids": list(request_output.prompt_token_ids),
         "timing": {
             "seconds": total,
-            "first_token_seconds": answer.first_token_seconds,
+            "first_token_seconds": request_output.first_token_seconds,
             "output_tokens": count,
-            "prompt_tokens": len(answer.prompt_token_ids),
-            "cached_tokens": answer.cached_tokens,
-            "tokens_per_s": _rate([answer], total, _first(answer)),
+            "prompt_tokens": len(request_output.prompt_token_ids),
+            "cached_tokens": request_output.cached_tokens,
+            "tokens_per_s": _decode_rate([request_output], total, _first_token_time(request_output)),
         },
     }
-    if answer.prompt_logprobs is not None:
-        told["prompt_logprobs"] = [None if each is None else _logprobs(each) for each in answer.prompt_logprobs]
+    if request_output.prompt_logprobs is not None:
+        told["prompt_logprobs"] = [None if each is None else _logprobs(each) for each in request_output.prompt_logprobs]
     return told
 
 
@@ -287,43 +293,43 @@ def _logprobs(entry: Any) -> dict[str, Any]:
     return {str(id): {"logprob": each.logprob, "rank": each.rank} for id, each in entry.items()}
 
 
-def _first(answer: Answer) -> float | None:
+def _first_token_time(output: RequestOutput) -> float | None:
     """When the first token came; None for beams, whose tokens are all known at the end."""
-    return None if answer.outputs[0].score is not None else answer.first_token_seconds
+    return None if output.outputs[0].score is not None else output.first_token_seconds
 
 
-def _rate(answers: Sequence[Answer], seconds: float, first: float | None) -> float:
+def _decode_rate(outputs: Sequence[RequestOutput], seconds: float, first: float | None) -> float:
     """Tokens per second after the first ones, of which each of a prompt's answers has one; else of all tokens."""
-    counts = [len(output.token_ids) for answer in answers for output in answer.outputs]
+    counts = [len(output.token_ids) for answer in outputs for output in answer.outputs]
     later = sum(max(count - 1, 0) for count in counts)
     if first is not None and later and seconds > first:
         return later / (seconds - first)
     return sum(counts) / seconds if seconds else 0.0
 
 
-def tell_sampling(llm: LLM, params: SamplingParams) -> None:
+def note_sampling_defaults(llm: LLM, params: SamplingParams) -> None:
     """One line on stderr where the engine's own defaults decide how an answer is drawn."""
     if params.temperature is None and params.num_beams == 1:
-        note(f"sampling: {llm.language.generation.line()}")
+        print_note(f"sampling: {llm.language.generation_defaults.summary()}")
 
 
-def tell_speed(answers: list[Answer], seconds: float) -> None:
+def note_speed(outputs: list[RequestOutput], seconds: float) -> None:
     """One line on stderr, with ``N tokens/s``."""
-    count = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
-    first = _first(answers[0]) if len(answers) == 1 else None
-    prompt = sum(len(answer.prompt_token_ids) for answer in answers)
-    rate = _rate(answers, seconds, first)
+    count = sum(len(output.token_ids) for answer in outputs for output in answer.outputs)
+    first = _first_token_time(outputs[0]) if len(outputs) == 1 else None
+    prompt = sum(len(answer.prompt_token_ids) for answer in outputs)
+    rate = _decode_rate(outputs, seconds, first)
     head = f"first token after {first:.2f} s, " if first is not None else ""
-    note(f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s: {head}{rate:.1f} tokens/s")
+    print_note(f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s: {head}{rate:.1f} tokens/s")
 
 
 def _dump(llm: LLM, asks: list[Any], pattern: str, file: str) -> None:
-    from modelmill.eval.dump import dump
+    from modelmill.eval.dump import dump_module_outputs
 
     if len(asks) != 1:
         raise UsageError("--dump takes one prompt; leave --file out")
-    tensors = dump(llm.loop, _prompt_ids(llm, asks[0]), pattern, Path(file))
-    note(f"{len(tensors) - 1} tensors written to {file}")
+    tensors = dump_module_outputs(llm.engine_core, _prompt_ids(llm, asks[0]), pattern, Path(file))
+    print_note(f"{len(tensors) - 1} tensors written to {file}")
 
 
 def _prompt_ids(llm: LLM, ask: Any) -> list[int]:
@@ -336,28 +342,29 @@ def _prompt_ids(llm: LLM, ask: Any) -> list[int]:
     return llm.tokenizer.encode(ask["prompt"])
 
 
-class Interrupt:
-    """While it is entered, the first Ctrl-C sets ``asked`` (a step is never cut in the middle); the second raises."""
+class InterruptHandler:
+    """While it is entered, the first Ctrl-C sets ``requested`` (a step is never cut in the middle); the second
+    raises."""
 
     def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
+        self.requested = False
+        self._previous_handler: Any = None
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> InterruptHandler:
         import signal
         import threading
 
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._hear)
+            self._previous_handler = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         import signal
 
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGINT, self._previous_handler)
 
-    def _hear(self, *_: object) -> None:
-        if self.asked:
+    def _on_signal(self, *_: object) -> None:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True

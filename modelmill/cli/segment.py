@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.drawn import Drawings, show, written
-from modelmill.cli.engine import ENGINE_HELP, CacheBuild, changed
-from modelmill.cli.options import Common, borrow, config
-from modelmill.cli.output import emit_json, note, progress
+from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, non_default_fields
+from modelmill.cli.options import CommonArgs, config, inherit_option
+from modelmill.cli.output import emit_json, print_note, show_progress
+from modelmill.cli.segment_output import SegmentOutputs, show_results, write_result
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import RequestError, UsageError
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from modelmill.segmenter import Segmenter
-    from modelmill.vision.everything import Everything
+    from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
     from modelmill.vision.prompts import Prompt
-    from modelmill.vision.segment import Mask, Seen
+    from modelmill.vision.sam_model import ImageEmbedding, Mask
 
 HELP = "Segment pictures: masks of what points, boxes or a mask mark, or of everything in them."
-MORE = """Coordinates are the picture's pixels, x from the left and y from the top. Without --single three masks answer
-a prompt, best first; the overlay shows the best one. Each of several boxes is a prompt of its own.
+EPILOG = """Coordinates are the picture's pixels, x from the left and y from the top. Without --single three masks
+answer a prompt, best first; the overlay shows the best one. Each of several boxes is a prompt of its own.
 
 Examples:
 
@@ -35,10 +35,10 @@ Examples:
 
   modelmill segment sam.engine photos/ --everything -o masked/"""
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 # flags of --everything → its fields
-GRID = {
+MASK_OPTION_NAMES = {
     "points_per_side": "points_per_side",
     "pred_iou_thresh": "pred_iou_thresh",
     "stability_score_thresh": "stability_score_thresh",
@@ -49,7 +49,7 @@ GRID = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """One kind of question: prompts, or everything."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
@@ -77,47 +77,47 @@ class Args(Common):
     masks: Path | None = option(None, "folder for every mask as a black and white PNG", metavar="FOLDER")
     rle: bool = option(False, "with --json: the masks' pixels as COCO run lengths", flags=("--rle",))
     batch: int = option(4, "pictures that the encoder sees at a time")
-    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
-    device: str = borrow(RunConfig, "device")
-    threads: int | None = borrow(RunConfig, "threads")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
+    device: str = inherit_option(RunConfig, "device")
+    threads: int | None = inherit_option(RunConfig, "threads")
 
 
 def run(args: Args) -> int:
     """Segment, draw, tell. 1 where a picture of several could not be read; a single one raises."""
-    question = _question(args)
-    paths = expand(args.images)
+    question = _make_query(args)
+    paths = expand_paths(args.images)
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
-    drawings = Drawings(args.output, args.masks, (*paths, *rough), several)
-    with progress(f"opening {args.engine.name}", lines=True) as told:
+    drawings = SegmentOutputs(args.output, args.masks, (*paths, *rough), several)
+    with show_progress(f"opening {args.engine.name}", lines=True) as told:
         from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
 
         segmenter = Segmenter(
-            args.engine, device=args.device, threads=args.threads, progress=told, **changed(args.build)
+            args.engine, device=args.device, threads=args.threads, progress=told, **non_default_fields(args.build)
         )
     results = []
-    with progress("segmenting", quiet=not several and not args.everything, lines=True) as told:
-        for result in answers(args, segmenter, paths, question, drawings, told):
+    with show_progress("segmenting", quiet=not several and not args.everything, lines=True) as told:
+        for result in segment_images(args, segmenter, paths, question, drawings, told):
             if not several and "error" in result:
                 raise RequestError(result["error"])
             results.append(result)
             if "error" in result:
-                note(result["error"])
+                print_note(result["error"])
     if args.json:
         emit_json({"engine": str(args.engine), "images": results} if several else results[0])
     else:
-        show(results)
+        show_results(results)
     return 1 if any("error" in result for result in results) else 0
 
 
-def expand(given: tuple[Path, ...]) -> list[Path]:
+def expand_paths(patterns: tuple[Path, ...]) -> list[Path]:
     """Files of paths, folders (their pictures, by name) and globs. Raises UsageError where there is nothing."""
     found: list[Path] = []
-    for path in given:
+    for path in patterns:
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
             if not inside:
-                raise UsageError(f"{path}: there are no pictures in this folder ({', '.join(SUFFIXES)})")
+                raise UsageError(f"{path}: there are no pictures in this folder ({', '.join(IMAGE_SUFFIXES)})")
             found += inside
         elif path.exists() or not any(c in str(path) for c in "*?["):
             found.append(path)
@@ -136,15 +136,15 @@ def _glob(path: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class Question:
+class SegmentQuery:
     """What is asked of each picture: prompts, in which ``mask`` has no logits yet, or everything."""
 
     prompts: tuple[Prompt, ...] = ()
     mask: Image | None = None
-    everything: Everything | None = None
+    everything: AutomaticMaskOptions | None = None
 
 
-def _question(args: Args) -> Question:
+def _make_query(args: Args) -> SegmentQuery:
     """Raises UsageError, RequestError, before anything is built or loaded."""
     asked = bool(args.point or args.box) or args.mask is not None
     if args.rle and not args.json:
@@ -154,25 +154,27 @@ def _question(args: Args) -> Question:
     if args.everything:
         if asked or args.label or args.single:
             raise UsageError("--everything takes no point, label, box, mask or --single; leave one or the other out")
-        from modelmill.vision.everything import Everything
+        from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 
-        return Question(everything=Everything(**{field: getattr(args, flag) for flag, field in GRID.items()}))
+        return SegmentQuery(
+            everything=AutomaticMaskOptions(**{field: getattr(args, flag) for flag, field in MASK_OPTION_NAMES.items()})
+        )
     for each in fields(Args):
-        if each.name in GRID and getattr(args, each.name) != each.default:
+        if each.name in MASK_OPTION_NAMES and getattr(args, each.name) != each.default:
             raise UsageError(f"--{each.name.replace('_', '-')} belongs to --everything; leave it out, or ask for that")
     if not asked:
         raise UsageError("what is to be segmented? give --point X,Y, --box X0,Y0,X1,Y1, --mask FILE or --everything")
-    return _prompts(args)
+    return _prompt_query(args)
 
 
-def _prompts(args: Args) -> Question:
+def _prompt_query(args: Args) -> SegmentQuery:
     import torch
 
     from modelmill.vision.image import BLACK, open_image
-    from modelmill.vision.prompts import make
+    from modelmill.vision.prompts import make_prompt
 
-    points = [numbers(text, 2, "--point", "X,Y") for text in args.point]
-    boxes = [numbers(text, 4, "--box", "X0,Y0,X1,Y1") for text in args.box]
+    points = [parse_numbers(text, 2, "--point", "X,Y") for text in args.point]
+    boxes = [parse_numbers(text, 4, "--box", "X0,Y0,X1,Y1") for text in args.box]
     if not points and args.label:
         raise UsageError("--label belongs to a --point, and there is none")
     if len(boxes) > 1:
@@ -180,14 +182,14 @@ def _prompts(args: Args) -> Question:
             raise UsageError(
                 "each of several boxes is a prompt of its own: leave out --point and --mask, or all but one"
             )
-        return Question(tuple(make(box=box) for box in boxes))
+        return SegmentQuery(tuple(make_prompt(box=box) for box in boxes))
     # what is clear in the file of a mask is no object
-    rough = None if args.mask is None else open_image(args.mask, behind=BLACK)
+    rough = None if args.mask is None else open_image(args.mask, background=BLACK)
     stand_in = None if rough is None else torch.zeros(1, 1)
-    return Question((make(points, args.label or None, boxes[0] if boxes else None, stand_in),), rough)
+    return SegmentQuery((make_prompt(points, args.label or None, boxes[0] if boxes else None, stand_in),), rough)
 
 
-def numbers(text: str, count: int, flag: str, form: str) -> list[float]:
+def parse_numbers(text: str, count: int, flag: str, metavar: str) -> list[float]:
     """Comma-separated numbers. Raises UsageError that shows the form."""
     parts = text.replace(" ", "").split(",")
     try:
@@ -195,18 +197,18 @@ def numbers(text: str, count: int, flag: str, form: str) -> list[float]:
     except ValueError:
         found = []
     if len(found) != count:
-        raise UsageError(f"{flag} takes {form}, not {text[:80]!r}")
+        raise UsageError(f"{flag} takes {metavar}, not {text[:80]!r}")
     return found
 
 
-def answers(
-    args: Args, segmenter: Segmenter, paths: list[Path], question: Question, drawings: Drawings,
-    told: Callable[..., None],
+def segment_images(
+    args: Args, segmenter: Segmenter, paths: list[Path], query: SegmentQuery, outputs: SegmentOutputs,
+    on_progress: Callable[..., None],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One result a picture, in order; pictures are read and seen a few at a time."""
     from modelmill.vision.image import open_image
 
-    size = 1 if question.everything is not None else args.batch
+    size = 1 if query.everything is not None else args.batch
     for start in range(0, len(paths), size):
         part, began = paths[start : start + size], time.perf_counter()
         pictures: list[Any] = []
@@ -216,7 +218,7 @@ def answers(
             except RequestError as error:
                 pictures.append(error)
         good = [p for p in pictures if not isinstance(p, RequestError)]
-        seen = iter(_seen(segmenter, good) if good and question.prompts else [None] * len(good))
+        seen = iter(_embed_images(segmenter, good) if good and query.prompts else [None] * len(good))
         share = (time.perf_counter() - began) / len(part)
         for index, (path, picture) in enumerate(zip(part, pictures, strict=True)):
             began = time.perf_counter()
@@ -227,44 +229,51 @@ def answers(
                     embedded = next(seen)
                     if isinstance(embedded, RequestError):
                         raise RequestError(f"{path}: {embedded}")
-                    masks = _masks(args, segmenter, picture, question, embedded, told)
+                    masks = _masks(args, segmenter, picture, query, embedded, on_progress)
                     took = share + time.perf_counter() - began  # to the masks; drawing them is not segmenting
-                    result = written(drawings, path, picture, masks, question.prompts, args.rle)
+                    result = write_result(outputs, path, picture, masks, query.prompts, args.rle)
                     yield {**result, "seconds": round(took, 4)}
                 except RequestError as error:
                     yield {"image": str(path), "error": str(error)}
-            told("segmenting", start + index + 1, len(paths))
+            on_progress("segmenting", start + index + 1, len(paths))
 
 
-def _seen(segmenter: Segmenter, pictures: list[Any]) -> list[Seen | RequestError]:
+def _embed_images(segmenter: Segmenter, pictures: list[Any]) -> list[ImageEmbedding | RequestError]:
     """Embeddings of several pictures, together; where they cannot be, one by one, with what is wrong with each."""
-    found: list[Seen | RequestError] = []
+    found: list[ImageEmbedding | RequestError] = []
     try:
-        found += segmenter.see(pictures)
+        found += segmenter.embed_images(pictures)
     except RequestError as error:
         if len(pictures) == 1:
             return [error]
         for picture in pictures:
-            found += _seen(segmenter, [picture])
+            found += _embed_images(segmenter, [picture])
     return found
 
 
 def _masks(
-    args: Args, segmenter: Segmenter, picture: Image, question: Question, seen: Seen | None, told: Callable[..., None]
+    args: Args,
+    segmenter: Segmenter,
+    picture: Image,
+    query: SegmentQuery,
+    embedding: ImageEmbedding | None,
+    on_progress: Callable[..., None],
 ) -> list[list[Mask]]:
     """Of each prompt, or of everything."""
     from dataclasses import replace
 
-    from modelmill.vision.draw import as_prompt
+    from modelmill.vision.draw import mask_prompt_logits
     from modelmill.vision.prompts import check_inside
 
-    if seen is None:
-        return [segmenter.everything(picture, question.everything, progress=lambda done, of: told("points", done, of))]
-    prompts = question.prompts
+    if embedding is None:
+        return [
+            segmenter.everything(picture, query.everything, progress=lambda done, of: on_progress("points", done, of))
+        ]
+    prompts = query.prompts
     for prompt in prompts:
         check_inside(prompt, picture.size)
-    if question.mask is not None:
-        image = segmenter.eye.image
-        drawn = as_prompt(question.mask, seen.size, seen.fitted, image // 4, image)
+    if query.mask is not None:
+        image = segmenter.model.image_size
+        drawn = mask_prompt_logits(query.mask, embedding.size, embedding.encoder_size, image // 4, image)
         prompts = tuple(replace(prompt, mask=drawn) for prompt in prompts)
-    return segmenter.predict_all(prompts, seen=seen, multimask=not args.single)
+    return segmenter.predict_all(prompts, embedding=embedding, multimask=not args.single)

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine import CacheBuild, changed
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import note
+from modelmill.cli.engine_options import CacheBuildOptions, non_default_fields
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import print_note
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import MissingDependency, UsageError
-from modelmill.core.packages import need
+from modelmill.core.packages import require
 
 if TYPE_CHECKING:
-    from modelmill.serve.engine import Engine
-    from modelmill.serve.message import Open
-    from modelmill.serve.server import Place
+    from modelmill.serve.engine_client import EngineClient
+    from modelmill.serve.server import ServerOptions
+    from modelmill.serve.worker_messages import OpenEngine
 
 HELP = "Serve engines over HTTP, for clients of the OpenAI API."
-MORE = """Without --api-key only this machine is answered. SIGTERM lets running answers finish; a second one ends them.
+EPILOG = """Without --api-key only this machine is answered. SIGTERM lets running answers finish; a second one ends them.
 
 Examples:
 
@@ -35,12 +35,12 @@ Examples:
 
   curl localhost:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "model", "messages": [{"role": "user", "content": "Hello"}]}'"""  # noqa: E501
 
-LEVELS = ("debug", "info", "warning", "error")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """engines: folders or checkpoints."""
 
     engines: tuple[Path, ...] = option(
@@ -66,7 +66,9 @@ class Args(Common):
     )
     allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call the API (CORS); * for all")
     allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which a server without a key answers")
-    log_level: str = option("warning", "what is logged on stderr, as JSON lines (info: every request)", choices=LEVELS)
+    log_level: str = option(
+        "warning", "what is logged on stderr, as JSON lines (info: every request)", choices=LOG_LEVELS
+    )
     otlp_endpoint: str | None = option(None, "OpenTelemetry traces go there, over HTTP (docs/observability.md)")
     warm_up: bool = option(True, "record decode graphs before the first request (GPU)")
     ray: bool = option(
@@ -76,24 +78,24 @@ class Args(Common):
     ray_address: str | None = option(
         None, "with --ray: a running Ray cluster (auto, HOST:PORT); default: one of our own"
     )
-    build: CacheBuild = config(CacheBuild, "A checkpoint in an engine's place")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in an engine's place")
     run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
     """Serve until SIGTERM or Ctrl-C; 0 after an orderly end."""
     try:
-        from modelmill.serve.logs import to_stderr
+        from modelmill.serve.json_logs import log_to_stderr
         from modelmill.serve.server import Server
     except ModuleNotFoundError as missing:
         raise MissingDependency(
             f"serve needs {missing.name}; install it with: pip install 'modelmill[serve]'"
         ) from None
-    place, names = _place(args), _names(args)
+    place, names = _server_options(args), _model_names(args)
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_replicas
 
-        return serve_replicas(args, place, names, _orders(args))
+        return serve_replicas(args, place, names, _open_messages(args))
 
     gone = next((path for path in args.engines if not path.exists()), None)
     if gone is not None:
@@ -102,26 +104,26 @@ def run(args: Args) -> int:
     async def serve() -> None:
         engines = _engines(args, names)
         await Server(engines, place).run(
-            lambda url: opened(args, url, names, f"loading {', '.join(names)}"),
-            lambda engine: note("; ".join(filter(None, (f"{engine.name} is ready", engine.memory)))),
+            lambda url: announce_address(args, url, names, f"loading {', '.join(names)}"),
+            lambda engine: print_note("; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))),
         )
 
-    with to_stderr(args.log_level):
+    with log_to_stderr(args.log_level):
         asyncio.run(serve())
     return 0
 
 
-def opened(args: Args, url: str, names: Sequence[str], doing: str) -> None:
+def announce_address(args: Args, url: str, names: Sequence[str], doing: str) -> None:
     """Tell where it listens; with --json as one line on stdout, for scripts that let it choose a port."""
-    note(f"listening on {url}; {doing}")
+    print_note(f"listening on {url}; {doing}")
     if args.json:
         print(json.dumps({"url": url, "models": list(names)}), flush=True)
 
 
-def _place(args: Args) -> Place:
-    from modelmill.serve.server import Place
-    from modelmill.serve.service import Limits
-    from modelmill.serve.traces import Traces, collector
+def _server_options(args: Args) -> ServerOptions:
+    from modelmill.serve.server import ServerOptions
+    from modelmill.serve.service import ServiceLimits
+    from modelmill.serve.traces import Traces, collector_url
 
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port must be in 0…65535, not {args.port}")
@@ -134,29 +136,30 @@ def _place(args: Args) -> Place:
         raise UsageError(f"--watchdog-timeout must be 0 (never) or at least 0.1 seconds, not {args.watchdog_timeout:g}")
     if args.max_image_pixels < 1 or args.image_cache_bytes < 0:
         raise UsageError("--max-image-pixels must be at least 1, --image-cache-bytes not negative")
-    keys = (*args.api_key, *_keys(args.api_key_file))
-    if any(not key.strip() or not key.isascii() or not key.isprintable() for key in keys):
+    # spaces around a key are none of it: of what a client sends they are taken off too
+    keys = (*map(str.strip, args.api_key), *_read_keys(args.api_key_file))
+    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
         raise UsageError("an API key must be printable ASCII and not empty")
-    if not keys and args.host not in LOOPBACK:
+    if not keys and args.host not in LOOPBACK_HOSTS:
         raise UsageError(f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well")
-    limits = Limits(
-        keys=keys,
-        body=args.max_body_bytes,
-        text=args.max_text_body_bytes,
-        origins=args.allowed_origins,
-        hosts=tuple(map(str.lower, args.allowed_hosts)),
+    limits = ServiceLimits(
+        api_keys=keys,
+        max_body_bytes=args.max_body_bytes,
+        max_text_body_bytes=args.max_text_body_bytes,
+        allowed_origins=args.allowed_origins,
+        allowed_hosts=tuple(map(str.lower, args.allowed_hosts)),
         share_cache=args.share_cache_across_keys,
     )
     if args.otlp_endpoint is not None:
-        collector(args.otlp_endpoint)
+        collector_url(args.otlp_endpoint)
         if args.ray and args.ray_address is None:  # another cluster's machines have packages of their own
-            need("--otlp-endpoint", "opentelemetry", "otel")
+            require("--otlp-endpoint", "opentelemetry", "otel")
     # with replicas, they tell the traces
-    traces = None if args.otlp_endpoint is None or args.ray else Traces.to(args.otlp_endpoint)
-    return Place(args.host, args.port, args.shutdown_timeout, limits, traces)
+    traces = None if args.otlp_endpoint is None or args.ray else Traces.export_to(args.otlp_endpoint)
+    return ServerOptions(args.host, args.port, args.shutdown_timeout, limits, traces)
 
 
-def _keys(file: Path | None) -> list[str]:
+def _read_keys(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
@@ -169,7 +172,7 @@ def _keys(file: Path | None) -> list[str]:
     return keys
 
 
-def _names(args: Args) -> list[str]:
+def _model_names(args: Args) -> list[str]:
     """A name for each engine."""
     if not args.engines:
         raise UsageError("give at least one ENGINE, for example: modelmill serve model.engine --port 8000")
@@ -191,52 +194,56 @@ def served_name(path: Path) -> str:
     return Path(os.path.abspath(path)).name.removesuffix(".engine")
 
 
-def _engines(args: Args, names: Sequence[str]) -> list[Engine]:
-    from modelmill.serve.engine import Engine
+def _engines(args: Args, names: Sequence[str]) -> list[EngineClient]:
+    from modelmill.serve.engine_client import EngineClient
 
-    return [Engine(name, order, queue=args.max_waiting) for name, order in zip(names, _orders(args), strict=True)]
+    return [
+        EngineClient(name, order, max_waiting=args.max_waiting)
+        for name, order in zip(names, _open_messages(args), strict=True)
+    ]
 
 
-def _orders(args: Args) -> list[Open]:
+def _open_messages(args: Args) -> list[OpenEngine]:
     """How each engine is opened, with its part of the memory."""
-    from modelmill.serve.budget import for_viewer, parted
-    from modelmill.serve.message import Open
+    from modelmill.serve.budget import segment_engine_bytes, split_kv_budget
+    from modelmill.serve.worker_messages import OpenEngine
 
-    weights = [_bytes(path) for path in args.engines]
-    views = [_segments(path) for path in args.engines]
-    run = changed(parted(args.run, views.count(False)))
+    weights = [_engine_bytes(path) for path in args.engines]
+    views = [_is_segmentation_engine(path) for path in args.engines]
+    run = non_default_fields(split_kv_budget(args.run, views.count(False)))
     orders = []
     for place, path in enumerate(args.engines):
         later = tuple(size for size, view in zip(weights[place + 1 :], views[place + 1 :]) if not view)
         # one that has loaded holds its weights already; what it works with it may have given back
         aside = sum(
-            for_viewer(size if at > place else 0, args.image_cache_bytes)
+            segment_engine_bytes(size if at > place else 0, args.image_cache_bytes)
             for at, (size, view) in enumerate(zip(weights, views))
             if view and at != place
         )
-        order = Open(
-            str(path), _build(args, path), run, args.warm_up, args.chat_template, later, views[:place].count(False),
+        order = OpenEngine(
+            str(path), _build_overrides(args, path), run, args.warm_up, args.chat_template, later,
+            views[:place].count(False),
             aside, args.image_cache_bytes, args.max_image_pixels, args.watchdog_timeout,
         )  # fmt: skip
         orders.append(order)
     return orders
 
 
-def _segments(path: Path) -> bool:
+def _is_segmentation_engine(path: Path) -> bool:
     """Whether it is an engine that segments images; a checkpoint counts as one that writes text."""
     try:
-        return json.loads((path / "manifest.json").read_text("utf-8")).get("kind") == "segmentation"
+        return json.loads((path / "manifest.json").read_text("utf-8")).get("engine_type") == "segmentation"
     except (OSError, ValueError, AttributeError):
         return False  # its worker tells what is wrong with it
 
 
-def _build(args: Args, path: Path) -> dict[str, Any]:
+def _build_overrides(args: Args, path: Path) -> dict[str, Any]:
     """A recipe is for checkpoints; beside them, engines may stand as they are."""
     mixed = len(args.engines) > 1 and (path / "manifest.json").is_file()
-    return {} if mixed else changed(args.build)
+    return {} if mixed else non_default_fields(args.build)
 
 
-def _bytes(path: Path) -> int:
+def _engine_bytes(path: Path) -> int:
     """Bytes of an engine, about."""
     if path.is_file():
         return path.stat().st_size

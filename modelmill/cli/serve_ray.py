@@ -9,22 +9,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelmill.cli.output import progress
+from modelmill.cli.output import show_progress
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import MissingDependency, UsageError
 
 if TYPE_CHECKING:
     from modelmill.cli.serve import Args
-    from modelmill.serve.message import Open
-    from modelmill.serve.server import Place
+    from modelmill.serve.server import ServerOptions
+    from modelmill.serve.worker_messages import OpenEngine
 
 
-def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Sequence[Open]) -> int:
+def serve_replicas(args: Args, place: ServerOptions, names: Sequence[str], open_messages: Sequence[OpenEngine]) -> int:
     """Serve until SIGTERM or Ctrl-C; 0 after an orderly end. Raises UsageError for flags that do not go together."""
-    from modelmill.cli.serve import opened
-    from modelmill.serve.logs import to_stderr
-    from modelmill.serve.replicas.cluster import Cluster, Shape
-    from modelmill.serve.replicas.plan import Plan
+    from modelmill.cli.serve import announce_address
+    from modelmill.serve.json_logs import log_to_stderr
+    from modelmill.serve.replicas.deployment import ReplicaSpec
+    from modelmill.serve.replicas.ray_cluster import DeploymentSpec, RayCluster
     from modelmill.serve.replicas.server import ReplicaServer
 
     if not args.ray:
@@ -36,39 +36,39 @@ def serve_replicas(args: Args, place: Place, names: Sequence[str], orders: Seque
         raise UsageError(f"--device {args.run.device}: Ray gives each replica its GPUs; give --device cuda")
     if find_spec("ray") is None:
         raise MissingDependency("--ray needs ray; install it with: pip install 'modelmill[serve,ray]'")
-    plan = Plan(
+    plan = ReplicaSpec(
         tuple(names),
-        tuple(map(_anywhere, orders)),
+        tuple(map(_make_portable, open_messages)),
         args.max_waiting,
         args.max_body_bytes,
         args.log_level,
         args.otlp_endpoint,
-        text=args.max_text_body_bytes,
+        max_text_body_bytes=args.max_text_body_bytes,
     )
-    shape = Shape(args.replicas, args.run.tp, args.run.device, args.ray_address, args.shutdown_timeout)
+    shape = DeploymentSpec(args.replicas, args.run.tp, args.run.device, args.ray_address, args.shutdown_timeout)
 
     async def serve() -> None:
-        server = ReplicaServer(Cluster(plan, shape), place)
+        server = ReplicaServer(RayCluster(plan, shape), place)
         doing = f"starting {args.replicas} replicas of {', '.join(names)}"
-        await server.run(lambda url: opened(args, url, names, doing))
+        await server.run(lambda url: announce_address(args, url, names, doing))
 
-    with to_stderr(args.log_level):
+    with log_to_stderr(args.log_level):
         asyncio.run(serve())
     return 0
 
 
-def _anywhere(order: Open) -> Open:
-    """``order`` with an engine, and paths that mean the same in another folder; a checkpoint is built now, once."""
+def _make_portable(message: OpenEngine) -> OpenEngine:
+    """``message`` with an engine, and paths that mean the same in another folder; a checkpoint is built now, once."""
     from modelmill.artifact.store import is_engine
     from modelmill.llm import cached_engine
 
-    path, template = Path(order.model), order.template
+    path, template = Path(message.model), message.chat_template
     if not path.exists():
         raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
     if not is_engine(path):
-        with progress("building") as told:
-            path = cached_engine(path, BuildConfig(**order.build), told)
-        order = replace(order, build={})
+        with show_progress("building") as told:
+            path = cached_engine(path, BuildConfig(**message.build), told)
+        message = replace(message, build={})
     if template is not None and len(template) < 1024 and "{" not in template and Path(template).is_file():
         template = str(Path(template).resolve())
-    return replace(order, model=str(path.resolve()), template=template)
+    return replace(message, model=str(path.resolve()), chat_template=template)

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine import ENGINE_HELP, CacheBuild, beside_reference, open_llm
-from modelmill.cli.options import Common, config
-from modelmill.cli.output import emit_json, progress, table
+from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm, share_gpu_with_reference
+from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.output import emit_json, print_table, show_progress
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.errors import UsageError
-from modelmill.core.packages import need
+from modelmill.core.packages import require
 
 if TYPE_CHECKING:
-    from modelmill.eval.summarize import Facts, Summarizer, Summary, Task
+    from modelmill.eval.summarize import Facts, Summarizer, Summary, SummaryTask
     from modelmill.llm import LLM
 
 HELP = "Summarize articles and score the summaries with ROUGE, beside transformers on the same prompts."
-MORE = """Greedy. A chat engine gets the task through its chat template, others by "TL;DR:" behind the article.
+EPILOG = """Greedy. A chat engine gets the task through its chat template, others by "TL;DR:" behind the article.
 
 Examples:
 
@@ -26,11 +26,11 @@ Examples:
 
   modelmill summarize model.engine --data articles.jsonl --reference model.gguf --check-accuracy 0.5"""
 
-ALL = 32
+MAX_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """What to summarize, how, and beside what."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
@@ -39,7 +39,8 @@ class Args(Common):
     max_new_tokens: int = option(100, "longest summary in tokens")
     max_input_tokens: int | None = option(None, "cut prompts to this many tokens (default: what the engine reads)")
     batch_size: int | None = option(
-        None, f"summaries made at once (default: {ALL} by the engine, 1 by transformers, which then pads nothing)"
+        None,
+        f"summaries made at once (default: {MAX_BATCH_SIZE} by the engine, 1 by transformers, which then pads nothing)",
     )
     reference: Path | None = option(None, "also run this checkpoint through transformers", metavar="CHECKPOINT")
     reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
@@ -49,27 +50,27 @@ class Args(Common):
     )  # fmt: skip
     save: Path | None = option(None, "keep the summaries here; a broken run goes on from it", metavar="FILE.jsonl")
     texts: bool = option(False, "show the summaries, too", flags=("--texts",))
-    build: CacheBuild = config(CacheBuild, "A checkpoint in the engine's place")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
     run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
     """Summarize with both sides, score, and check the difference where a threshold is given."""
-    from modelmill.eval.rouge import Rouge
+    from modelmill.eval.datasets import read_articles, refuse_calibration_file
+    from modelmill.eval.rouge import RougeScorer
     from modelmill.eval.summarize import (
         EngineSummarizer,
         HfSummarizer,
-        Store,
+        SummaryStore,
         engine_facts,
         make_task,
         reference_facts,
     )
-    from modelmill.eval.texts import read_articles, refuse_calibration
 
     if args.check_accuracy is not None and args.reference is None:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
     if args.reference is not None:
-        need("--reference", "transformers", "eval")
+        require("--reference", "transformers", "eval")
     if (args.num is not None and args.num < 1) or (args.batch_size is not None and args.batch_size < 1):
         raise UsageError("--num and --batch-size must be at least 1")
     for name in ("max_new_tokens", "max_input_tokens"):
@@ -77,59 +78,64 @@ def run(args: Args) -> int:
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     assert args.data is not None
-    rouge, items = Rouge(), read_articles(args.data, args.num)
-    Store(args.save).check()
-    settings = args.run if args.reference is None else beside_reference(args.run)
+    rouge, items = RougeScorer(), read_articles(args.data, args.num)
+    SummaryStore(args.save).check_file()
+    settings = args.run if args.reference is None else share_gpu_with_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)
-    assert llm.loop.artifact is not None  # the loop of an engine on disk
-    refuse_calibration(args.data, llm.loop.artifact.manifest.source)
+    assert llm.engine_core.artifact is not None  # the loop of an engine on disk
+    refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
     task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
-    batches = {"engine": min(args.batch_size or ALL, len(items)), "reference": min(args.batch_size or 1, len(items))}
-    sides["modelmill"] = _side(args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_facts(llm))
+    batches = {
+        "engine": min(args.batch_size or MAX_BATCH_SIZE, len(items)),
+        "reference": min(args.batch_size or 1, len(items)),
+    }
+    sides["modelmill"] = _summarize_side(args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_facts(llm))
     if args.reference is not None:
         from modelmill.checkpoint.open import open_checkpoint
-        from modelmill.eval.hf import load_reference
+        from modelmill.eval.hf_reference import load_reference
 
         checkpoint = open_checkpoint(args.reference)
-        reference = load_reference(checkpoint, args.reference_dtype, llm.loop.device)
+        reference = load_reference(checkpoint, args.reference_dtype, llm.engine_core.device)
         other = HfSummarizer(reference, batches["reference"], f"transformers {args.reference_dtype}")
-        facts = reference_facts(checkpoint, args.reference_dtype, llm.loop.device)
-        sides["transformers"] = _side(args, llm, task, other, facts)
+        facts = reference_facts(checkpoint, args.reference_dtype, llm.engine_core.device)
+        sides["transformers"] = _summarize_side(args, llm, task, other, facts)
     result = _result(args, task, sides, rouge, batches)
     emit_json(result) if args.json else _show(result)
     return 0 if result.get("passed", True) else 1
 
 
-def _side(args: Args, llm: LLM, task: Task, side: Summarizer, facts: Facts) -> list[Summary]:
-    from modelmill.eval.summarize import Store, summarize
+def _summarize_side(args: Args, llm: LLM, task: SummaryTask, side: Summarizer, facts: Facts) -> list[Summary]:
+    from modelmill.eval.summarize import SummaryStore, summarize_articles
 
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    with progress(side.name, quiet=args.json) as told:
-        store = Store(args.save)
-        return summarize(task, side, lambda ids: tokenizer.decode(ids), store=store, facts=facts, progress=told)
+    with show_progress(side.name, quiet=args.json) as told:
+        store = SummaryStore(args.save)
+        return summarize_articles(
+            task, side, lambda ids: tokenizer.decode(ids), store=store, facts=facts, on_progress=told
+        )
 
 
 def _result(
-    args: Args, task: Task, sides: dict[str, list[Summary]], rouge: Any, batches: dict[str, int]
+    args: Args, task: SummaryTask, sides: dict[str, list[Summary]], rouge: Any, batches: dict[str, int]
 ) -> dict[str, Any]:
-    from modelmill.eval.summarize import differences, equal_texts, pairs, report
+    from modelmill.eval.summarize import count_equal_texts, rouge_differences, score_summaries, text_pairs
 
-    result: dict[str, Any] = {"engine": report(sides["modelmill"], task.items, rouge)}
+    result: dict[str, Any] = {"engine": score_summaries(sides["modelmill"], task.articles, rouge)}
     result["engine"]["batch_size"] = batches["engine"]
     if "transformers" in sides:
-        other = report(sides["transformers"], task.items, rouge)
-        change = differences(result["engine"], other)
+        other = score_summaries(sides["transformers"], task.articles, rouge)
+        change = rouge_differences(result["engine"], other)
         result |= {"reference": {**other, "dtype": args.reference_dtype}, "difference": change}
         result["reference"]["batch_size"] = batches["reference"]
-        result["equal_summaries"] = equal_texts(sides["modelmill"], sides["transformers"])
+        result["equal_summaries"] = count_equal_texts(sides["modelmill"], sides["transformers"])
         result["speedup"] = other["seconds"] / result["engine"]["seconds"] if result["engine"]["seconds"] else None
         if args.check_accuracy is not None:
             result["threshold"] = args.check_accuracy
             result["passed"] = max(map(abs, change.values())) <= args.check_accuracy
     if args.texts:
-        result["summaries"] = list(pairs(task, dict(sides)))
+        result["summaries"] = list(text_pairs(task, dict(sides)))
     return result
 
 
@@ -147,7 +153,7 @@ def _show(result: dict[str, Any]) -> None:
             rows.append([name, *[f"{side['rouge'][kind]:.2f}" for kind in kinds], *speed])
     if "difference" in result:
         rows.append(["difference", *[f"{result['difference'][kind]:+.2f}" for kind in kinds], None, None, None])
-    table(("", *kinds, "s per item", "output tokens/s", "items"), rows)
+    print_table(("", *kinds, "s per item", "output tokens/s", "items"), rows)
     if "speedup" in result:
         equal = f"{result['equal_summaries']} of {result['engine']['items']} summaries are equal"
         ours, theirs = (result[side]["batch_size"] for side in ("engine", "reference"))

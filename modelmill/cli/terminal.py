@@ -8,10 +8,10 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 
-TAB = 8
+TAB_WIDTH = 8
 
 
-class Wrapper:
+class WordWrapper:
     """Breaks a stream of text between words at the terminal's edge. A word is held back until it ends.
 
     What is wider than the terminal is left to it; wide characters (CJK) may be broken between any two.
@@ -20,71 +20,71 @@ class Wrapper:
     def __init__(self, columns: Callable[[], int]) -> None:
         """columns: asked anew for each word, since a window may change its size."""
         self._columns = columns
-        self._at = 0
+        self._column = 0
         self._gap = ""
         self._word = ""
-        self._begun = False  # the word's beginning is written already
+        self._line_started = False  # the word's beginning is written already
 
     def feed(self, text: str) -> str:
         """What can be written after so much more text."""
         return "".join(map(self._take, text))
 
-    def end(self) -> str:
+    def flush(self) -> str:
         """What was held back."""
-        return self._place()
+        return self._place_word()
 
     def _take(self, char: str) -> str:
         if char == "\n":
-            out = self._place() + self._gap + char
-            self._gap, self._at, self._begun = "", 0, False
+            out = self._place_word() + self._gap + char
+            self._gap, self._column, self._line_started = "", 0, False
             return out
         if char in " \t":
-            out = self._place()
+            out = self._place_word()
             self._gap += char
-            self._begun = False
+            self._line_started = False
             return out
-        if cells(char) > 1:
-            out = self._place()
-            self._word, self._begun = char, False
-            return out + self._place()
+        if display_width(char) > 1:
+            out = self._place_word()
+            self._word, self._line_started = char, False
+            return out + self._place_word()
         self._word += char
         # a word that fills a line will have to be broken: its beginning need not wait
-        if cells(self._word) < self._columns():
+        if display_width(self._word) < self._columns():
             return ""
-        out = self._place()
-        self._begun = True
+        out = self._place_word()
+        self._line_started = True
         return out
 
-    def _place(self) -> str:
+    def _place_word(self) -> str:
         """The word, behind its gap or on a line of its own."""
         word, self._word = self._word, ""
         if not word:
             return ""
         gap, self._gap = self._gap, ""
-        width, size = max(self._columns(), 1), cells(word)
-        behind = self._at
+        width, size = max(self._columns(), 1), display_width(word)
+        behind = self._column
         for char in gap:
-            behind += TAB - behind % TAB if char == "\t" else 1
-        if self._at and behind + size > width and not self._begun:
-            self._at = (size - 1) % width + 1
+            behind += TAB_WIDTH - behind % TAB_WIDTH if char == "\t" else 1
+        if self._column and behind + size > width and not self._line_started:
+            self._column = (size - 1) % width + 1
             return "\n" + word
-        self._at = (behind + size - 1) % width + 1  # what is wider is broken by the terminal
+        self._column = (behind + size - 1) % width + 1  # what is wider is broken by the terminal
         return gap + word
 
 
-def cells(text: str) -> int:
+def display_width(text: str) -> int:
     """Columns that a text takes on a terminal."""
     from rich.cells import cell_len
 
     return cell_len(text)
 
 
-def wrapper() -> Wrapper | None:
+def make_wrapper() -> WordWrapper | None:
     """For stdout; None where it is no terminal."""
-    return Wrapper(columns) if sys.stdout.isatty() else None
+    return WordWrapper(terminal_width) if sys.stdout.isatty() else None
 
 
-def columns() -> int:
+def terminal_width() -> int:
     """How wide the terminal is now."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
@@ -93,7 +93,7 @@ def columns() -> int:
 
 
 @contextlib.contextmanager
-def hidden_keys() -> Iterator[None]:
+def hide_typed_keys() -> Iterator[None]:
     """While it is entered, the terminal does not show what is typed; it keeps it for who reads next.
 
     Only where stdin is a terminal and we are in its foreground. Ctrl-C is what it was.

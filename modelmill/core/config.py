@@ -15,23 +15,23 @@ from modelmill.core.errors import UsageError
 
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
-KV_CHOICES = ("auto", "activations", "int8", "fp8")
-TARGETS = ("cpu", "cuda")
+BUILD_KV_DTYPES = ("auto", "activations", "int8", "fp8")
+TARGET_DEVICES = ("cpu", "cuda")
 RECIPES = ("none", "int8", "int4", "smoothquant", "fp8", "rptq", "keep", "auto")
-MOST_COPIES = 4
-METHODS = ("nearest", "gptq", "awq", "awq+gptq")
-GROUPS = (128, 64, 32, -1)
-BITS = ("w8a8", "w4a8", "w4a4")
-TOWERS = ("none", "int8")
-MODES = ("exact", "folded", "dynamic")
+MAX_SPLITS_PER_CHANNEL = 4
+ROUNDING_METHODS = ("nearest", "gptq", "awq", "awq+gptq")
+GROUP_SIZES = (128, 64, 32, -1)
+RPTQ_BITS = ("w8a8", "w4a8", "w4a4")
+VISION_RECIPES = ("none", "int8")
+RPTQ_MODES = ("exact", "folded", "dynamic")
 ACTIVATION_SCALES = ("token", "tensor", "none")
 WEIGHT_SCALES = ("channel", "tensor")
 T = TypeVar("T")
 
 
-def option(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **more: Any) -> Any:
+def option(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **extra_metadata: Any) -> Any:
     """A dataclass field with its help text (and ``choices``, ``flags``) for the command line."""
-    metadata = {"help": help, **more}
+    metadata = {"help": help, **extra_metadata}
     if factory is not MISSING:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -39,16 +39,18 @@ def option(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """Everything that decides what an engine contains. "auto" is resolved by ``build.plan`` into a new object."""
+    """Everything that decides what an engine contains. "auto" is resolved by ``builder.plan`` into a new object."""
 
     dtype: str = option("auto", "activation and weight type", choices=("auto", *DTYPES))
     quantization: str = option("none", "weight recipe", choices=RECIPES, flags=("-q",))
     quantize_head: bool = option(False, "quantize the output head too")
     tower: str = option(
-        "none", "recipe of the eyes' tower (minigpt4, blip-2); int8: weights and activations", choices=TOWERS
+        "none", "recipe of the vision encoder (minigpt4, blip-2); int8: weights and activations", choices=VISION_RECIPES
     )
-    method: str = option("auto", "how the recipe rounds; auto: the best measured", choices=("auto", *METHODS))
-    group_size: int = option(128, "columns that share a scale (int4); -1: a whole row, for comparison", choices=GROUPS)
+    method: str = option("auto", "how the recipe rounds; auto: the best measured", choices=("auto", *ROUNDING_METHODS))
+    group_size: int = option(
+        128, "columns that share a scale (int4); -1: a whole row, for comparison", choices=GROUP_SIZES
+    )
     symmetric: bool = option(False, "scales without zero-points (int4)")
     max_kl: float | None = option(None, "mean KL to the whole model, nats a token, that auto keeps below")
     max_ppl_increase: float | None = option(None, "rise of the perplexity in per cent that auto keeps below")
@@ -57,11 +59,12 @@ class BuildConfig:
         help="LAYER=FORM: int4-g128, int4-g64, int4-g32, int8 or none, in place of auto's search",
         flags=("--layer-recipe",),
     )
-    bits: str = option("w8a8", "of weights and activations (rptq)", choices=BITS)
-    mode: str = option("exact", "where the steps of activations are applied (rptq)", choices=MODES)
-    copies: int | None = option(
+    bits: str = option("w8a8", "of weights and activations (rptq)", choices=RPTQ_BITS)
+    mode: str = option("exact", "where the steps of activations are applied (rptq)", choices=RPTQ_MODES)
+    splits_per_channel: int | None = option(
         None, "columns that a channel of SwiGLU's output takes, each for a part of its range, 1 to 4 (rptq): fewer "
         "values are clipped, down_proj is as many times as wide; default: 1 for w8a8, 2 for w4a8, 3 for w4a4",
+        flags=("--splits-per-channel", "--copies"),
     )  # fmt: skip
     activation_scales: str = option(
         "token",
@@ -85,14 +88,14 @@ class BuildConfig:
     kv_cache_dtype: str = option(
         "auto", "what run and serve keep keys and values in unless told; auto: as the activations", choices=KV_DTYPES
     )
-    target: str = option("auto", "device the engine is laid out for", choices=("auto", *TARGETS))
+    target: str = option("auto", "device the engine is laid out for", choices=("auto", *TARGET_DEVICES))
     kernels: Mapping[str, str] = option(factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",))
     seed: int = option(0, "seed of the random ids that a checkpoint without a tokenizer is calibrated on")
 
     def __post_init__(self) -> None:
-        _choice(self, "dtype", ("auto", *DTYPES))
-        _choice(self, "target", ("auto", *TARGETS))
-        _choice(self, "method", ("auto", *METHODS))
+        _check_choice(self, "dtype", ("auto", *DTYPES))
+        _check_choice(self, "target", ("auto", *TARGET_DEVICES))
+        _check_choice(self, "method", ("auto", *ROUNDING_METHODS))
         for name in ("max_kl", "max_ppl_increase"):
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
@@ -101,15 +104,16 @@ class BuildConfig:
                 raise UsageError(f"--{name.replace('_', '-')} is a limit for -q auto")
         if self.layer_recipes and self.quantization != "auto":
             raise UsageError("--layer-recipe is for -q auto")
-        _choice(self, "kv_cache_dtype", KV_DTYPES)
-        _choice(self, "group_size", GROUPS)
-        _choice(self, "tower", TOWERS)
-        _choice(self, "bits", BITS)
-        _choice(self, "mode", MODES)
-        if self.copies is not None and not 1 <= self.copies <= MOST_COPIES:
-            raise UsageError(f"--copies must be 1 to {MOST_COPIES}, not {self.copies}")
-        _choice(self, "activation_scales", ACTIVATION_SCALES)
-        _choice(self, "weight_scales", WEIGHT_SCALES)
+        _check_choice(self, "kv_cache_dtype", KV_DTYPES)
+        _check_choice(self, "group_size", GROUP_SIZES)
+        _check_choice(self, "tower", VISION_RECIPES)
+        _check_choice(self, "bits", RPTQ_BITS)
+        _check_choice(self, "mode", RPTQ_MODES)
+        if self.splits_per_channel is not None and not 1 <= self.splits_per_channel <= MAX_SPLITS_PER_CHANNEL:
+            most = MAX_SPLITS_PER_CHANNEL
+            raise UsageError(f"--splits-per-channel must be 1 to {most}, not {self.splits_per_channel}")
+        _check_choice(self, "activation_scales", ACTIVATION_SCALES)
+        _check_choice(self, "weight_scales", WEIGHT_SCALES)
         _check_smoothing(self)
         for name in ("max_model_len", "calibration_samples", "calibration_length"):
             value = getattr(self, name)
@@ -143,7 +147,9 @@ class RunConfig:
         "where a CPU's KV cache follows from the memory that is free, else all",
     )
     kv_cache_dtype: str = option(
-        "auto", "keys and values in 8 bits, or as the activations; auto: as the engine was built", choices=KV_CHOICES
+        "auto",
+        "keys and values in 8 bits, or as the activations; auto: as the engine was built",
+        choices=BUILD_KV_DTYPES,
     )
     page_size: int = option(16, "tokens in a page of the KV cache", choices=(8, 16, 32, 64))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings")
@@ -172,20 +178,20 @@ class RunConfig:
             if value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         _check_types(self)
-        _choice(self, "kv_cache_dtype", KV_CHOICES)
+        _check_choice(self, "kv_cache_dtype", BUILD_KV_DTYPES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if self.page_size not in (8, 16, 32, 64):
             raise UsageError(f"--page-size must be 8, 16, 32 or 64, not {self.page_size}")
 
 
-def from_dict(kind: type[T], raw: Mapping[str, Any], where: str) -> T:
-    """``kind(**raw)``; an unknown key is a UsageError that names it and ``where`` it stood."""
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+def from_dict(cls: type[T], raw: Mapping[str, Any], source: str) -> T:
+    """``cls(**raw)``; an unknown key is a UsageError that names it and ``source`` it stood."""
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(raw) - known)
     if unknown:
-        raise UsageError(f"{where}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    return kind(**raw)
+        raise UsageError(f"{source}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return cls(**raw)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -228,7 +234,7 @@ def _check_smoothing(config: BuildConfig) -> None:
         raise UsageError("--activation-scales none is for fp8; int8 weights with activations as they are: -q int8")
 
 
-def _choice(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
+def _check_choice(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
     value = getattr(config, name)
     if value not in allowed:
         raise UsageError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(map(str, allowed))}")

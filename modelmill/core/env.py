@@ -22,10 +22,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+OPENMP_WAIT_VARS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables that say how threads of OpenMP wait for each other; its runtime reads them when torch is imported."""
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-_read: dict[str, str] = {}  # what was set for an import alone
+_values_read: dict[str, str] = {}  # what was set for an import alone
 
 
 def cache_dir() -> Path:
@@ -37,7 +37,7 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "modelmill"
 
 
-def flag(name: str) -> str | None:
+def flag_value(name: str) -> str | None:
     """Value of a command line flag's variable, e.g. ``flag("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN."""
     return os.environ.get("MODELMILL_" + name.upper())
 
@@ -52,41 +52,42 @@ def cpu_kernels() -> str:
     return os.environ.get("MODELMILL_CPU_KERNELS") or "auto"
 
 
-def compiler() -> str | None:
+def cxx_compiler() -> str | None:
     """The C++ compiler named by CXX; None where the variable is unset."""
     return os.environ.get("CXX")
 
 
-def default(**values: str) -> None:
+def set_defaults(**values: str) -> None:
     """Set variables that a library reads when it is imported, where the user has not set them."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
-def child() -> dict[str, str]:
+def child_env() -> dict[str, str]:
     """A copy of the environment for child processes."""
     return dict(os.environ)
 
 
-def openmp_waiting() -> dict[str, str]:
+def openmp_wait_settings() -> dict[str, str]:
     """The variables in force that say how OpenMP's threads wait; empty where its runtime does as it likes."""
-    return {**_read, **{name: os.environ[name] for name in WAITING if name in os.environ}}
+    return {**_values_read, **{name: os.environ[name] for name in OPENMP_WAIT_VARS if name in os.environ}}
 
 
-def wait_asleep() -> None:
+def set_passive_waiting() -> None:
     """Have OpenMP's threads sleep while they wait, in this process and its children; for processes of ours.
 
     By default they spin for up to 20 ms at each barrier, and where somebody else has one of the cores, that is the core
     on which the last of them could have come. Nothing is done where the user has decided, or where torch is there.
     """
-    if not openmp_waiting() and "torch" not in sys.modules:
+    if not openmp_wait_settings() and "torch" not in sys.modules:
         os.environ.update(_PASSIVE)
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """As ``wait_asleep``, for what is imported inside: a user's program and its children keep their environment."""
-    if openmp_waiting() or "torch" in sys.modules:
+def passive_wait_imports() -> Iterator[None]:
+    """As ``set_passive_waiting``, for what is imported inside: a user's program and its children keep their
+    environment."""
+    if openmp_wait_settings() or "torch" in sys.modules:
         yield
         return
     os.environ.update(_PASSIVE)
@@ -96,21 +97,21 @@ def importing() -> Iterator[None]:
         for name in _PASSIVE:
             os.environ.pop(name, None)
         if "torch" in sys.modules:
-            _read.update(_PASSIVE)
+            _values_read.update(_PASSIVE)
 
 
-def malloc_set() -> bool:
+def user_set_malloc() -> bool:
     """Whether the user has told glibc's malloc how it keeps memory."""
     return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
 
 
-def worker() -> dict[str, str]:
+def worker_env() -> dict[str, str]:
     """The environment of a process of ours that computes."""
-    named = {name for name in WAITING if name in os.environ}
-    return child() if named else {**child(), **_PASSIVE}
+    named = {name for name in OPENMP_WAIT_VARS if name in os.environ}
+    return child_env() if named else {**child_env(), **_PASSIVE}
 
 
-def plain() -> bool:
+def plain_output() -> bool:
     """Whether output is to be without colours and progress bars."""
     dumb = os.environ.get("TERM") == "dumb"  # it cannot move its cursor
     return dumb or bool(os.environ.get("NO_COLOR") or os.environ.get("CI"))

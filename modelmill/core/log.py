@@ -5,6 +5,6 @@ from __future__ import annotations
 import logging
 
 
-def get(name: str) -> logging.Logger:
+def get_logger(name: str) -> logging.Logger:
     """A logger below ``modelmill``."""
     return logging.getLogger(name if name.startswith("modelmill") else f"modelmill.{name}")

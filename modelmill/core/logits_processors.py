@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
 MAX_IDS = 1 << 16
 """Token ids in one list, those of all words together. Real lists have up to a few hundred."""
@@ -43,7 +43,7 @@ class LogitsProcessors:
         return self != _NEUTRAL
 
     @property
-    def reads_tokens(self) -> bool:
+    def depends_on_tokens(self) -> bool:
         """Whether the next token's logits depend on which tokens stand before it, not on their number alone."""
         words = (*self.bad_words_ids, *(ids for ids, _ in self.sequence_bias))
         sizes = (self.no_repeat_ngram_size, self.encoder_no_repeat_ngram_size)
@@ -57,14 +57,14 @@ class LogitsProcessors:
         if self.forced_bos_token_id is not None:
             yield self.forced_bos_token_id
 
-    def changes(self) -> dict[str, Any]:
+    def non_default(self) -> dict[str, Any]:
         """The fields that are not neutral, as JSON has them."""
         return {name: value for name, value in asdict(self).items() if value != getattr(_NEUTRAL, name)}
 
     @staticmethod
-    def read(raw: Mapping[str, Any]) -> LogitsProcessors:
+    def from_config(raw: Mapping[str, Any]) -> LogitsProcessors:
         """From a generation_config (other keys and null are left alone). Raises RequestError naming the key."""
-        given = {name: _READ[name](name, raw[name]) for name in NAMES if raw.get(name) is not None}
+        given = {name: _PARSERS[name](name, raw[name]) for name in PROCESSOR_FIELDS if raw.get(name) is not None}
         found = LogitsProcessors(**given)
         first = () if found.forced_bos_token_id is None else (found.forced_bos_token_id,)
         for name, ids in (("forced_bos_token_id", first), ("forced_eos_token_id", found.forced_eos_token_id)):
@@ -73,37 +73,37 @@ class LogitsProcessors:
         return found
 
 
-NAMES = tuple(each.name for each in fields(LogitsProcessors))
+PROCESSOR_FIELDS = tuple(each.name for each in fields(LogitsProcessors))
 _NEUTRAL = LogitsProcessors()
 
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be true or false, not {quote(value, 60)}")
     return value
 
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_ID:
-        raise RequestError(f"{name} must be an integer between 0 and {MAX_ID}, not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be an integer between 0 and {MAX_ID}, not {quote(value, 60)}")
     return value
 
 
 def _number(name: str, value: Any) -> float:
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or abs(value) > 1e9 or math.isnan(value):
-        raise RequestError(f"{name} must be a finite number, not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be a finite number, not {quote(value, 60)}")
     return float(value)
 
 
 def _positive(name: str, value: Any) -> float:
     number = _number(name, value)
     if number <= 0:
-        raise RequestError(f"{name} must be above 0, not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be above 0, not {quote(value, 60)}")
     return number
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Of a list of token ids; transformers takes one alone as well."""
     listed = value if isinstance(value, list | tuple) else [value]
     if len(listed) > MAX_IDS:
@@ -111,40 +111,40 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(_integer(name, id) for id in listed)
 
 
-def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+def _token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     good = isinstance(value, list | tuple) and all(isinstance(word, list | tuple) and word for word in value)
     if not good:
-        raise RequestError(f"{name} must be a list of lists of token ids, not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be a list of lists of token ids, not {quote(value, 60)}")
     if sum(map(len, value)) > MAX_IDS:
         raise RequestError(f"{name} names more than {MAX_IDS} token ids")
-    return tuple(_ids(name, word) for word in value)
+    return tuple(_token_ids(name, word) for word in value)
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     good = isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
     if not good:
-        raise RequestError(f"{name} must be a list of [token ids, number], not {quoted(value, 60)}")
-    words = _words(name, [pair[0] for pair in value])
+        raise RequestError(f"{name} must be a list of [token ids, number], not {quote(value, 60)}")
+    words = _token_sequences(name, [pair[0] for pair in value])
     # as in transformers, where a later entry of the same ids takes an earlier one's place
     return tuple({word: _number(name, pair[1]) for word, pair in zip(words, value, strict=True)}.items())
 
 
 def _decay(name: str, value: Any) -> tuple[int, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise RequestError(f"{name} must be [tokens, factor], not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be [tokens, factor], not {quote(value, 60)}")
     return _integer(name, value[0]), _positive(name, value[1])
 
 
-_READ: dict[str, Any] = {
+_PARSERS: dict[str, Any] = {
     "sequence_bias": _biases,
     "encoder_repetition_penalty": _positive,
     "no_repeat_ngram_size": _integer,
     "encoder_no_repeat_ngram_size": _integer,
-    "bad_words_ids": _words,
+    "bad_words_ids": _token_sequences,
     "forced_bos_token_id": _integer,
-    "forced_eos_token_id": _ids,
+    "forced_eos_token_id": _token_ids,
     "exponential_decay_length_penalty": _decay,
-    "suppress_tokens": _ids,
-    "begin_suppress_tokens": _ids,
+    "suppress_tokens": _token_ids,
+    "begin_suppress_tokens": _token_ids,
     "renormalize_logits": _flag,
 }

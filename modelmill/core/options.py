@@ -14,7 +14,7 @@ from typing import TypedDict, TypeVar
 
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import UnknownOption
-from modelmill.core.find import nearest
+from modelmill.core.registry import closest_name
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -55,7 +55,7 @@ class BuildOptions(TypedDict, total=False):
     layer_recipes: Mapping[str, str]
     bits: str
     mode: str
-    copies: int | None
+    splits_per_channel: int | None
     activation_scales: str
     weight_scales: str
     alpha: str
@@ -78,17 +78,17 @@ class SegmenterOptions(BuildOptions, total=False):
     seed: int
 
 
-RUN = tuple(each.name for each in fields(RunConfig))
-BUILD = tuple(each.name for each in fields(BuildConfig) if each.name not in RUN)
+RUN_FIELDS = tuple(each.name for each in fields(RunConfig))
+BUILD_FIELDS = tuple(each.name for each in fields(BuildConfig) if each.name not in RUN_FIELDS)
 """Options that only a build reads."""
 
 
-def accept_options(*configs: type, leave: Iterable[str] = ()) -> Callable[[Init], Init]:
+def accept_options(*configs: type, exclude: Iterable[str] = ()) -> Callable[[Init], Init]:
     """For an ``__init__`` with ``**options``: its signature names the fields of ``configs`` in their place.
 
-    leave: fields that are no options, or have a parameter of their own.
+    exclude: fields that are no options, or have a parameter of their own.
     """
-    left = set(leave)
+    left = set(exclude)
 
     def named(init: Init) -> Init:
         signature = inspect.signature(init)
@@ -112,23 +112,23 @@ def accept_options(*configs: type, leave: Iterable[str] = ()) -> Callable[[Init]
     return named
 
 
-def describe_options(config: type, leave: Iterable[str] = ()) -> str:
+def describe_options(config: type, exclude: Iterable[str] = ()) -> str:
     """A line for each field of a config, for a docstring: its name, what it is, its default."""
     lines = []
     for each in fields(config):
-        if each.name not in leave:
+        if each.name not in exclude:
             default = each.default if each.default_factory is MISSING else each.default_factory()
             about = each.metadata.get("help", "")
             lines.append(f"    {each.name}: {about}." + ("" if "default:" in about else f" Default: {default!r}."))
     return "\n".join(lines)
 
 
-def check_known(given: Iterable[str], known: Iterable[str], where: str) -> None:
+def check_option_names(names: Iterable[str], known: Iterable[str], source: str) -> None:
     """Raises UnknownOption for a name that is none, with the nearest one that is."""
     listed = sorted(known)
-    unknown = sorted(set(given) - set(listed))
+    unknown = sorted(set(names) - set(listed))
     if not unknown:
         return
-    hints = [f"{name}; did you mean {hint}?" if (hint := nearest(name, listed)) else name for name in unknown]
+    hints = [f"{name}; did you mean {hint}?" if (hint := closest_name(name, listed)) else name for name in unknown]
     tail = "" if any(hint.endswith("?") for hint in hints) else f"; known are {', '.join(listed)}"
-    raise UnknownOption(f"{where}: unknown option {', '.join(hints)}{tail}")
+    raise UnknownOption(f"{source}: unknown option {', '.join(hints)}{tail}")

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 
 from modelmill.core.errors import MissingDependency
 
-NAME = "modelmill"
-PYTHON = "Python"
+PACKAGE_NAME = "modelmill"
+PYTHON_NAME = "Python"
 
 
 @dataclass(frozen=True)
-class Outside:
+class UntestedVersion:
     """An installed version that lies outside what was tested. tested: the range, as ``>=2.11,<2.16``."""
 
     name: str
@@ -26,44 +26,44 @@ class Outside:
     tested: str
 
 
-def need(what: str, module: str, extra: str) -> None:
+def require(feature: str, module: str, extra: str) -> None:
     """To be called before anything is computed. Raises MissingDependency where ``module`` cannot be found.
 
     Args:
-        what: what needs it, as the user named it (``--plot``).
+        feature: what needs it, as the user named it (``--plot``).
         module: the top-level module.
         extra: which of our extras brings it.
     """
     if find_spec(module) is None:
         package = module.replace("_", "-")
-        raise MissingDependency(f"{what} needs {package}; install it with: pip install 'modelmill[{extra}]'")
+        raise MissingDependency(f"{feature} needs {package}; install it with: pip install 'modelmill[{extra}]'")
 
 
-def outside() -> list[Outside]:
+def untested_versions() -> list[UntestedVersion]:
     """What is installed in a version that no test ran with, Python included; empty where our metadata is absent."""
-    found: dict[str, Outside] = {}
-    for name, version, tested in _installed():
-        if not _inside(version, tested):
-            found[name] = Outside(name, version, in_order(tested))
+    found: dict[str, UntestedVersion] = {}
+    for name, version, tested in _installed_versions():
+        if not _in_range(version, tested):
+            found[name] = UntestedVersion(name, version, sort_range(tested))
     return list(found.values())
 
 
-def in_order(tested: str) -> str:
+def sort_range(tested: str) -> str:
     """``>=1,<2``: build tools write the parts of a range in any order."""
     return ",".join(sorted(tested.replace(" ", "").split(","), key=lambda part: (not part.startswith(">"), part)))
 
 
-def _installed() -> Iterator[tuple[str, str, str]]:
+def _installed_versions() -> Iterator[tuple[str, str, str]]:
     """(name, version, tested range) of Python and of every package of ours that is installed."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        ours = metadata.metadata(NAME)
+        ours = metadata.metadata(PACKAGE_NAME)
     except metadata.PackageNotFoundError:
         return
     python = ours["Requires-Python"] if "Requires-Python" in ours else ""  # noqa: SIM401  its type has no get
-    yield PYTHON, platform.python_version(), python
-    for line in metadata.requires(NAME) or []:
+    yield PYTHON_NAME, platform.python_version(), python
+    for line in metadata.requires(PACKAGE_NAME) or []:
         try:
             requirement = Requirement(line)
             version = metadata.version(requirement.name)
@@ -72,7 +72,7 @@ def _installed() -> Iterator[tuple[str, str, str]]:
         yield requirement.name, version, str(requirement.specifier)
 
 
-def _inside(version: str, tested: str) -> bool:
+def _in_range(version: str, tested: str) -> bool:
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
     from packaging.version import InvalidVersion
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
 from modelmill.core.errors import RequestError
 from modelmill.core.logits_processors import LogitsProcessors
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
 MAX_N = 128
 MAX_LOGPROBS = 100
@@ -18,13 +18,13 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 MAX_BIAS = 1024
 MAX_BEAMS = 32
-MEAN, LAST = "mean", "last"
+POOL_MEAN, POOL_LAST = "mean", "last"
 """How the final hidden states of a prompt become one vector."""
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint's generation_config may give."""
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     """Why a sequence ended."""
 
     STOP = "stop"
@@ -70,23 +70,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _listed("stop", stop))
-        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", _as_tuple("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.logit_bias, Mapping | None):
-            raise RequestError(f"logit_bias must map token ids to numbers, not be {quoted(self.logit_bias, 60)}")
+            raise RequestError(f"logit_bias must map token ids to numbers, not be {quote(self.logit_bias, 60)}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check()
 
     def _check(self) -> None:
-        for name, (low, high) in _WHOLE.items():
-            if getattr(self, name) is not None or name in _NEEDED:
-                _int(name, getattr(self, name), low, high)
-        for name, (least, most) in _REAL.items():
-            if getattr(self, name) is not None or name in _NEEDED:
-                _number(name, getattr(self, name), least, most, open_low=name in _ABOVE)
+        for name, (low, high) in _INT_RANGES.items():
+            if getattr(self, name) is not None or name in _NOT_NONE:
+                _check_int(name, getattr(self, name), low, high)
+        for name, (least, most) in _FLOAT_RANGES.items():
+            if getattr(self, name) is not None or name in _NOT_NONE:
+                _check_number(name, getattr(self, name), least, most, open_low=name in _EXCLUSIVE_MIN)
         for name in ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {quoted(getattr(self, name), 60)}")
+                raise RequestError(f"{name} must be true or false, not {quote(getattr(self, name), 60)}")
         if not isinstance(self.logits_processors, LogitsProcessors | None):
             raise RequestError("logits_processors takes LogitsProcessors")
         if self.num_beams > 1 and self.n > self.num_beams:
@@ -102,14 +102,14 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOPS:
             raise RequestError(f"stop_token_ids takes up to {MAX_STOPS} ids")
         for token in self.stop_token_ids:
-            _int("stop_token_ids", token, 0, 2**31 - 1)
+            _check_int("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_BIAS:
             raise RequestError(f"logit_bias takes up to {MAX_BIAS} entries")
         for token, bias in self.logit_bias.items():
-            _int("logit_bias key", token, 0, 2**31 - 1)
-            _number("logit_bias value", bias, -100.0, 100.0)
+            _check_int("logit_bias key", token, 0, 2**31 - 1)
+            _check_number("logit_bias value", bias, -100.0, 100.0)
 
-    def resolved(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """A copy in which every unset field has its value: ours, else ``defaults``, else the neutral one.
 
         A field set explicitly beats the defaults as a group where they would change its meaning: an explicit
@@ -147,7 +147,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Insert:
+class EmbeddingSpan:
     """A stretch of a prompt whose embeddings come from elsewhere (an image).
 
     position, length: in tokens. digest: identifies the content (and its shape) in the prefix key.
@@ -162,23 +162,24 @@ class Insert:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be. kind: json (text: a JSON schema), regex, choice (a JSON list of texts), lark, or calls.
+    """What an answer must be. grammar_type: json (text: a JSON schema), regex, choice (a JSON list of texts), lark, or
+    calls.
 
     calls: {"functions": [{"name", "arguments": a JSON schema}], "most"}: {"name", "arguments"} of one of the functions;
     a list of 1 to ``most`` of them where that is no null.
     """
 
-    kind: str
+    grammar_type: str
     text: str
 
 
 class Guide(Protocol):
     """Which tokens may come next in one answer.
 
-    lost: the grammar could not be followed to its end, and what was written is no text of it.
+    failed: the grammar could not be followed to its end, and what was written is no text of it.
     """
 
-    lost: bool
+    failed: bool
 
     def mask(self) -> Any:
         """[ceil(V / 8)] uint8 of numpy: bit t % 8 of byte t // 8 is set where token t may come; never all zero."""
@@ -191,20 +192,20 @@ class Guide(Protocol):
 class Request:
     """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless ignored.
 
-    pooling: MEAN or LAST: the prompt's embedding is wanted, and no answer (max_tokens 0).
-    prompt_counts: whether the prompt's tokens count as ids for penalties and processors; they do not where the original
-    gives its prompt to the model as embeddings.
+    pooling: MEAN or LAST: the prompt's embedding is wanted, and no answer (max_tokens 0). penalize_prompt: whether the
+    prompt's tokens count as ids for penalties and processors; they do not where the original gives its prompt to the
+    model as embeddings.
     """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
-    inserts: tuple[Insert, ...] = ()
+    embedding_spans: tuple[EmbeddingSpan, ...] = ()
     cache_salt: str = ""
     grammar: Grammar | None = None
     pooling: str | None = None
-    prompt_counts: bool = True
+    penalize_prompt: bool = True
 
 
 @dataclass(frozen=True)
@@ -216,29 +217,29 @@ class Logprob:
 
 
 @dataclass(frozen=True)
-class Token:
+class TokenOutput:
     """One step's news about one sequence of a request.
 
     index: which of the n sequences. id is None where only the finish is told (abort) or prompt logprobs.
-    logprobs: the sampled token's and the top ones, by id. finish: set on the last event.
-    stop: the token id that ended it, where it was one (that id is not part of the answer).
+    logprobs: the sampled token's and the top ones, by id. finish_reason: set on the last event.
+    stop_token_id: the token id that ended it, where it was one (that id is not part of the answer).
     embedding: of the prompt, H numbers of float32, little endian.
     """
 
-    request: str
+    request_id: str
     index: int
-    id: int | None
+    token_id: int | None
     logprobs: Mapping[int, Logprob] | None = None
-    finish: Finish | None = None
-    stop: int | None = None
-    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
     cached_tokens: int = 0
-    replay: tuple[int, ...] | None = None
+    replayed_ids: tuple[int, ...] | None = None
     score: float | None = None
     embedding: bytes | None = None
 
 
-_WHOLE: dict[str, tuple[int, int]] = {
+_INT_RANGES: dict[str, tuple[int, int]] = {
     "n": (1, MAX_N),
     "top_k": (-1, 2**31 - 1),
     "max_tokens": (0, 2**31 - 1),
@@ -248,7 +249,7 @@ _WHOLE: dict[str, tuple[int, int]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "num_beams": (1, MAX_BEAMS),
 }
-_REAL: dict[str, tuple[float, float]] = {
+_FLOAT_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -258,31 +259,31 @@ _REAL: dict[str, tuple[float, float]] = {
     "length_penalty": (-100.0, 100.0),
 }
 # these have no default of their own to fall back to, so None is no value for them
-_NEEDED = {"n", "num_beams", "length_penalty"}
+_NOT_NONE = {"n", "num_beams", "length_penalty"}
 # at zero these would leave no token, or divide by it
-_ABOVE = {"top_p", "repetition_penalty"}
+_EXCLUSIVE_MIN = {"top_p", "repetition_penalty"}
 
 
-def _listed(name: str, value: Any) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
-        raise RequestError(f"{name} must be a list, not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be a list, not {quote(value, 60)}")
     return tuple(value)
 
 
-def _int(name: str, value: Any, low: int, high: int) -> None:
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number, not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be a whole number, not {quote(value, 60)}")
     if not low <= value <= high:
-        raise RequestError(f"{name}={quoted(value, 60)} is outside {low}…{high}")
+        raise RequestError(f"{name}={quote(value, 60)} is outside {low}…{high}")
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+def _check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     # a whole number may be too large for a float, so it is compared before it is converted
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole and not (isinstance(value, float) and math.isfinite(value)):
-        raise RequestError(f"{name} must be a finite number, not {quoted(value, 60)}")
+        raise RequestError(f"{name} must be a finite number, not {quote(value, 60)}")
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise RequestError(f"{name}={quoted(value, 60)} is outside {bracket}{low:g}, {high:g}]")
+        raise RequestError(f"{name}={quote(value, 60)} is outside {bracket}{low:g}, {high:g}]")

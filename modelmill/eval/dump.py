@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from modelmill.core.errors import UsageError
-from modelmill.core.find import nearest
+from modelmill.core.registry import closest_name
 
 
-def dump(loop: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, Tensor]:
+def dump_module_outputs(engine_core: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, Tensor]:
     """Run ``ids`` as a prompt and write the outputs of all modules whose names match the glob ``pattern``.
 
     A module's output has a row for each token; where it gives several tensors they are NAME.0, NAME.1, … . ids
@@ -24,15 +24,15 @@ def dump(loop: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, T
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    check_place(path)
-    known = [name for name, _ in loop.model.named_modules() if name]
+    check_output_file(path)
+    known = [name for name, _ in engine_core.model.named_modules() if name]
     if not any(fnmatch(name, pattern) for name in known):
-        hint = nearest(pattern, known)
+        hint = closest_name(pattern, known)
         raise UsageError(
             f"--dump {pattern!r} matches no module" + (f"; did you mean {hint}?" if hint else "")
             + f" (modules: {', '.join(known[:4])}, …)"
         )  # fmt: skip
-    tensors = _joined(loop.trace([list(ids)], pattern))
+    tensors = _concat_chunks(engine_core.trace([list(ids)], pattern))
     tensors["ids"] = torch.tensor(list(ids))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def dump(loop: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, T
     return tensors
 
 
-def check_place(path: Path) -> None:
+def check_output_file(path: Path) -> None:
     """Raises UsageError where a file stands that is no dump: a checkpoint is as well a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
@@ -57,10 +57,10 @@ def check_place(path: Path) -> None:
         raise UsageError(f"{path} exists and is no dump; choose another file, or remove it")
 
 
-def _joined(kept: dict[str, list[Any]]) -> dict[str, Tensor]:
+def _concat_chunks(chunks: dict[str, list[Any]]) -> dict[str, Tensor]:
     """The steps of a prompt that went in chunks, put together again along the tokens."""
     tensors: dict[str, Tensor] = {}
-    for name, steps in kept.items():
+    for name, steps in chunks.items():
         if isinstance(steps[0], Tensor):
             tensors[name] = torch.cat(steps).contiguous()
             continue

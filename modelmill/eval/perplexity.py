@@ -10,11 +10,11 @@ from typing import Protocol
 
 from modelmill.core.errors import UsageError
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoreWindow:
     """ids[begin:end] are read; the last ``scored`` of them count."""
 
     begin: int
@@ -22,7 +22,7 @@ class Window:
     scored: int
 
 
-class Scorer(Protocol):
+class WindowScorer(Protocol):
     """Natural-log probabilities of each window's tokens given those before them in the window."""
 
     def score(self, windows: Sequence[Sequence[int]]) -> Iterator[list[float]]:
@@ -40,7 +40,7 @@ class Perplexity:
     seconds: float
 
 
-def windows_of(count: int, max_length: int, stride: int) -> list[Window]:
+def sliding_windows(count: int, max_length: int, stride: int) -> list[ScoreWindow]:
     """Cut ``count`` tokens into windows of at most ``max_length`` that begin every ``stride`` tokens.
 
     A token is scored once, in the first window that holds it, with all of that window before it; a window's own
@@ -57,7 +57,7 @@ def windows_of(count: int, max_length: int, stride: int) -> list[Window]:
         end = min(begin + max_length, count)
         scored = min(end - done, end - begin - 1)
         if scored > 0:
-            found.append(Window(begin, end, scored))
+            found.append(ScoreWindow(begin, end, scored))
         done = end
         if end == count:
             break
@@ -66,11 +66,16 @@ def windows_of(count: int, max_length: int, stride: int) -> list[Window]:
     return found
 
 
-def perplexity(
-    ids: Sequence[int], scorer: Scorer, *, max_length: int, stride: int, progress: Progress | None = None
+def measure_perplexity(
+    ids: Sequence[int],
+    scorer: WindowScorer,
+    *,
+    max_length: int,
+    stride: int,
+    on_progress: ProgressCallback | None = None,
 ) -> Perplexity:
     """The perplexity of ``ids``; progress is called with ("perplexity", windows done, windows in all)."""
-    windows = windows_of(len(ids), max_length, stride)
+    windows = sliding_windows(len(ids), max_length, stride)
     began = time.perf_counter()
     total, tokens = 0.0, 0
     scores = scorer.score([ids[window.begin : window.end] for window in windows])
@@ -79,8 +84,8 @@ def perplexity(
             raise AssertionError(f"{len(values)} scores for a window of {window.end - window.begin} tokens")
         total += math.fsum(values[len(values) - window.scored :])
         tokens += window.scored
-        if progress is not None:
-            progress("perplexity", done, len(windows))
+        if on_progress is not None:
+            on_progress("perplexity", done, len(windows))
     nll = -total / tokens
     value = math.exp(nll) if nll < 700.0 else math.inf
     return Perplexity(value, nll, tokens, len(windows), time.perf_counter() - began)

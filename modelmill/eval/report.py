@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import UsageError
-from modelmill.core.packages import need
+from modelmill.core.packages import require
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
@@ -31,7 +31,7 @@ class Spread:
     runs: int
 
     @staticmethod
-    def of(values: Sequence[float]) -> Spread:
+    def from_values(values: Sequence[float]) -> Spread:
         """The spread of at least one value. Raises ValueError for none."""
         if not values:
             raise ValueError("no measurement was made")
@@ -48,14 +48,14 @@ class Spread:
 
     def scaled(self, factor: float) -> Spread:
         """The same in another unit; factor > 0."""
-        return self._map(lambda value: value * factor)
+        return self._transform(lambda value: value * factor)
 
     def inverse(self, amount: float) -> Spread:
         """Seconds for ``amount`` things become things per second; p99 is what 99 % of the runs reach."""
-        rate = self._map(lambda value: amount / value if value else 0.0)
+        rate = self._transform(lambda value: amount / value if value else 0.0)
         return replace(rate, min=rate.max, max=rate.min, p25=rate.p75, p75=rate.p25)
 
-    def _map(self, change: Callable[[float], float]) -> Spread:
+    def _transform(self, change: Callable[[float], float]) -> Spread:
         kept = {"median": self.median, "min": self.min, "max": self.max, "p25": self.p25, "p75": self.p75}
         return Spread(**{name: change(value) for name, value in kept.items()}, p99=change(self.p99), runs=self.runs)
 
@@ -68,7 +68,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def row(command: str, figure: str, value: float, unit: str, device: str, **details: Any) -> dict[str, Any]:
+def make_row(command: str, figure: str, value: float, unit: str, device: str, **details: Any) -> dict[str, Any]:
     """One row of benchmarks/results: command, device, versions, date, figure, value and unit, and the details."""
     return {
         "command": command,
@@ -82,7 +82,7 @@ def row(command: str, figure: str, value: float, unit: str, device: str, **detai
     }
 
 
-def save(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows to a jsonl file, making its folder. Raises UsageError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def check_plot(path: Path) -> None:
 
     Raises MissingDependency without matplotlib, UsageError for a kind of file that it does not write, or a folder.
     """
-    need("--plot", "matplotlib", "report")
+    require("--plot", "matplotlib", "report")
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()

@@ -8,16 +8,33 @@ from typing import Any
 
 from modelmill.core.errors import MissingDependency
 
-KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 TITLES = ("mr", "mrs", "ms", "dr", "prof", "sen", "rep", "gov", "gen", "col", "sgt", "lt", "capt", "st", "jr", "sr")
-SHORT = ("vs", "no", "inc", "ltd", "co", "corp", "dept", "est", "fig", "u.s", "u.k", "u.n", "e.g", "i.e", "a.m", "p.m")
+SHORT_FORMS = (
+    "vs",
+    "no",
+    "inc",
+    "ltd",
+    "co",
+    "corp",
+    "dept",
+    "est",
+    "fig",
+    "u.s",
+    "u.k",
+    "u.n",
+    "e.g",
+    "i.e",
+    "a.m",
+    "p.m",
+)
 MONTHS = ("jan", "feb", "mar", "apr", "jun", "jul", "aug", "sept", "sep", "oct", "nov", "dec")
-ABBREVIATIONS = frozenset((*TITLES, *SHORT, *MONTHS))
+ABBREVIATIONS = frozenset((*TITLES, *SHORT_FORMS, *MONTHS))
 _END = re.compile(r"([.!?]+[\"'”’)\]]*)\s+")
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """Split at line ends, and where . ! or ? (with its closing quotes) ends a sentence and not an abbreviation.
 
     News text is also written with a space before the full stop ("it is over . The next"); that splits too.
@@ -26,14 +43,14 @@ def sentences(text: str) -> list[str]:
     for line in text.split("\n"):
         start = 0
         for end in _END.finditer(line):
-            if end.end() < len(line) and _ends(line, start, end):
+            if end.end() < len(line) and _ends_sentence(line, start, end):
                 found.append(line[start : end.end()])
                 start = end.end()
         found.append(line[start:])
     return [" ".join(part.split()) for part in found if part.strip()]
 
 
-def _ends(line: str, start: int, end: re.Match[str]) -> bool:
+def _ends_sentence(line: str, start: int, end: re.Match[str]) -> bool:
     """Whether the mark ends a sentence: not after an abbreviation or an initial, not before a small letter."""
     after = line[end.end()]
     if after.islower():
@@ -48,7 +65,7 @@ def _ends(line: str, start: int, end: re.Match[str]) -> bool:
     return last not in ABBREVIATIONS and not (len(last) == 1 and last.isalpha() and last != "i")
 
 
-class Rouge:
+class RougeScorer:
     """Scores pairs of a summary and its reference; F-measures with stemming, mean × 100."""
 
     def __init__(self) -> None:
@@ -56,14 +73,14 @@ class Rouge:
             from rouge_score import rouge_scorer
         except ImportError:
             raise MissingDependency("ROUGE needs rouge-score; pip install 'modelmill[eval]'") from None
-        self._scorer: Any = rouge_scorer.RougeScorer(list(KINDS), use_stemmer=True)
+        self._scorer: Any = rouge_scorer.RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
-    def one(self, summary: str, reference: str) -> dict[str, float]:
+    def score(self, summary: str, reference: str) -> dict[str, float]:
         """F-measures × 100 of one pair."""
-        scores = self._scorer.score("\n".join(sentences(reference)), "\n".join(sentences(summary)))
-        return {kind: 100.0 * float(scores[kind].fmeasure) for kind in KINDS}
+        scores = self._scorer.score("\n".join(split_sentences(reference)), "\n".join(split_sentences(summary)))
+        return {kind: 100.0 * float(scores[kind].fmeasure) for kind in ROUGE_TYPES}
 
-    def mean(self, summaries: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    def mean_score(self, summaries: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         """The mean over all pairs (as many summaries as references, at least one)."""
-        each = [self.one(*pair) for pair in zip(summaries, references, strict=True)]
-        return {kind: sum(score[kind] for score in each) / len(each) for kind in KINDS}
+        each = [self.score(*pair) for pair in zip(summaries, references, strict=True)]
+        return {kind: sum(score[kind] for score in each) / len(each) for kind in ROUGE_TYPES}

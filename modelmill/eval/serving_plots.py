@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from modelmill.eval.remote import Visit
+from modelmill.eval.openai_client import RequestTiming
 from modelmill.eval.report import quantile
-from modelmill.eval.serving import Load, goodput
+from modelmill.eval.serving_load import ServingLoad, goodput
 
-SHAPE = (2, 3)
-POINTS = 60
-
-
-def draw(axes: Sequence[Any], visits: Sequence[Visit], seconds: float, load: Load) -> None:
-    """Six diagrams. visits: at least one without an error. seconds: of the whole load."""
-    good = [each for each in visits if each.error is None]
-    per_token = [each.per_token for each in good if each.per_token is not None]
-    distribution(axes[0], "first token", [each.first for each in good], load.first_ms)
-    distribution(axes[1], "per output token", per_token, load.token_ms)
-    distribution(axes[2], "between pieces", [gap for each in good for gap in each.gaps], None)
-    distribution(axes[3], "whole request", [each.whole for each in good], None)
-    limits(axes[4], good, seconds, load)
-    timeline(axes[5], good)
+GRID_SHAPE = (2, 3)
+CURVE_POINTS = 60
 
 
-def distribution(axes: Any, name: str, seconds: Sequence[float], limit_ms: float | None) -> None:
+def draw_plots(axes: Sequence[Any], timings: Sequence[RequestTiming], seconds: float, load: ServingLoad) -> None:
+    """Six diagrams. timings: at least one without an error. seconds: of the whole load."""
+    good = [each for each in timings if each.error is None]
+    per_token = [each.seconds_per_token for each in good if each.seconds_per_token is not None]
+    draw_distribution(axes[0], "first token", [each.first_token_seconds for each in good], load.first_ms)
+    draw_distribution(axes[1], "per output token", per_token, load.token_ms)
+    draw_distribution(axes[2], "between pieces", [gap for each in good for gap in each.chunk_gaps], None)
+    draw_distribution(axes[3], "whole request", [each.total_seconds for each in good], None)
+    draw_goodput(axes[4], good, seconds, load)
+    draw_timeline(axes[5], good)
+
+
+def draw_distribution(axes: Any, name: str, seconds: Sequence[float], limit_ms: float | None) -> None:
     """The share of all that took no longer, with median and p99 named, and the limit where there is one."""
     axes.set_title(name, fontsize=10)
     axes.set_xlabel("ms")
@@ -45,10 +45,10 @@ def distribution(axes: Any, name: str, seconds: Sequence[float], limit_ms: float
     axes.legend(fontsize=7, loc="lower right")
 
 
-def limits(axes: Any, good: Sequence[Visit], seconds: float, load: Load) -> None:
+def draw_goodput(axes: Any, good: Sequence[RequestTiming], seconds: float, load: ServingLoad) -> None:
     """Good requests a second, were the limit of the first token another one; that of the others stays."""
-    longest = max(1000 * each.first for each in good)
-    places = [longest * 1.1 * (place + 1) / POINTS for place in range(POINTS)]
+    longest = max(1000 * each.first_token_seconds for each in good)
+    places = [longest * 1.1 * (place + 1) / CURVE_POINTS for place in range(CURVE_POINTS)]
     axes.plot(places, [goodput(good, seconds, place, load.token_ms) for place in places])
     if load.first_ms is not None:
         axes.axvline(load.first_ms, color="tab:red", label=f"limit {load.first_ms:g} ms")
@@ -59,10 +59,10 @@ def limits(axes: Any, good: Sequence[Visit], seconds: float, load: Load) -> None
     axes.set_ylim(bottom=0)
 
 
-def timeline(axes: Any, good: Sequence[Visit]) -> None:
+def draw_timeline(axes: Any, good: Sequence[RequestTiming]) -> None:
     """Requests that were being answered at each moment."""
-    start = min(each.begin for each in good)
-    moments = sorted([(each.begin - start, 1) for each in good] + [(each.chunks[-1] - start, -1) for each in good])
+    start = min(each.start for each in good)
+    moments = sorted([(each.start - start, 1) for each in good] + [(each.chunk_times[-1] - start, -1) for each in good])
     at_once, times, counts = 0, [0.0], [0]
     for when, change in moments:
         at_once += change

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import ModelmillError
+from modelmill.eval.datasets import random_requests
 from modelmill.eval.report import Spread
-from modelmill.eval.subjects import EngineSubject, Progress
-from modelmill.eval.texts import random_work
+from modelmill.eval.targets import EngineTarget, ProgressCallback
 
-LIMIT_SECONDS = 1800
+TIMEOUT_SECONDS = 1800
 
 
 @dataclass(frozen=True)
-class Startup:
+class StartupTimes:
     """Seconds. total: process start to first token; import_, load and first add up to it but for the start itself."""
 
     total_s: Spread
@@ -33,24 +33,31 @@ class Startup:
         return asdict(self)
 
 
-def measure(
-    engine: Path, options: Mapping[str, Any], *, input_length: int, runs: int, progress: Progress | None = None
-) -> Startup:
+def measure_startup(
+    engine: Path,
+    options: Mapping[str, Any],
+    *,
+    input_length: int,
+    runs: int,
+    on_progress: ProgressCallback | None = None,
+) -> StartupTimes:
     """Start ``runs`` processes one after another, after one that warms the file cache.
 
     options: fields of RunConfig. Raises ModelmillError where a process fails.
     """
     found: list[Mapping[str, float]] = []
     for number in range(-1, runs):
-        stages = _one(engine, options, input_length)
+        stages = _run_probe(engine, options, input_length)
         if number >= 0:
             found.append(stages)
-        if progress is not None:
-            progress("startup", number + 2, runs + 1)
-    return Startup(*[Spread.of([each[name] for each in found]) for name in ("total", "import", "load", "first")])
+        if on_progress is not None:
+            on_progress("startup", number + 2, runs + 1)
+    return StartupTimes(
+        *[Spread.from_values([each[name] for each in found]) for name in ("total", "import", "load", "first")]
+    )
 
 
-def _one(engine: Path, options: Mapping[str, Any], input_length: int) -> dict[str, float]:
+def _run_probe(engine: Path, options: Mapping[str, Any], input_length: int) -> dict[str, float]:
     told = json.dumps({"engine": str(engine), "options": dict(options), "input": input_length})
     began = time.perf_counter()
     with subprocess.Popen(
@@ -62,24 +69,24 @@ def _one(engine: Path, options: Mapping[str, Any], input_length: int) -> dict[st
         assert process.stdout is not None
         line = process.stdout.readline()
         total = time.perf_counter() - began
-        _, trouble = process.communicate(timeout=LIMIT_SECONDS)
+        _, trouble = process.communicate(timeout=TIMEOUT_SECONDS)
     if process.returncode or not line:
         last = trouble.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         raise ModelmillError(f"the started process failed: {last[0]}")
     return {**json.loads(line), "total": total}
 
 
-def probe(told: str) -> dict[str, float]:
+def probe(spec: str) -> dict[str, float]:
     """In the fresh process: load the engine, answer one prompt with one token; seconds by stage."""
     began = time.perf_counter()
     from modelmill.core.config import RunConfig
-    from modelmill.runtime.loop import Loop
+    from modelmill.runtime.engine_core import EngineCore
 
-    facts = json.loads(told)
+    facts = json.loads(spec)
     imported = time.perf_counter()
-    loop = Loop.open(Path(facts["engine"]), RunConfig(**facts["options"]))
+    loop = EngineCore.open(Path(facts["engine"]), RunConfig(**facts["options"]))
     loaded = time.perf_counter()
-    EngineSubject(loop).run(random_work([(facts["input"], 1)], loop.vocab, 0))
+    EngineTarget(loop).run(random_requests([(facts["input"], 1)], loop.vocab, 0))
     done = time.perf_counter()
     return {"import": imported - began, "load": loaded - imported, "first": done - loaded}
 

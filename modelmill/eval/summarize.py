@@ -15,14 +15,14 @@ from modelmill.core.config import to_dict
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import SamplingParams
+from modelmill.eval.datasets import Article, parse_jsonl, read_text
 from modelmill.eval.report import device_name, versions
-from modelmill.eval.rouge import KINDS, Rouge
-from modelmill.eval.texts import Item, jsonl_of, read_text
+from modelmill.eval.rouge import ROUGE_TYPES, RougeScorer
 
 TASK = "Summarize the following news article in three sentences.\n\n"
 TLDR = "\nTL;DR:"
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 Facts = dict[str, Any]
 
 
@@ -38,10 +38,10 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Task:
+class SummaryTask:
     """What both sides get: prompt ids an item, the longest summary, and the ids that end it."""
 
-    items: list[Item]
+    articles: list[Article]
     prompts: list[list[int]]
     max_new_tokens: int
     eos_ids: tuple[int, ...]
@@ -91,7 +91,7 @@ class HfSummarizer:
         return found
 
 
-def make_task(llm: Any, items: Sequence[Item], max_new_tokens: int, max_input: int | None = None) -> Task:
+def make_task(llm: Any, articles: Sequence[Article], max_new_tokens: int, max_input: int | None = None) -> SummaryTask:
     """The prompts of all items: through the chat template where the engine has one, else with "TL;DR:" behind.
 
     An article is cut, at its end and in tokens, so that prompt and summary fit the engine (and ``max_input``).
@@ -99,13 +99,15 @@ def make_task(llm: Any, items: Sequence[Item], max_new_tokens: int, max_input: i
     """
     if llm.tokenizer is None:
         raise TokenizerError("this is an ids-only engine (no tokenizer); summaries need a checkpoint with a tokenizer")
-    room = llm.loop.max_model_len - max_new_tokens
+    room = llm.engine_core.max_model_len - max_new_tokens
     room = room if max_input is None else min(room, max_input)
     stops = tuple(llm.eos_ids)
     if llm.chat_format is not None:
         stops = tuple(dict.fromkeys((*stops, *llm.chat_format.stop_ids)))
     encode = _encoder(llm)
-    return Task(list(items), [_fitted(llm, encode, item.article, room) for item in items], max_new_tokens, stops)
+    return SummaryTask(
+        list(articles), [_fit_prompt(llm, encode, item.article, room) for item in articles], max_new_tokens, stops
+    )
 
 
 def _encoder(llm: Any) -> Callable[[str], list[int]]:
@@ -114,59 +116,64 @@ def _encoder(llm: Any) -> Callable[[str], list[int]]:
     return lambda article: list(llm.chat_format.encode([{"role": "user", "content": TASK + article}]))
 
 
-def _fitted(llm: Any, encode: Callable[[str], list[int]], article: str, room: int) -> list[int]:
-    """The prompt's ids, the article cut until they fit ``room``."""
+def _fit_prompt(llm: Any, encode: Callable[[str], list[int]], article: str, max_tokens: int) -> list[int]:
+    """The prompt's ids, the article cut until they fit ``max_tokens``."""
     ids = encode(article)
-    if len(ids) <= room:
+    if len(ids) <= max_tokens:
         return ids
     words = llm.tokenizer.encode(article, bos=False)
-    kept = len(words) - (len(ids) - room)
+    kept = len(words) - (len(ids) - max_tokens)
     while kept > 0:
         ids = encode(llm.tokenizer.decode(words[:kept]))
-        if len(ids) <= room:
+        if len(ids) <= max_tokens:
             return ids
-        kept -= max(len(ids) - room, 1)
+        kept -= max(len(ids) - max_tokens, 1)
     raise UsageError(
-        f"no article fits the {max(room, 0)} tokens left for a prompt; lower --max-new-tokens or raise --max-model-len"
+        f"no article fits the {max(max_tokens, 0)} tokens left for a prompt; "
+        "lower --max-new-tokens or raise --max-model-len"
     )
 
 
-def summarize(
-    task: Task,
+def summarize_articles(
+    task: SummaryTask,
     side: Summarizer,
     decode: Callable[[list[int]], str],
     *,
-    store: Store,
+    store: SummaryStore,
     facts: Facts | None = None,
-    progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> list[Summary]:
     """All summaries of one side, in the items' order; those that ``store`` already has are not made again.
 
     facts: what besides the task and the side's name decides its summaries or their time (``engine_facts``,
     ``reference_facts``); kept summaries of other facts are not this run's.
     """
-    key = _key(task, side.name, side.batch, facts or {})
+    key = _store_key(task, side.name, side.batch, facts or {})
     done = store.read(key)
-    missing = [place for place in range(len(task.items)) if place not in done]
+    missing = [place for place in range(len(task.articles)) if place not in done]
     for start in range(0, len(missing), side.batch):
         part = missing[start : start + side.batch]
         began = time.perf_counter()
         answers = side.answer([task.prompts[place] for place in part], task.max_new_tokens, task.eos_ids)
         share = (time.perf_counter() - began) / len(part)
         for place, ids in zip(part, answers, strict=True):
-            name = task.items[place].id
+            name = task.articles[place].id
             done[place] = Summary(name, len(task.prompts[place]), len(ids), decode(ids).strip(), share)
         store.add(key, {place: done[place] for place in part})
-        if progress is not None:
-            progress(side.name, len(task.items) - len(missing) + start + len(part), len(task.items))
-    return [done[place] for place in range(len(task.items))]
+        if on_progress is not None:
+            on_progress(side.name, len(task.articles) - len(missing) + start + len(part), len(task.articles))
+    return [done[place] for place in range(len(task.articles))]
 
 
 def engine_facts(llm: Any) -> Facts:
     """What decides an engine's summaries and their time: its content, how it is run, on what, by which versions."""
-    loop = llm.loop
-    facts = {"engine": loop.artifact.manifest.digest(), "run": to_dict(loop.config), "kernels": dict(loop.ops.chosen)}
-    return facts | _machine(loop.device)
+    engine_core = llm.engine_core
+    facts = {
+        "engine": engine_core.artifact.manifest.digest(),
+        "run": to_dict(engine_core.config),
+        "kernels": dict(engine_core.ops.backends),
+    }
+    return facts | _machine(engine_core.device)
 
 
 def reference_facts(checkpoint: Checkpoint, dtype: str, device: str) -> Facts:
@@ -178,7 +185,7 @@ def _machine(device: str) -> Facts:
     return {"device": [device, device_name(device)], "versions": versions()}
 
 
-class Store:
+class SummaryStore:
     """Summaries kept in a jsonl file, so that a broken run goes on where it ended. path None keeps nothing.
 
     A line is a summary, its place in the task and the task's key. What was cut off in the middle of its last line is
@@ -188,7 +195,7 @@ class Store:
     def __init__(self, path: Path | None) -> None:
         self.path = path
 
-    def check(self) -> None:
+    def check_file(self) -> None:
         """Raises UsageError where the file is not of kept summaries."""
         if self.path is not None and self.path.exists():
             self._rows(self.path)
@@ -220,45 +227,45 @@ class Store:
     def _rows(self, path: Path) -> list[dict[str, Any]]:
         try:
             whole, end, torn = read_text(path).rpartition("\n")
-            rows = dict(jsonl_of(whole + end, path))
+            rows = dict(parse_jsonl(whole + end, path))
             for number, row in rows.items():
-                if not _kept(row):
+                if not _is_summary_row(row):
                     raise UsageError(f"{path}, line {number}: is no kept summary")
-            if not _cut(torn):
+            if not _is_torn_line(torn):
                 raise UsageError(f"{path}: its last line is no kept summary")
         except UsageError as error:
             raise UsageError(f"{error}; choose another file for --save") from None
         return list(rows.values())
 
 
-def _kept(row: Any) -> bool:
+def _is_summary_row(row: Any) -> bool:
     return isinstance(row, dict) and isinstance(row.get("key"), str) and row.keys() >= _FIELDS
 
 
-def _cut(torn: str) -> bool:
+def _is_torn_line(torn: str) -> bool:
     """Whether what stands behind the last line end can be the beginning of a kept summary."""
     try:
-        return _kept(json.loads(torn))
+        return _is_summary_row(json.loads(torn))
     except ValueError:
-        return torn.startswith(_BEGINS) or _BEGINS.startswith(torn)
+        return torn.startswith(_LINE_START) or _LINE_START.startswith(torn)
 
 
 _FIELDS = frozenset(Summary.__annotations__)
-_BEGINS = '{"key": "'
+_LINE_START = '{"key": "'
 
 
-def _key(task: Task, name: str, batch: int, facts: Facts) -> str:
+def _store_key(task: SummaryTask, name: str, batch: int, facts: Facts) -> str:
     """Changes with anything that changes a summary or its time."""
     told = [name, batch, task.prompts, task.max_new_tokens, task.eos_ids, facts]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def report(summaries: Sequence[Summary], items: Sequence[Item], rouge: Rouge) -> dict[str, Any]:
+def score_summaries(summaries: Sequence[Summary], articles: Sequence[Article], rouge: RougeScorer) -> dict[str, Any]:
     """ROUGE and speed of one side: {rouge: {kind: percent}, items, seconds, seconds_per_item, …}."""
     seconds = sum(each.seconds for each in summaries)
     output = sum(each.output_tokens for each in summaries)
     return {
-        "rouge": rouge.mean([each.text for each in summaries], [item.highlights for item in items]),
+        "rouge": rouge.mean_score([each.text for each in summaries], [item.highlights for item in articles]),
         "items": len(summaries),
         "prompt_tokens": sum(each.prompt_tokens for each in summaries),
         "output_tokens": output,
@@ -268,17 +275,17 @@ def report(summaries: Sequence[Summary], items: Sequence[Item], rouge: Rouge) ->
     }
 
 
-def differences(engine: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+def rouge_differences(engine: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
     """Engine minus reference, per kind of ROUGE, in points."""
-    return {kind: engine["rouge"][kind] - reference["rouge"][kind] for kind in KINDS}
+    return {kind: engine["rouge"][kind] - reference["rouge"][kind] for kind in ROUGE_TYPES}
 
 
-def equal_texts(left: Sequence[Summary], right: Sequence[Summary]) -> int:
+def count_equal_texts(left: Sequence[Summary], right: Sequence[Summary]) -> int:
     """How many summaries of both sides are the same text."""
     return sum(a.text == b.text for a, b in zip(left, right, strict=True))
 
 
-def pairs(task: Task, sides: dict[str, Sequence[Summary]]) -> Iterator[dict[str, Any]]:
+def text_pairs(task: SummaryTask, sides: dict[str, Sequence[Summary]]) -> Iterator[dict[str, Any]]:
     """One dict an item with all sides' texts, for --json."""
-    for place, item in enumerate(task.items):
+    for place, item in enumerate(task.articles):
         yield {"id": item.id, **{name: found[place].text for name, found in sides.items()}}

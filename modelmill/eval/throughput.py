@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from modelmill.eval.datasets import BenchRequest
 from modelmill.eval.report import Spread
-from modelmill.eval.subjects import Pass, Progress, Subject
-from modelmill.eval.texts import Work
+from modelmill.eval.targets import BenchTarget, ProgressCallback, TargetRun
 
 
 @dataclass(frozen=True)
@@ -30,32 +30,32 @@ class Throughput:
         return asdict(self)
 
 
-def measure(
-    subjects: Sequence[Subject],
-    work: Sequence[Work],
+def measure_throughput(
+    targets: Sequence[BenchTarget],
+    requests: Sequence[BenchRequest],
     *,
     runs: int = 3,
     warmup: int = 1,
-    progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> list[Throughput]:
-    """Serve all of ``work`` at once, ``runs`` times, the subjects taking turns.
+    """Serve all of ``requests`` at once, ``runs`` times, the subjects taking turns.
 
     first_token_ms is over the requests of the last run, the rest over the runs. A warm-up takes a few requests.
     """
-    passes: dict[str, list[Pass]] = {subject.name: [] for subject in subjects}
+    passes: dict[str, list[TargetRun]] = {subject.name: [] for subject in targets}
     if warmup:
-        for subject in subjects:
-            subject.warm_up(len(work))
+        for subject in targets:
+            subject.warm_up(len(requests))
     for number in range(-warmup, runs):
-        for subject in subjects:
-            found = subject.run(work[:4] if number < 0 else work, progress)
+        for subject in targets:
+            found = subject.run(requests[:4] if number < 0 else requests, on_progress)
             if number >= 0:
                 passes[subject.name].append(found)
-    return [_summary(name, len(work), found) for name, found in passes.items()]
+    return [_summary(name, len(requests), found) for name, found in passes.items()]
 
 
-def _summary(name: str, requests: int, passes: Sequence[Pass]) -> Throughput:
-    seconds = Spread.of([each.total for each in passes])
+def _summary(name: str, requests: int, passes: Sequence[TargetRun]) -> Throughput:
+    seconds = Spread.from_values([each.total_seconds for each in passes])
     last = passes[-1]
     return Throughput(
         subject=name,
@@ -66,5 +66,5 @@ def _summary(name: str, requests: int, passes: Sequence[Pass]) -> Throughput:
         requests_per_s=seconds.inverse(requests),
         input_tokens_per_s=seconds.inverse(last.input_tokens),
         output_tokens_per_s=seconds.inverse(last.output_tokens),
-        first_token_ms=Spread.of(last.firsts).scaled(1e3),
+        first_token_ms=Spread.from_values(last.all_first_token_seconds).scaled(1e3),
     )

@@ -21,144 +21,155 @@ from typing import Any
 
 import numpy
 
-from modelmill.aio import AsyncLLM
-from modelmill.answer import Delta
+from modelmill.async_llm import AsyncLLM
 from modelmill.core.config import RunConfig, from_dict
 from modelmill.core.errors import GRAMMAR_LOST, ModelmillError, RequestError, UsageError
-from modelmill.export.triton_fields import INPUTS, OUTPUTS, Question, question
-from modelmill.export.triton_metrics import Metrics
-from modelmill.export.triton_repository import ENGINE, START, Start
-from modelmill.language import Language
+from modelmill.export.triton_fields import INPUTS, OUTPUTS, ParsedRequest, parse_request
+from modelmill.export.triton_metrics import TritonMetrics
+from modelmill.export.triton_repository import ENGINE_DIR, START_FILE, StartOptions
+from modelmill.outputs import OutputDelta
+from modelmill.text_processor import TextProcessor
 
-LOOK = 0.02
+CANCEL_POLL_SECONDS = 0.02
 """Seconds between two looks at who has cancelled."""
 
 
-class Backend:
+class TritonBackend:
     """The requests of one instance."""
 
-    def __init__(self, triton: Any, engine: AsyncLLM, waiting: int, labels: Mapping[str, str]) -> None:
-        """triton: Triton's module. waiting: requests that may wait beyond those of a step. labels: of its metrics."""
-        self._triton, self._engine = triton, engine
-        self._metrics = Metrics(triton, labels)
-        self._most = waiting + engine.llm.loop.bounds.seqs
-        self._calls: dict[_Call, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
+    def __init__(self, triton: Any, async_llm: AsyncLLM, max_waiting: int, metric_labels: Mapping[str, str]) -> None:
+        """triton: Triton's module. max_waiting: requests that may wait beyond those of a step."""
+        self._triton, self._async_llm = triton, async_llm
+        self._metrics = TritonMetrics(triton, metric_labels)
+        self._max_requests = max_waiting + async_llm.llm.engine_core.request_limits.max_seqs
+        self._active_requests: dict[_TritonRequest, asyncio.Task[None]] = {}
+        self._event_loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="modelmill-triton", daemon=True)
         self._thread.start()
 
     @staticmethod
-    def open(triton: Any, args: Mapping[str, str]) -> Backend:
+    def open(triton: Any, args: Mapping[str, str]) -> TritonBackend:
         """args: what Triton gives ``initialize``. Raises Triton's own exception, in one line."""
         try:
-            alone(json.loads(args["model_config"]))
-            python()
+            check_one_instance(json.loads(args["model_config"]))
+            set_python_executable()
             folder = Path(args["model_repository"]) / args["model_version"]
-            start = Start.read(folder / START)
-            run = placed(from_dict(RunConfig, start.run, str(folder / START)), args)
-            engine = AsyncLLM(folder / ENGINE, chat_template=start.chat_template, openai_defaults=True, **_fields(run))
-            engine.llm.loop.warm_up(forms=True)
+            start = StartOptions.read(folder / START_FILE)
+            run = with_triton_device(from_dict(RunConfig, start.run, str(folder / START_FILE)), args)
+            engine = AsyncLLM(
+                folder / ENGINE_DIR,
+                chat_template=start.chat_template,
+                openai_defaults=True,
+                **_non_default_options(run),
+            )
+            engine.llm.engine_core.warm_up(all_specializations=True)
         except ModelmillError as error:
             raise triton.TritonModelException(str(error)) from None
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        return Backend(triton, engine, start.waiting, labels)
+        return TritonBackend(triton, engine, start.waiting, labels)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests over. Triton is told of every answer through its request's sender."""
         for request in requests:
-            call = _Call(self._triton, request)
-            self._loop.call_soon_threadsafe(self._begin, call)
+            call = _TritonRequest(self._triton, request)
+            self._event_loop.call_soon_threadsafe(self._start_request, call)
 
     def close(self) -> None:
         """End what runs, and the engine."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._engine.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._event_loop).result()
+        self._async_llm.close()
+        self._event_loop.call_soon_threadsafe(self._event_loop.stop)
         self._thread.join()
-        self._loop.close()
+        self._event_loop.close()
 
     # -- on the event loop
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        watch = self._loop.create_task(self._watch())
-        self._loop.run_forever()
+        asyncio.set_event_loop(self._event_loop)
+        watch = self._event_loop.create_task(self._poll_cancellations())
+        self._event_loop.run_forever()
         watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(watch)
+            self._event_loop.run_until_complete(watch)
 
-    def _begin(self, call: _Call) -> None:
-        if len(self._calls) >= self._most:
-            call.fail(f"the engine has {len(self._calls)} requests to answer; try again soon", "UNAVAILABLE")
+    def _start_request(self, request: _TritonRequest) -> None:
+        if len(self._active_requests) >= self._max_requests:
+            request.fail(
+                f"the engine has {len(self._active_requests)} requests to answer; try again soon", "UNAVAILABLE"
+            )
             return
-        task = self._loop.create_task(self._answer(call))
-        self._calls[call] = task
-        task.add_done_callback(lambda _: self._calls.pop(call, None))
+        task = self._event_loop.create_task(self._run_request(request))
+        self._active_requests[request] = task
+        task.add_done_callback(lambda _: self._active_requests.pop(request, None))
 
-    async def _answer(self, call: _Call) -> None:
+    async def _run_request(self, request: _TritonRequest) -> None:
         try:
-            asked = question(call.given)
-            language = self._engine.llm.language
-            possible(asked, language, self._engine.llm.loop.bounds.longest)
+            asked = parse_request(request.inputs)
+            language = self._async_llm.llm.language
+            check_request(asked, language, self._async_llm.llm.engine_core.request_limits.max_len)
             # long texts take time, and templates have a process of their own
             dialogue = await asyncio.to_thread(language.request, asked.prompt, asked.params)
-            async with contextlib.aclosing(self._engine.follow(dialogue)) as deltas:
+            async with contextlib.aclosing(self._async_llm.stream_request(dialogue)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "abort":
-                        call.fail("the engine has no memory left for this request; shorten it", "UNAVAILABLE")
+                        request.fail("the engine has no memory left for this request; shorten it", "UNAVAILABLE")
                         return
                     if delta.finish_reason == "error":
-                        call.fail(GRAMMAR_LOST, "INVALID_ARG")
+                        request.fail(GRAMMAR_LOST, "INVALID_ARG")
                         return
                     if delta.finish_reason or (asked.stream and (delta.text or delta.token_ids)):
-                        call.tell(delta, whole=not asked.stream)
+                        request.send_delta(delta, send_full_output=not asked.stream)
         except asyncio.CancelledError:
-            call.fail("the request was cancelled", "CANCELLED")
+            request.fail("the request was cancelled", "CANCELLED")
         except UsageError as error:
-            call.fail(str(error), "INVALID_ARG")
+            request.fail(str(error), "INVALID_ARG")
         except ModelmillError as error:
-            call.fail(str(error), "UNAVAILABLE")
+            request.fail(str(error), "UNAVAILABLE")
         except Exception as error:
             # its text may hold anything, a prompt too: kind and place go to the log, nothing to the client
             where = traceback.extract_tb(error.__traceback__)[-1]
             self._triton.Logger.log_error(f"modelmill: {type(error).__name__} at {where.filename}:{where.lineno}")
-            call.fail("something went wrong in the engine; the server's log says what", "INTERNAL")
+            request.fail("something went wrong in the engine; the server's log says what", "INTERNAL")
 
-    async def _watch(self) -> None:
+    async def _poll_cancellations(self) -> None:
         """Whoever has left is answered no more; the engine drops the request before its next step."""
         while True:
-            await asyncio.sleep(LOOK)
-            self._metrics.show(self._engine.llm.loop.stats())
-            for call, task in list(self._calls.items()):
-                if call.left:
+            await asyncio.sleep(CANCEL_POLL_SECONDS)
+            self._metrics.update(self._async_llm.llm.engine_core.stats())
+            for call, task in list(self._active_requests.items()):
+                if call.is_cancelled:
                     task.cancel()
 
-    async def _end(self) -> None:
-        tasks = list(self._calls.values())
+    async def _cancel_all(self) -> None:
+        tasks = list(self._active_requests.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Call:
+Backend = TritonBackend
+"""The name that the model.py of repositories exported by earlier versions imports."""
+
+
+class _TritonRequest:
     """One request of Triton's."""
 
     def __init__(self, triton: Any, request: Any) -> None:
         self._triton, self._sender = triton, request.get_response_sender()
         tensors = ((field.name, triton.get_input_tensor_by_name(request, field.name)) for field in INPUTS)
         # copies: the memory is Triton's
-        self.given = {name: tensor.as_numpy().copy() for name, tensor in tensors if tensor is not None}
-        self._open = True
+        self.inputs = {name: tensor.as_numpy().copy() for name, tensor in tensors if tensor is not None}
+        self._is_open = True
 
     @property
-    def left(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether nobody waits for the answer any more."""
-        return self._open and bool(self._sender.is_cancelled())
+        return self._is_open and bool(self._sender.is_cancelled())
 
-    def tell(self, delta: Delta, whole: bool) -> None:
+    def send_delta(self, delta: OutputDelta, send_full_output: bool) -> None:
         """A piece of the answer, or all of it; the last one ends the request."""
-        output = delta.answer.outputs[0]
-        text, ids = (output.text, output.token_ids) if whole else (delta.text, delta.token_ids)
+        output = delta.output.outputs[0]
+        text, ids = (output.text, output.token_ids) if send_full_output else (delta.text, delta.token_ids)
         values = (
             numpy.array([text.encode()], dtype=numpy.object_),
             numpy.array(list(ids), dtype=numpy.int32),
@@ -173,31 +184,31 @@ class _Call:
         self._send(self._triton.InferenceResponse(output_tensors=[], error=error), last=True)
 
     def _send(self, response: Any, last: bool) -> None:
-        if not self._open:
+        if not self._is_open:
             return
-        self._open = not last
+        self._is_open = not last
         self._sender.send(response, flags=self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
 
 
-def possible(asked: Question, language: Language, longest: int) -> None:
+def check_request(request: ParsedRequest, text_processor: TextProcessor, max_model_len: int) -> None:
     """Raises RequestError for what this engine cannot read, and for what is too long however it would be split."""
-    prompt: Any = asked.prompt
+    prompt: Any = request.prompt
     if not isinstance(prompt, Mapping):
-        if language.chat_format is None:
+        if text_processor.chat_format is None:
             raise RequestError("messages need a chat template, which this engine has not; give text_input")
         texts = [each["content"] for each in prompt if isinstance(each.get("content"), str)]
     else:
-        if language.tokenizer is None and ("prompt" in prompt or asked.params.stop):
+        if text_processor.tokenizer is None and ("prompt" in prompt or request.params.stop):
             raise RequestError("this engine has no tokenizer; give input_ids, and stop_token_ids instead of stop")
         texts = list(prompt.values())[:1]
     for text in texts:
-        language.check_size(text, longest)
+        text_processor.check_length(text, max_model_len)
 
 
-def alone(config: Mapping[str, Any]) -> None:
+def check_one_instance(model_config: Mapping[str, Any]) -> None:
     """Raises UsageError for a configuration with two instances on one device: they would not share their steps."""
     found: Counter[str] = Counter()
-    for group in config.get("instance_group", ()):
+    for group in model_config.get("instance_group", ()):
         kind, count = group.get("kind", "KIND_AUTO"), group.get("count", 1)
         for place in group.get("gpus") or [0] if kind == "KIND_GPU" else [0]:
             found[f"GPU {place}" if kind == "KIND_GPU" else "the host"] += count
@@ -209,7 +220,7 @@ def alone(config: Mapping[str, Any]) -> None:
             )
 
 
-def placed(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
+def with_triton_device(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
     """``run`` on the device that Triton gave the instance, where it gives one."""
     kind = args.get("model_instance_kind")
     if kind == "GPU":
@@ -217,7 +228,7 @@ def placed(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
     return replace(run, device="cpu") if kind == "CPU" else run
 
 
-def python() -> None:
+def set_python_executable() -> None:
     """Ranks and chat templates start Python by ``sys.executable``, which is Triton's stub here, or nothing."""
     if Path(sys.executable or "stub").name.startswith("python"):
         return
@@ -228,6 +239,6 @@ def python() -> None:
     sys.executable = str(found)
 
 
-def _fields(run: RunConfig) -> dict[str, Any]:
+def _non_default_options(run: RunConfig) -> dict[str, Any]:
     default = RunConfig()
     return {name: value for name, value in vars(run).items() if value != getattr(default, name)}

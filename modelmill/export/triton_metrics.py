@@ -19,13 +19,13 @@ GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
 COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
     "prompt_tokens_total": ("Tokens of prompts that were answered.", lambda s: s.prompt_tokens),
     "generation_tokens_total": ("Tokens of answers.", lambda s: s.output_tokens),
-    "num_preemptions_total": ("Answers that gave their pages back for a while.", lambda s: s.preemptions),
+    "num_preemptions_total": ("Preempted sequences.", lambda s: s.preemptions),
     "prefix_cache_queries_total": ("Tokens of prompts looked up in the prefix cache.", lambda s: s.prompt_tokens),
     "prefix_cache_hits_total": ("Tokens of prompts found there.", lambda s: s.cached_tokens),
 }
 
 
-class Metrics:
+class TritonMetrics:
     """Keeps Triton's page at what the engine says; only what has changed is sent."""
 
     def __init__(self, triton: Any, labels: Mapping[str, str]) -> None:
@@ -39,16 +39,16 @@ class Metrics:
             for name, (told, _) in table.items()
         }
         self._metrics = {name: found.Metric(labels=dict(labels)) for name, found in self._families.items()}
-        self._last: dict[str, float] = dict.fromkeys(self._families, 0.0)
+        self._last_values: dict[str, float] = dict.fromkeys(self._families, 0.0)
 
-    def show(self, stats: Stats) -> None:
+    def update(self, stats: Stats) -> None:
         """The state of now."""
         for table in (GAUGES, COUNTERS):
             for name, (_, read) in table.items():
-                value, last = float(read(stats)), self._last[name]
+                value, last = float(read(stats)), self._last_values[name]
                 if value == last:
                     continue
-                self._last[name] = value
+                self._last_values[name] = value
                 if table is GAUGES:
                     self._metrics[name].set(value)
                 else:

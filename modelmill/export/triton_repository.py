@@ -19,29 +19,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelmill.artifact.manifest import Manifest, check_kind
+from modelmill.artifact.manifest import Manifest, check_engine_type
 from modelmill.artifact.store import open_artifact
 from modelmill.core.config import RunConfig, from_dict
 from modelmill.core.errors import UsageError
-from modelmill.export.triton_fields import INPUTS, OUTPUTS, described
+from modelmill.export.triton_fields import INPUTS, OUTPUTS, format_pbtxt_fields
 
-VERSION = "1"
-ENGINE = "engine"
-START = "start.json"
+MODEL_VERSION = "1"
+ENGINE_DIR = "engine"
+START_FILE = "start.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
-MODEL = '''"""The Python backend of Triton Inference Server for an engine of modelmill."""
+MODEL_PY = '''"""The Python backend of Triton Inference Server for an engine of modelmill."""
 
 import triton_python_backend_utils as triton
 
-from modelmill.export.triton_backend import Backend
+from modelmill.export.triton_backend import TritonBackend
 
 
 class TritonPythonModel:
     """Holds nothing of its own: requests are answered by the engine's own batching, outside of ``execute``."""
 
     def initialize(self, args):
-        self.backend = Backend.open(triton, args)
+        self.backend = TritonBackend.open(triton, args)
 
     def execute(self, requests):
         return self.backend.execute(requests)
@@ -52,19 +52,19 @@ class TritonPythonModel:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartOptions:
     """How the engine is opened. run: fields of RunConfig that differ from its defaults. waiting: see serve."""
 
     run: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     waiting: int = 1024
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """As start.json."""
         return json.dumps({"run": dict(self.run), "chat_template": self.chat_template, "waiting": self.waiting}) + "\n"
 
     @staticmethod
-    def read(path: Path) -> Start:
+    def read(path: Path) -> StartOptions:
         """Raises UsageError where somebody has written something else into it."""
         try:
             raw = json.loads(path.read_text("utf-8"))
@@ -72,12 +72,14 @@ class Start:
             raise UsageError(f"{path} cannot be read; export the engine again") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("run", {}), dict):
             raise UsageError(f"{path} must hold an object with run, chat_template and waiting; export the engine again")
-        found = from_dict(Start, raw, str(path))
+        found = from_dict(StartOptions, raw, str(path))
         from_dict(RunConfig, found.run, str(path))
         return found
 
 
-def export(engine: Path, repository: Path, *, name: str | None = None, copy: bool = False, start: Start) -> Path:
+def export_triton_repository(
+    engine: Path, repository: Path, *, name: str | None = None, copy: bool = False, start_options: StartOptions
+) -> Path:
     """Write REPOSITORY/NAME for an engine folder; returns it. It appears whole or not at all.
 
     name: default: the folder's, without .engine. copy: the engine's files; else a link to them.
@@ -85,22 +87,22 @@ def export(engine: Path, repository: Path, *, name: str | None = None, copy: boo
     Raises UsageError where the name is taken or none, or the folder cannot be written; ArtifactError for the engine.
     """
     manifest = open_artifact(engine).manifest
-    check_kind(engine, manifest.kind, "language")
+    check_engine_type(engine, manifest.engine_type, "language")
     chosen = name or Path(os.path.abspath(engine)).name.removesuffix(".engine")
     if not _NAME.fullmatch(chosen):
         raise UsageError(f"--name {chosen[:60]!r}: letters, digits, _, - and . only; give another --name")
-    run = from_dict(RunConfig, start.run, "run")
+    run = from_dict(RunConfig, start_options.run, "run")
     target = repository / chosen
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists already; remove it, or give another --name")
     staged = repository / f".{chosen}.part"
     try:
         shutil.rmtree(staged, ignore_errors=True)
-        (staged / VERSION).mkdir(parents=True)
-        (staged / "config.pbtxt").write_text(_config(chosen, _kind(manifest, run)))
-        (staged / VERSION / "model.py").write_text(MODEL)
-        (staged / VERSION / START).write_text(start.text())
-        _place(engine, staged / VERSION / ENGINE, copy)
+        (staged / MODEL_VERSION).mkdir(parents=True)
+        (staged / "config.pbtxt").write_text(_config_pbtxt(chosen, _instance_kind(manifest, run)))
+        (staged / MODEL_VERSION / "model.py").write_text(MODEL_PY)
+        (staged / MODEL_VERSION / START_FILE).write_text(start_options.to_json())
+        _link_or_copy(engine, staged / MODEL_VERSION / ENGINE_DIR, copy)
         os.rename(staged, target)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
@@ -108,14 +110,14 @@ def export(engine: Path, repository: Path, *, name: str | None = None, copy: boo
     return target
 
 
-def _place(engine: Path, where: Path, copy: bool) -> None:
+def _link_or_copy(engine: Path, target: Path, copy: bool) -> None:
     if copy:
-        shutil.copytree(engine, where)
+        shutil.copytree(engine, target)
     else:
-        where.symlink_to(engine.resolve(), target_is_directory=True)
+        target.symlink_to(engine.resolve(), target_is_directory=True)
 
 
-def _kind(manifest: Manifest, run: RunConfig) -> str:
+def _instance_kind(manifest: Manifest, run: RunConfig) -> str:
     """Whose device an instance is: several GPUs, or one that was named, are the engine's own choice."""
     if run.tp > 1 or ":" in run.device:
         return "KIND_MODEL"
@@ -123,14 +125,14 @@ def _kind(manifest: Manifest, run: RunConfig) -> str:
     return "KIND_GPU" if device == "cuda" else "KIND_CPU"
 
 
-def _config(name: str, kind: str) -> str:
+def _config_pbtxt(name: str, instance_kind: str) -> str:
     return f'''# modelmill export triton. Requests share one engine's steps, so there is one instance a device: for more
-# streams raise max_num_seqs in {VERSION}/{START}, for more GPUs list them in the instance group.
+# streams raise max_num_seqs in {MODEL_VERSION}/{START_FILE}, for more GPUs list them in the instance group.
 name: "{name}"
 backend: "python"
 max_batch_size: 0
 model_transaction_policy {{ decoupled: true }}
-instance_group [ {{ count: 1, kind: {kind} }} ]
-input {described(INPUTS, optional=True)}
-output {described(OUTPUTS, optional=False)}
+instance_group [ {{ count: 1, kind: {instance_kind} }} ]
+input {format_pbtxt_fields(INPUTS, optional=True)}
+output {format_pbtxt_fields(OUTPUTS, optional=False)}
 '''

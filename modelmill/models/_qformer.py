@@ -10,35 +10,38 @@ from torch import nn
 
 from modelmill.nn.conv import PlainNorm
 from modelmill.nn.linear import Linear
-from modelmill.nn.still import Still
-from modelmill.ops.eight_bit import Quantized
+from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.quant_types import QuantizedInput
 
 
 @dataclass(frozen=True)
 class QFormerSpec:
-    """Sizes. every: each so many layers look at the image, beginning with the first. seen: the image tokens' width."""
+    """Sizes. image_width: the image tokens'.
+
+    cross_attention_frequency: each so many layers look at the image, beginning with the first.
+    """
 
     width: int = 768
     depth: int = 12
     heads: int = 12
     inner: int = 3072
-    seen: int = 1408
-    every: int = 2
+    image_width: int = 1408
+    cross_attention_frequency: int = 2
     queries: int = 32
     eps: float = 1e-12
 
 
-class SelfPart(nn.Module):
+class QFormerQKV(nn.Module):
     """query, key and value of one attention."""
 
-    def __init__(self, width: int, seen: int) -> None:
+    def __init__(self, width: int, kv_width: int) -> None:
         super().__init__()
         self.query = Linear(width, width, bias=True)
-        self.key = Linear(seen, width, bias=True)
-        self.value = Linear(seen, width, bias=True)
+        self.key = Linear(kv_width, width, bias=True)
+        self.value = Linear(kv_width, width, bias=True)
 
 
-class Output(nn.Module):
+class QFormerOutput(nn.Module):
     """Projection, residual, norm: BERT norms afterwards."""
 
     def __init__(self, inner: int, width: int, eps: float) -> None:
@@ -46,34 +49,34 @@ class Output(nn.Module):
         self.dense = Linear(inner, width, bias=True)
         self.LayerNorm = PlainNorm(width, eps)
 
-    def forward(self, x: torch.Tensor | Quantized, residual: torch.Tensor, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedInput, residual: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """x [B, T, inner], residual [B, T, C] → [B, T, C]."""
         norm = self.LayerNorm
-        normed, _ = still.ops.add_layer_norm(still.linear(self.dense, x), residual, norm.weight, norm.bias, norm.eps)
+        normed, _ = vision.ops.add_layer_norm(vision.linear(self.dense, x), residual, norm.weight, norm.bias, norm.eps)
         return normed
 
 
-class Attention(nn.Module):
+class QFormerAttention(nn.Module):
     """Of the queries to themselves, or to the image."""
 
-    def __init__(self, spec: QFormerSpec, seen: int) -> None:
+    def __init__(self, spec: QFormerSpec, kv_width: int) -> None:
         super().__init__()
         self.heads = spec.heads
-        self.self = SelfPart(spec.width, seen)
-        self.output = Output(spec.width, spec.width, spec.eps)
+        self.self = QFormerQKV(spec.width, kv_width)
+        self.output = QFormerOutput(spec.width, spec.width, spec.eps)
 
-    def forward(self, x: torch.Tensor, seen: torch.Tensor, still: Still) -> torch.Tensor:
-        """x [B, T, C], seen [B, S, seen] → [B, T, C]."""
+    def forward(self, x: torch.Tensor, context: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """x [B, T, C], context [B, S, kv_width] → [B, T, C]."""
         part = self.self
         q, k, v = (
-            still.linear(layer, given).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer, given in ((part.query, x), (part.key, seen), (part.value, seen))
+            vision.linear(layer, given).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer, given in ((part.query, x), (part.key, context), (part.value, context))
         )
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self.output(mixed, x, still)
+        return self.output(mixed, x, vision)
 
 
-class Up(nn.Module):
+class QFormerIntermediate(nn.Module):
     """The first half of the feed-forward."""
 
     def __init__(self, width: int, inner: int) -> None:
@@ -81,23 +84,25 @@ class Up(nn.Module):
         self.dense = Linear(width, inner, bias=True)
 
 
-class Layer(nn.Module):
+class QFormerLayer(nn.Module):
     """Attention among the queries, in some layers to the image, feed-forward."""
 
     def __init__(self, spec: QFormerSpec, index: int) -> None:
         super().__init__()
-        self.attention = Attention(spec, spec.width)
-        self.crossattention = Attention(spec, spec.seen) if index % spec.every == 0 else None
-        self.intermediate_query = Up(spec.width, spec.inner)
-        self.output_query = Output(spec.inner, spec.width, spec.eps)
+        self.attention = QFormerAttention(spec, spec.width)
+        self.crossattention = (
+            QFormerAttention(spec, spec.image_width) if index % spec.cross_attention_frequency == 0 else None
+        )
+        self.intermediate_query = QFormerIntermediate(spec.width, spec.inner)
+        self.output_query = QFormerOutput(spec.inner, spec.width, spec.eps)
 
-    def forward(self, x: torch.Tensor, seen: torch.Tensor, still: Still) -> torch.Tensor:
-        """x [B, T, C], seen [B, S, seen] → [B, T, C]."""
-        x = self.attention(x, x, still)
+    def forward(self, x: torch.Tensor, image_tokens: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """x [B, T, C], image_tokens [B, S, image_width] → [B, T, C]."""
+        x = self.attention(x, x, vision)
         if self.crossattention is not None:
-            x = self.crossattention(x, seen, still)
-        inner = still.gelu(self.intermediate_query.dense, x, self.output_query.dense)
-        return self.output_query(inner, x, still)
+            x = self.crossattention(x, image_tokens, vision)
+        inner = vision.gelu(self.intermediate_query.dense, x, self.output_query.dense)
+        return self.output_query(inner, x, vision)
 
 
 class QFormer(nn.Module):
@@ -109,11 +114,11 @@ class QFormer(nn.Module):
         super().__init__()
         self.register_buffer("query_tokens", torch.empty(1, spec.queries, spec.width, device="meta"))
         self.norm = PlainNorm(spec.width, spec.eps)
-        self.layer = nn.ModuleList(Layer(spec, i) for i in range(spec.depth))
+        self.layer = nn.ModuleList(QFormerLayer(spec, i) for i in range(spec.depth))
 
-    def forward(self, seen: torch.Tensor, still: Still) -> torch.Tensor:
-        """[B, S, seen] → [B, 32, C]. The queries have no positions, but they are normed."""
-        x = self.norm(self.query_tokens).expand(len(seen), -1, -1)
+    def forward(self, image_tokens: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[B, S, image_width] → [B, 32, C]. The queries have no positions, but they are normed."""
+        x = self.norm(self.query_tokens).expand(len(image_tokens), -1, -1)
         for layer in self.layer:
-            x = layer(x, seen, still)
+            x = layer(x, image_tokens, vision)
         return x

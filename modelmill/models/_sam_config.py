@@ -7,22 +7,22 @@ from typing import Any
 
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
-from modelmill.core.quote import quoted
-from modelmill.models._raw import MAX_LAYERS, depth, positive, require, whole
-from modelmill.models._sam_vit import VitSpec
+from modelmill.core.quoting import quote
+from modelmill.models._hf_config import MAX_LAYERS, num_layers, positive_float, positive_int, require_value
+from modelmill.models._sam_vit import SamVitSpec
 
-WIDTH = 256  # of the embeddings that encoder, prompts and decoder share
-FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+EMBED_WIDTH = 256  # of the embeddings that encoder, prompts and decoder share
+SUPPORTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "vision_config": {
         "hidden_act": ("gelu",), "num_channels": (3,), "qkv_bias": (True,), "use_abs_pos": (True,),
-        "use_rel_pos": (True,), "output_channels": (WIDTH,), "num_pos_feats": (WIDTH // 2,),
+        "use_rel_pos": (True,), "output_channels": (EMBED_WIDTH,), "num_pos_feats": (EMBED_WIDTH // 2,),
     },
     "prompt_encoder_config": {
-        "hidden_act": ("gelu",), "hidden_size": (WIDTH,), "layer_norm_eps": (1e-6,), "mask_input_channels": (16,),
+        "hidden_act": ("gelu",), "hidden_size": (EMBED_WIDTH,), "layer_norm_eps": (1e-6,), "mask_input_channels": (16,),
         "num_point_embeddings": (4,),
     },
     "mask_decoder_config": {
-        "hidden_act": ("relu",), "hidden_size": (WIDTH,), "mlp_dim": (2048,), "num_hidden_layers": (2,),
+        "hidden_act": ("relu",), "hidden_size": (EMBED_WIDTH,), "mlp_dim": (2048,), "num_hidden_layers": (2,),
         "num_attention_heads": (8,), "attention_downsample_rate": (2,), "num_multimask_outputs": (3,),
         "iou_head_depth": (3,), "iou_head_hidden_dim": (256,), "layer_norm_eps": (1e-6, 1e-5),
     },
@@ -32,67 +32,73 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
 The decoder's epsilon is 1e-5, the original's; transformers' own default for the same weights is 1e-6."""
 
 
-def foreign(raw: Mapping[str, Any]) -> VitSpec:
+def spec_from_hf(raw: Mapping[str, Any]) -> SamVitSpec:
     """The encoder's sizes from transformers' config.json. Raises CheckpointError."""
     if not isinstance(raw.get("vision_config"), Mapping):
         raise UnknownArchitecture("config.json of a sam model lacks vision_config; give the original .pth instead")
-    tables = {part: _table(raw, part) for part in FIXED}
-    for part, keys in FIXED.items():
+    tables = {part: _section(raw, part) for part in SUPPORTED_VALUES}
+    for part, keys in SUPPORTED_VALUES.items():
         for key, allowed in keys.items():
-            require(tables[part], f"{part}.{key}", allowed, allowed[0])
-    spec = _vision(tables["vision_config"])
+            require_value(tables[part], f"{part}.{key}", allowed, allowed[0])
+    spec = _spec_from_vision_config(tables["vision_config"])
     for key, size in (("image_size", spec.image), ("patch_size", spec.patch), ("image_embedding_size", spec.grid)):
-        require(tables["prompt_encoder_config"], f"prompt_encoder_config.{key}", (size,), size)
-    return _fitting(spec)
+        require_value(tables["prompt_encoder_config"], f"prompt_encoder_config.{key}", (size,), size)
+    return _check_sizes(spec)
 
 
-def _table(raw: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+def _section(raw: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     """A part of transformers' config, each key with the part's name in front, as errors name it."""
-    found = raw.get(part)
+    found = raw.get(section)
     if found is not None and not isinstance(found, Mapping):
-        raise CheckpointError(f"config.json: {part} must be an object, not {quoted(found, 60)}")
-    table = {f"{part}.{key}": value for key, value in (found or {}).items()}
-    return raw.part(table) if isinstance(raw, ConfigView) else table
+        raise CheckpointError(f"config.json: {section} must be an object, not {quote(found, 60)}")
+    table = {f"{section}.{key}": value for key, value in (found or {}).items()}
+    return raw.sub_view(table) if isinstance(raw, ConfigView) else table
 
 
-def _vision(vision: Mapping[str, Any]) -> VitSpec:
+def _spec_from_vision_config(vision: Mapping[str, Any]) -> SamVitSpec:
     """The encoder's sizes from transformers' vision_config, with its defaults."""
 
     def size(key: str, default: int) -> int:
-        return whole(vision, f"vision_config.{key}", default=default)
+        return positive_int(vision, f"vision_config.{key}", default=default)
 
     width = size("hidden_size", 768)
-    ratio = positive(vision, "vision_config.mlp_ratio", default=4.0)
-    return VitSpec(
+    ratio = positive_float(vision, "vision_config.mlp_ratio", default=4.0)
+    return SamVitSpec(
         width=width,
-        depth=whole(vision, "vision_config.num_hidden_layers", default=12, most=MAX_LAYERS),
+        depth=positive_int(vision, "vision_config.num_hidden_layers", default=12, max_value=MAX_LAYERS),
         heads=size("num_attention_heads", 12),
-        whole=_layers(vision.get("vision_config.global_attn_indexes", (2, 5, 8, 11)), "global_attn_indexes"),
+        global_attn_indexes=_layer_indices(
+            vision.get("vision_config.global_attn_indexes", (2, 5, 8, 11)), "global_attn_indexes"
+        ),
         inner=size("mlp_dim", int(width * ratio)),
         image=size("image_size", 1024),
         patch=size("patch_size", 16),
         window=size("window_size", 14),
-        eps=positive(vision, "vision_config.layer_norm_eps", default=1e-6),
+        eps=positive_float(vision, "vision_config.layer_norm_eps", default=1e-6),
     )
 
 
-def original(raw: Mapping[str, Any]) -> VitSpec:
-    """The encoder's sizes as ``describe`` tells them."""
-    sizes = _table(raw, "sizes")
-    found = {key: whole(sizes, f"sizes.{key}") for key in ("width", "heads", "inner", "image", "patch", "window")}
-    layers = _layers(sizes.get("sizes.whole"), "sizes.whole")
-    span = whole(sizes, "sizes.span") if "sizes.span" in sizes else None
-    return _fitting(VitSpec(depth=depth(sizes, "sizes.depth"), whole=layers, span=span, **found))
+def spec_from_sizes(raw: Mapping[str, Any]) -> SamVitSpec:
+    """The encoder's sizes as ``sam.config_from_shapes`` tells them."""
+    sizes = _section(raw, "sizes")
+    found = {
+        key: positive_int(sizes, f"sizes.{key}") for key in ("width", "heads", "inner", "image", "patch", "window")
+    }
+    layers = _layer_indices(sizes.get("sizes.global_attn_indexes"), "sizes.global_attn_indexes")
+    rows = positive_int(sizes, "sizes.rel_pos_rows") if "sizes.rel_pos_rows" in sizes else None
+    return _check_sizes(
+        SamVitSpec(depth=num_layers(sizes, "sizes.depth"), global_attn_indexes=layers, rel_pos_rows=rows, **found)
+    )
 
 
-def _layers(given: Any, key: str) -> tuple[int, ...]:
+def _layer_indices(value: Any, key: str) -> tuple[int, ...]:
     """Numbers of layers."""
-    if not isinstance(given, (list, tuple)) or any(type(n) is not int or n < 0 for n in given):
-        raise CheckpointError(f"config.json: {key} must be a list of numbers of layers, not {quoted(given, 60)}")
-    return tuple(given)
+    if not isinstance(value, (list, tuple)) or any(type(n) is not int or n < 0 for n in value):
+        raise CheckpointError(f"config.json: {key} must be a list of numbers of layers, not {quote(value, 60)}")
+    return tuple(value)
 
 
-def _fitting(spec: VitSpec) -> VitSpec:
+def _check_sizes(spec: SamVitSpec) -> SamVitSpec:
     """The same sizes. Raises CheckpointError where they do not fit each other."""
     if spec.width % spec.heads:
         raise CheckpointError(f"config.json: {spec.heads} heads do not divide a hidden size of {spec.width}")

@@ -8,31 +8,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.nn.conv import ChannelNorm, Conv2d
+from modelmill.nn.conv import Conv2d, LayerNorm2d
 from modelmill.nn.linear import Linear
-from modelmill.nn.still import Still
-from modelmill.nn.tower import Block, Branch, patches_of, through
-from modelmill.ops.eight_bit import Quantized
+from modelmill.nn.vision_context import VisionContext
+from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks
+from modelmill.ops.quant_types import QuantizedInput
 
 
 @dataclass(frozen=True)
-class VitSpec:
-    """Sizes. whole: layers that attend to the whole image; the others to windows of ``window`` tokens a side.
+class SamVitSpec:
+    """Sizes. global_attn_indexes: layers that attend to the whole image; the others to windows of ``window`` tokens a
+    side.
 
-    span: rows of the whole layers' tables of relative positions, where they were made for another size of image.
+    rel_pos_rows: rows of those layers' tables of relative positions, where they were made for another size of image.
     """
 
     width: int
     depth: int
     heads: int
-    whole: tuple[int, ...]
+    global_attn_indexes: tuple[int, ...]
     inner: int
     out: int = 256
     image: int = 1024
     patch: int = 16
     window: int = 14
     eps: float = 1e-6
-    span: int | None = None
+    rel_pos_rows: int | None = None
 
     @property
     def grid(self) -> int:
@@ -40,101 +41,104 @@ class VitSpec:
         return self.image // self.patch
 
 
-class Patches(nn.Module):
+class SamPatchEmbed(nn.Module):
     """The image cut into patches, each made a token."""
 
-    def __init__(self, spec: VitSpec) -> None:
+    def __init__(self, spec: SamVitSpec) -> None:
         super().__init__()
         self.proj = Conv2d(3, spec.width, spec.patch, stride=spec.patch)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, 3, S, S] → [B, H, W, C]."""
-        return F.linear(patches_of(x, self.proj.stride), self.proj.weight.flatten(1), self.proj.bias)
+        return F.linear(patchify(x, self.proj.stride), self.proj.weight.flatten(1), self.proj.bias)
 
 
-class VitAttention(Branch):
+class SamVitAttention(VitBranch):
     """qkv → scores with relative positions → output projection."""
 
     rel_pos_h: torch.Tensor
     rel_pos_w: torch.Tensor
 
-    def __init__(self, spec: VitSpec, window: int | None) -> None:
+    def __init__(self, spec: SamVitSpec, window: int | None) -> None:
         super().__init__()
         self.heads, self.window = spec.heads, window
         self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
         self.proj = Linear(spec.width, spec.width, bias=True)
-        rows = 2 * window - 1 if window is not None else spec.span or 2 * spec.grid - 1
+        rows = 2 * window - 1 if window is not None else spec.rel_pos_rows or 2 * spec.grid - 1
         for name in ("rel_pos_h", "rel_pos_w"):
             self.register_buffer(name, torch.empty(rows, spec.width // spec.heads, device="meta"))
 
     @property
-    def first(self) -> Linear:
+    def input_proj(self) -> Linear:
         return self.qkv
 
-    def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
         """[B, H, W, C], the same shape.
 
         Windows over the edge hold zeros there, put in after the norm, so that q, k and v of those tokens are the bias.
         """
-        qkv = still.linear(self.qkv, x)
+        qkv = vision.linear(self.qkv, x)
         batch, height, width, channels = qkv.shape
         qkv = qkv.view(batch, height, width, 3, self.heads, channels // (3 * self.heads))
         assert self.qkv.bias is not None
         tall, wide = (height, width) if self.window is None else (self.window, self.window)
-        mixed = still.ops.image_attention(
+        mixed = vision.ops.image_attention(
             qkv, self.heads, self.window, self.qkv.bias.view(3, self.heads, -1),
-            stretched(self.rel_pos_h, 2 * tall - 1), stretched(self.rel_pos_w, 2 * wide - 1),
+            resize_rel_pos(self.rel_pos_h, 2 * tall - 1), resize_rel_pos(self.rel_pos_w, 2 * wide - 1),
         )  # fmt: skip
-        return still.linear(self.proj, mixed)
+        return vision.linear(self.proj, mixed)
 
 
-class VitMLP(Branch):
+class SamVitMLP(VitBranch):
     """Up, GELU, down."""
 
-    def __init__(self, spec: VitSpec) -> None:
+    def __init__(self, spec: SamVitSpec) -> None:
         super().__init__()
         self.lin1 = Linear(spec.width, spec.inner, bias=True)
         self.lin2 = Linear(spec.inner, spec.width, bias=True)
 
     @property
-    def first(self) -> Linear:
+    def input_proj(self) -> Linear:
         return self.lin1
 
-    def forward(self, x: torch.Tensor | Quantized, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
         """[…, C], the same shape."""
-        return still.linear(self.lin2, still.gelu(self.lin1, x, self.lin2))
+        return vision.linear(self.lin2, vision.gelu(self.lin1, x, self.lin2))
 
 
-class Encoder(nn.Module):
+class SamVitEncoder(nn.Module):
     """An image to its embedding."""
 
     pos_embed: torch.Tensor
 
-    def __init__(self, spec: VitSpec) -> None:
+    def __init__(self, spec: SamVitSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.patch_embed = Patches(spec)
+        self.patch_embed = SamPatchEmbed(spec)
         self.register_buffer("pos_embed", torch.empty(1, spec.grid, spec.grid, spec.width, device="meta"))
-        windows = [None if index in spec.whole else spec.window for index in range(spec.depth)]
+        windows = [None if index in spec.global_attn_indexes else spec.window for index in range(spec.depth)]
         self.blocks = nn.ModuleList(
-            Block(spec.width, spec.eps, VitAttention(spec, window), VitMLP(spec)) for window in windows
+            VitBlock(spec.width, spec.eps, SamVitAttention(spec, window), SamVitMLP(spec)) for window in windows
         )
         self.neck = make_neck(spec.width, spec.out)
 
-    def forward(self, x: torch.Tensor, still: Still) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[B, 3, S, S] → [B, 256, S/16, S/16]."""
-        x = through(self.blocks, self.patch_embed(x) + self.pos_embed, still)
+        x = run_blocks(self.blocks, self.patch_embed(x) + self.pos_embed, vision)
         return self.neck(x.permute(0, 3, 1, 2))
 
 
 def make_neck(width: int, out: int) -> nn.Sequential:
     """To 256 channels: 1×1, norm, 3×3, norm."""
     return nn.Sequential(
-        Conv2d(width, out, 1, bias=False), ChannelNorm(out), Conv2d(out, out, 3, pad=1, bias=False), ChannelNorm(out)
+        Conv2d(width, out, 1, bias=False),
+        LayerNorm2d(out),
+        Conv2d(out, out, 3, padding=1, bias=False),
+        LayerNorm2d(out),
     )
 
 
-def stretched(table: torch.Tensor, length: int) -> torch.Tensor:
+def resize_rel_pos(table: torch.Tensor, length: int) -> torch.Tensor:
     """A table of relative positions for another size, linearly interpolated. [L, D] → [length, D]."""
     if table.shape[0] == length:
         return table

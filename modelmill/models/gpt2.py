@@ -12,21 +12,21 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.models._raw import depth, number, require, switch, whole
-from modelmill.nn.attention import Attention, AttentionSpec, Rope
-from modelmill.nn.embedding import Embedding, Head
+from modelmill.models._hf_config import boolean, non_negative_float, num_layers, positive_int, require_value
+from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
+from modelmill.nn.embedding import LMHead, TokenEmbedding
 from modelmill.nn.kv import KVShape
-from modelmill.nn.last import narrowed
+from modelmill.nn.logit_rows import select_logit_rows
 from modelmill.nn.mlp import PlainMLP
 from modelmill.nn.norm import LayerNorm
 from modelmill.nn.step import Step
 
-PREFIXES = ("transformer.",)
-UNUSED = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
+CHECKPOINT_PREFIXES = ("transformer.",)
+UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 
 @dataclass(frozen=True)
-class Config:
+class Gpt2Config:
     """Sizes; max_len is the number of learned positions."""
 
     hidden: int
@@ -37,7 +37,7 @@ class Config:
     eps: float
     max_len: int
     tied: bool
-    limit: int | None = None
+    max_extended_len: int | None = None
 
     @property
     def head_dim(self) -> int:
@@ -50,29 +50,31 @@ class Config:
         return self.heads
 
 
-def configure(raw: Mapping[str, Any]) -> Config:
+def config_from_hf(raw: Mapping[str, Any]) -> Gpt2Config:
     """Sizes from config.json."""
-    require(raw, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
-    require(raw, "scale_attn_weights", (True,), True)
-    require(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
-    require(raw, "add_cross_attention", (False,), False)
-    hidden, heads = whole(raw, "n_embd", "hidden_size"), whole(raw, "n_head", "num_attention_heads")
+    require_value(raw, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
+    require_value(raw, "scale_attn_weights", (True,), True)
+    require_value(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
+    require_value(raw, "add_cross_attention", (False,), False)
+    hidden, heads = positive_int(raw, "n_embd", "hidden_size"), positive_int(raw, "n_head", "num_attention_heads")
     if hidden % heads:
         raise CheckpointError(f"config.json: n_embd={hidden} is not a multiple of n_head={heads}")
-    return Config(
+    return Gpt2Config(
         hidden=hidden,
-        inner=whole(raw, "n_inner", default=4 * hidden),
-        layers=depth(raw, "n_layer", "num_hidden_layers"),
+        inner=positive_int(raw, "n_inner", default=4 * hidden),
+        layers=num_layers(raw, "n_layer", "num_hidden_layers"),
         heads=heads,
-        vocab=whole(raw, "vocab_size"),
-        eps=number(raw, "layer_norm_epsilon", default=1e-5),
+        vocab=positive_int(raw, "vocab_size"),
+        eps=non_negative_float(raw, "layer_norm_epsilon", default=1e-5),
         # n_ctx is read by nobody today: it only fills in for the others
-        max_len=whole(raw, "n_positions", "max_position_embeddings", default=whole(raw, "n_ctx", default=1024)),
-        tied=switch(raw, "tie_word_embeddings", True),
+        max_len=positive_int(
+            raw, "n_positions", "max_position_embeddings", default=positive_int(raw, "n_ctx", default=1024)
+        ),
+        tied=boolean(raw, "tie_word_embeddings", True),
     )
 
 
-def rules(config: Config) -> list[Rule]:
+def rules(config: Gpt2Config) -> list[Rule]:
     """Conv1D stores [in, out]: transposed here, once."""
     out = [
         Rule("embed.weight", ("transformer.wte.weight",)),
@@ -94,7 +96,7 @@ def rules(config: Config) -> list[Rule]:
     return out
 
 
-def drops(config: Config) -> tuple[str, ...]:
+def ignored_tensors(config: Gpt2Config) -> tuple[str, ...]:
     """The causal mask buffers, and the copy of a tied head."""
     masks = (r".*\.attn\.bias", r".*\.attn\.masked_bias")
     return (*masks, r"lm_head\.weight") if config.tied else masks
@@ -104,24 +106,24 @@ def _affine(target: str, source: str, how: str = "copy") -> list[Rule]:
     return [Rule(f"{target}.weight", (f"{source}.weight",), how), Rule(f"{target}.bias", (f"{source}.bias",))]
 
 
-class PlacedEmbedding(Embedding):
+class Gpt2Embedding(TokenEmbedding):
     """Token rows plus learned position rows."""
 
     positions: torch.Tensor
 
-    def __init__(self, rows: int, width: int, places: int) -> None:
+    def __init__(self, rows: int, width: int, num_positions: int) -> None:
         super().__init__(rows, width)
-        self.register_buffer("positions", torch.empty(places, width, device="meta"))
+        self.register_buffer("positions", torch.empty(num_positions, width, device="meta"))
 
     def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
         """[T] → [T, H]."""
         return super().forward(ids, step) + F.embedding(step.positions, self.positions)
 
 
-class Layer(nn.Module):
+class Gpt2Layer(nn.Module):
     """norm → attention → add and norm → MLP."""
 
-    def __init__(self, config: Config, index: int) -> None:
+    def __init__(self, config: Gpt2Config, index: int) -> None:
         super().__init__()
         spec = AttentionSpec(config.hidden, config.heads, config.heads, config.head_dim, qkv_bias=True, out_bias=True)
         self.attn_norm = LayerNorm(config.hidden, config.eps)
@@ -130,13 +132,18 @@ class Layer(nn.Module):
         self.mlp = PlainMLP(config.hidden, config.inner)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, last: Step | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rope: RopeCosSin,
+        step: Step,
+        logit_step: Step | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H], or of the rows of ``last``; their sum is the layer's output."""
+        """(branch, residual), both [T, H], or of the rows of ``logit_step``; their sum is the layer's output."""
         x, residual = self.attn_norm(x, residual, step)
-        x = self.attn(x, rope, step, last)
-        if last is not None:
-            residual, step = residual[step.logit_rows], last
+        x = self.attn(x, rope, step, logit_step)
+        if logit_step is not None:
+            residual, step = residual[step.logit_rows], logit_step
         x, residual = self.mlp_norm(x, residual, step)
         return self.mlp(x, step), residual
 
@@ -146,14 +153,14 @@ class Model(nn.Module):
 
     rope_rule = "fixed"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Gpt2Config) -> None:
         super().__init__()
         self.config = config
         self.kv = KVShape(config.layers, config.heads, config.head_dim)
-        self.embed = PlacedEmbedding(config.vocab, config.hidden, config.max_len)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
+        self.embed = Gpt2Embedding(config.vocab, config.hidden, config.max_len)
+        self.layers = nn.ModuleList(Gpt2Layer(config, i) for i in range(config.layers))
         self.norm = LayerNorm(config.hidden, config.eps)
-        self.head = Head(config.hidden, config.vocab)
+        self.head = LMHead(config.hidden, config.vocab)
 
     def rope_key(self, length: int) -> int:  # noqa: ARG002  positions are learned, nothing rotates
         """Always 0."""
@@ -161,17 +168,17 @@ class Model(nn.Module):
 
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [R, V] float32 of the rows that the step asks for."""
-        return self.head(self.states(step), step)
+        return self.head(self.hidden_states(step), step)
 
-    def states(self, step: Step) -> torch.Tensor:
+    def hidden_states(self, step: Step) -> torch.Tensor:
         """What the head reads: the normed final states [R, H] of the rows that the step asks for."""
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
-        rope = Rope()
+        rope = RopeCosSin()
         *layers, end = self.layers
         for layer in layers:
             x, residual = layer(x, residual, rope, step)
-        last = narrowed(step)
+        last = select_logit_rows(step)
         x, residual = end(x, residual, rope, step, last)
         if last is None and step.logit_rows is not None:
             x, residual = x[step.logit_rows], residual[step.logit_rows]

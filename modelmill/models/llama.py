@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.models import _llama_names
-from modelmill.models._llama_names import PREFIXES, drops, rules
-from modelmill.models._raw import switch
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import boolean
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 
-def configure(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; biases only where the config asks for them."""
-    attention_bias = switch(raw, "attention_bias", False)
-    config = _llama_names.configure(
-        raw, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=switch(raw, "mlp_bias", False)
+    attention_bias = boolean(raw, "attention_bias", False)
+    config = _llama_common.config_from_hf(
+        raw, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=boolean(raw, "mlp_bias", False)
     )
-    return _llama_names.no_windows(raw, config)
+    return _llama_common.refuse_windows(raw, config)
 
 
-UNUSED = ("max_window_layers",)  # there are no windows
+UNUSED_CONFIG_KEYS = ("max_window_layers",)  # there are no windows
 
 
 class Model(Decoder):

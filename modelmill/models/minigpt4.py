@@ -1,6 +1,7 @@
 """MiniGPT-4 (Zhu et al. 2023, arXiv:2304.10592): a LLaMA that reads pictures through BLIP-2's eyes.
 
-The language model is the plain decoder; ``read`` turns pictures into embeddings that stand in a prompt like tokens.
+The language model is the plain decoder; ``encode_images`` turns pictures into embeddings that stand in a prompt like
+tokens.
 """
 
 from __future__ import annotations
@@ -13,116 +14,123 @@ import torch
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
-from modelmill.core.find import find
-from modelmill.core.quote import quoted
-from modelmill.models import _reader, llama
-from modelmill.models._eva import EvaSpec
+from modelmill.core.quoting import quote
+from modelmill.core.registry import find_module
+from modelmill.models import _blip2_vision, llama
+from modelmill.models._blip2_vision import IMAGE_MEAN, IMAGE_STD, Blip2ImageEmbedder, Blip2VisionSpec
+from modelmill.models._eva_vit import EvaSpec
+from modelmill.models._hf_config import positive_float, positive_int
 from modelmill.models._qformer import QFormerSpec
-from modelmill.models._raw import positive, whole
-from modelmill.models._reader import MEAN, STD, Reader, ReaderSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.still import Still
-from modelmill.ops.shelf import Ops
+from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.registry import Ops
 
-PREFIXES = ("",)
+CHECKPOINT_PREFIXES = ("",)
 # computed in float32 whatever the rest is stored in, as the original does
-KEPT = (r"reader\.ln_vision\.(weight|bias)",)
-READER = "reader."
-LANGUAGE = "llama_model."  # in front of the decoder's tensors (checkpoint.joined)
+FLOAT32_TENSORS = (r"image_embedder\.ln_vision\.(weight|bias)",)
+IMAGE_EMBEDDER_PREFIX = "image_embedder."
+LANGUAGE_MODEL_PREFIX = "llama_model."  # in front of the decoder's tensors (checkpoint.minigpt4_parts)
 # of BLIP-2's parts: the queries have no words and no positions; whether words are tied is the language model's
-NEUTRAL = {"position_embedding_type": ("absolute",), "num_channels": (3,)}
-UNUSED = (
+SUPPORTED_VALUES = {"position_embedding_type": ("absolute",), "num_channels": (3,)}
+UNUSED_CONFIG_KEYS = (
     "image_text_hidden_size", "qformer_config.max_position_embeddings", "use_decoder_only_language_model",
     "tie_word_embeddings", "projection_dim",
 )  # fmt: skip
-SPOKEN = ("llama", "mistral", "qwen2", "qwen3")
+LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 """Language models that may stand behind the eyes: the plain decoder in all of them, under the same names."""
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class MiniGpt4Config(DecoderConfig):
     """The decoder's sizes and the eyes'."""
 
-    reader: ReaderSpec = field(default_factory=lambda: ReaderSpec(EvaSpec(), QFormerSpec(), 4096))
+    image_embedder: Blip2VisionSpec = field(default_factory=lambda: Blip2VisionSpec(EvaSpec(), QFormerSpec(), 4096))
 
 
 class Model(Decoder):
-    """The decoder with eyes. No recipe quantizes the eyes (``unquantized``)."""
+    """The decoder with eyes. No recipe quantizes the eyes (``unquantized_prefixes``)."""
 
-    unquantized = (READER,)
+    unquantized_prefixes = (IMAGE_EMBEDDER_PREFIX,)
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: MiniGpt4Config) -> None:
         super().__init__(config)
         with torch.device("meta"):
-            self.reader = Reader(config.reader)
-        # constants on the device, where a graph of ``read`` finds them
-        self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1))
-        self.register_buffer("std", torch.tensor(STD).view(3, 1, 1))
-        self.image_size = config.reader.tower.image
-        self.image_tokens = config.reader.qformer.queries
+            self.image_embedder = Blip2ImageEmbedder(config.image_embedder)
+        # constants on the device, where a graph of ``encode_images`` finds them
+        self.register_buffer("mean", torch.tensor(IMAGE_MEAN).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor(IMAGE_STD).view(3, 1, 1))
+        self.image_size = config.image_embedder.vision_encoder.image
+        self.image_tokens = config.image_embedder.qformer.queries
 
-    def read(self, pictures: torch.Tensor, ops: Ops) -> torch.Tensor:
+    def encode_images(self, images: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Pictures [B, 3, S, S] uint8 → embeddings [B, 32, hidden] in the model's type."""
-        like = self.reader.visual_encoder.pos_embed
-        found: torch.Tensor = self.reader(self.normalised(pictures).to(like.dtype), Still(ops))
+        like = self.image_embedder.visual_encoder.pos_embed
+        found: torch.Tensor = self.image_embedder(self.normalize(images).to(like.dtype), VisionContext(ops))
         return found
 
-    def normalised(self, pictures: torch.Tensor) -> torch.Tensor:
+    def normalize(self, images: torch.Tensor) -> torch.Tensor:
         """[B, 3, S, S] uint8 → float32."""
         # divided by 255 first and in float32, as torchvision's ToTensor and Normalize do
-        return (pictures.float() / 255 - self.mean) / self.std
+        return (images.float() / 255 - self.mean) / self.std
 
 
-def configure(raw: Mapping[str, Any]) -> Config:
+def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
     """Sizes of both halves. Raises CheckpointError where those of the eyes are missing or do not fit together,
-    UnknownArchitecture where the language model is none of ``SPOKEN``."""
-    told = raw.get("reader")
-    if not isinstance(told, Mapping):
-        raise CheckpointError('config.json: of a minigpt4 lacks "reader", the sizes of its eyes')
-    spoken = told.get("language", "llama")
-    family = find("modelmill.models", str(spoken)) if spoken in SPOKEN else None
+    UnknownArchitecture where the language model is none of ``LANGUAGE_MODELS``."""
+    sizes = raw.get("image_embedder")
+    if not isinstance(sizes, Mapping):
+        raise CheckpointError('config.json: of a minigpt4 lacks "image_embedder", the sizes of its eyes')
+    model_type = sizes.get("language", "llama")
+    family = find_module("modelmill.models", str(model_type)) if model_type in LANGUAGE_MODELS else None
     if family is None:
         raise UnknownArchitecture(
-            f"the language model behind the eyes is of model_type {quoted(spoken, 60)}; known there are "
-            f"{', '.join(SPOKEN)}"
+            f"the language model behind the eyes is of model_type {quote(model_type, 60)}; known there are "
+            f"{', '.join(LANGUAGE_MODELS)}"
         )
-    decoder = family.configure(raw)
-    eps = told.get("eps", {})
+    decoder = family.config_from_hf(raw)
+    eps = sizes.get("eps", {})
     if not isinstance(eps, Mapping):
         raise CheckpointError('config.json: "eps" of the eyes is no table')
-    tower = EvaSpec(**_sizes(told.get("tower"), EvaSpec()), eps=positive(eps, "tower", default=EvaSpec.eps))
-    qformer = QFormerSpec(
-        **_sizes(told.get("qformer"), QFormerSpec()), eps=positive(eps, "qformer", default=QFormerSpec.eps)
+    encoder = EvaSpec(
+        **_spec_sizes(sizes.get("vision_encoder"), EvaSpec()),
+        eps=positive_float(eps, "vision_encoder", default=EvaSpec.eps),
     )
-    for name, spec in (("tower", tower), ("qformer", qformer)):
+    qformer = QFormerSpec(
+        **_spec_sizes(sizes.get("qformer"), QFormerSpec()), eps=positive_float(eps, "qformer", default=QFormerSpec.eps)
+    )
+    for name, spec in (("vision encoder", encoder), ("qformer", qformer)):
         if spec.width % spec.heads:
             raise CheckpointError(f"the {name}'s width {spec.width} does not divide into {spec.heads} heads")
-    if tower.image % tower.patch:
-        raise CheckpointError(f"pictures of {tower.image} pixels do not divide into patches of {tower.patch}")
+    if encoder.image % encoder.patch:
+        raise CheckpointError(f"pictures of {encoder.image} pixels do not divide into patches of {encoder.patch}")
     shared = {each.name: getattr(decoder, each.name) for each in fields(decoder)}
-    between = positive(eps, "between", default=ReaderSpec.norm_eps)
-    return Config(**shared, reader=ReaderSpec(tower, qformer, decoder.hidden, between))
+    between = positive_float(eps, "between", default=Blip2VisionSpec.norm_eps)
+    return MiniGpt4Config(**shared, image_embedder=Blip2VisionSpec(encoder, qformer, decoder.hidden, between))
 
 
-def rules(config: Config) -> list[Rule]:
+def rules(config: MiniGpt4Config) -> list[Rule]:
     """The decoder's tensors from behind ``llama_model.``, the eyes' from their own files."""
-    decoder = [replace(r, sources=tuple(LANGUAGE + s for s in r.sources)) for r in llama.rules(config)]
-    return decoder + [replace(r, target=READER + r.target) for r in _reader.rules(config.reader)]
+    decoder = [replace(r, sources=tuple(LANGUAGE_MODEL_PREFIX + s for s in r.sources)) for r in llama.rules(config)]
+    return decoder + [
+        replace(r, target=IMAGE_EMBEDDER_PREFIX + r.target) for r in _blip2_vision.rules(config.image_embedder)
+    ]
 
 
-def drops(config: Config) -> list[str]:
+def ignored_tensors(config: MiniGpt4Config) -> list[str]:
     """What the decoder needs not, and the eyes' unused halves."""
-    return [rf"{LANGUAGE}{pattern}" for pattern in llama.drops(config)] + _reader.drops(config.reader)
+    return [
+        rf"{LANGUAGE_MODEL_PREFIX}{pattern}" for pattern in llama.ignored_tensors(config)
+    ] + _blip2_vision.ignored_tensors(config.image_embedder)
 
 
-def _sizes(told: Any, published: Any) -> dict[str, int]:
+def _spec_sizes(sizes: Any, defaults: Any) -> dict[str, int]:
     """The whole numbers of a spec; what is not told is as published."""
-    if not isinstance(told, Mapping):
-        raise CheckpointError('config.json: "reader" of a minigpt4 has no tower or no qformer')
-    names = {each.name for each in fields(published) if each.name != "eps"}
-    unknown = sorted(set(told) - names)
+    if not isinstance(sizes, Mapping):
+        raise CheckpointError('config.json: "image_embedder" of a minigpt4 has no vision_encoder or no qformer')
+    names = {each.name for each in fields(defaults) if each.name != "eps"}
+    unknown = sorted(set(sizes) - names)
     if unknown:
         raise CheckpointError(f"the eyes have no size {unknown[0]!r}; known are {', '.join(sorted(names))}")
-    return {name: whole(told, name) for name in told}
+    return {name: positive_int(sizes, name) for name in sizes}

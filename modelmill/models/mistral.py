@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import layered
-from modelmill.models import _llama_names
-from modelmill.models._llama_names import PREFIXES, drops, rules
-from modelmill.models._raw import depth
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import num_layers
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 
-def configure(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MistralConfig."""
-    layers = depth(raw, "num_hidden_layers")
+    layers = num_layers(raw, "num_hidden_layers")
     # MistralConfig knows neither use_sliding_window nor max_window_layers: the window holds in every layer. One with
     # layer_types is read as Ministral's, as transformers' AutoConfig does: only the layers named sliding have it
-    raw = layered(raw, {"num_key_value_heads": 8}, {"use_sliding_window": True, "max_window_layers": 0})
-    return _llama_names.configure(raw, positions=131072, windows=_llama_names.windows(raw, layers))
+    raw = overlay_config(raw, {"num_key_value_heads": 8}, {"use_sliding_window": True, "max_window_layers": 0})
+    return _llama_common.config_from_hf(raw, positions=131072, windows=_llama_common.sliding_windows(raw, layers))
 
 
 class Model(Decoder):

@@ -12,55 +12,55 @@ from typing import Any
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.models._raw import depth, number, positive, switch, whole
+from modelmill.models._hf_config import boolean, non_negative_float, num_layers, positive_float, positive_int
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
-PREFIXES = ("transformer.",)
+CHECKPOINT_PREFIXES = ("transformer.",)
 # α grows with the prompt; beyond this multiple of seq_length nobody has measured the original
-STRETCH = 16
-NEUTRAL = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
-UNUSED = (
+MAX_NTK_FACTOR = 16
+SUPPORTED_VALUES = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
+UNUSED_CONFIG_KEYS = (
     "n_inner", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "onnx_safe", "params_dtype",
     "bias_dropout_fusion", "tokenizer_type", "auto_map",
 )  # fmt: skip
 
 
-def configure(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json, the old key names accepted too. ``intermediate_size`` counts w1 and w2 together."""
-    hidden = whole(raw, "hidden_size", "n_embd")
-    heads = whole(raw, "num_attention_heads", "n_head")
-    dim = whole(raw, "kv_channels", default=hidden // heads)
+    hidden = positive_int(raw, "hidden_size", "n_embd")
+    heads = positive_int(raw, "num_attention_heads", "n_head")
+    dim = positive_int(raw, "kv_channels", default=hidden // heads)
     if dim % 2:
         raise CheckpointError(f"config.json: kv_channels={dim} is odd; rotary embeddings need pairs")
-    inner = whole(raw, "intermediate_size", "ffn_hidden_size")
+    inner = positive_int(raw, "intermediate_size", "ffn_hidden_size")
     if inner % 2:
         raise CheckpointError(f"config.json: intermediate_size={inner} is odd, but it counts w1 and w2 together")
-    seq_length = whole(raw, "seq_length", default=2048)
-    positions = whole(raw, "max_position_embeddings", "n_positions", default=seq_length)
-    ntk = switch(raw, "use_dynamic_ntk", False)
-    if number(raw, "rotary_pct", default=1.0) != 1.0:
+    seq_length = positive_int(raw, "seq_length", default=2048)
+    positions = positive_int(raw, "max_position_embeddings", "n_positions", default=seq_length)
+    ntk = boolean(raw, "use_dynamic_ntk", False)
+    if non_negative_float(raw, "rotary_pct", default=1.0) != 1.0:
         raise CheckpointError("config.json: rotary_pct other than 1.0 is not supported")
-    base = positive(raw, "rotary_emb_base", "rope_theta", default=10000.0)
+    base = positive_float(raw, "rotary_emb_base", "rope_theta", default=10000.0)
     spec = RopeSpec(dim, base, seq_length, ntk_length=seq_length if ntk else None)
     config = DecoderConfig(
         hidden=hidden,
         inner=inner // 2,
-        layers=depth(raw, "num_hidden_layers", "n_layer"),
+        layers=num_layers(raw, "num_hidden_layers", "n_layer"),
         heads=heads,
         kv_heads=heads,
         head_dim=dim,
-        vocab=whole(raw, "vocab_size", "padded_vocab_size"),
-        eps=number(raw, "layer_norm_epsilon", default=1e-6),
+        vocab=positive_int(raw, "vocab_size", "padded_vocab_size"),
+        eps=non_negative_float(raw, "layer_norm_epsilon", default=1e-6),
         max_len=max(positions, seq_length),
         rope=spec,
         qkv_bias=True,
-        out_bias=not switch(raw, "no_bias", True),
-        mlp_bias=not switch(raw, "no_bias", True),
-        tied=switch(raw, "tie_word_embeddings", False),
-        logn=seq_length if switch(raw, "use_logn_attn", False) else None,
+        out_bias=not boolean(raw, "no_bias", True),
+        mlp_bias=not boolean(raw, "no_bias", True),
+        tied=boolean(raw, "tie_word_embeddings", False),
+        logn=seq_length if boolean(raw, "use_logn_attn", False) else None,
     )
-    return replace(config, limit=max(config.max_len, STRETCH * seq_length)) if ntk else config
+    return replace(config, max_extended_len=max(config.max_len, MAX_NTK_FACTOR * seq_length)) if ntk else config
 
 
 def rules(config: DecoderConfig) -> list[Rule]:
@@ -88,7 +88,7 @@ def rules(config: DecoderConfig) -> list[Rule]:
     return out
 
 
-def drops(config: DecoderConfig) -> tuple[str, ...]:
+def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
     """Buffers of the original, and the copy of a tied head."""
     buffers = (
         r".*\.attn\.masked_bias",

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import layered
-from modelmill.models import _llama_names
-from modelmill.models._llama_names import PREFIXES, drops, rules
-from modelmill.models._raw import depth, switch
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import boolean, num_layers
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["PREFIXES", "Model", "configure", "drops", "rules"]
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 
-def configure(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; windows only where ``use_sliding_window`` is true (its default is false)."""
-    layers = depth(raw, "num_hidden_layers")
-    windowed = switch(raw, "use_sliding_window", False)
-    raw = layered(raw, {"num_key_value_heads": 32, "max_window_layers": 28}, {"use_sliding_window": windowed})
-    return _llama_names.configure(raw, positions=32768, qkv_bias=True, windows=_llama_names.windows(raw, layers))
+    layers = num_layers(raw, "num_hidden_layers")
+    windowed = boolean(raw, "use_sliding_window", False)
+    raw = overlay_config(raw, {"num_key_value_heads": 32, "max_window_layers": 28}, {"use_sliding_window": windowed})
+    return _llama_common.config_from_hf(
+        raw, positions=32768, qkv_bias=True, windows=_llama_common.sliding_windows(raw, layers)
+    )
 
 
 class Model(Decoder):

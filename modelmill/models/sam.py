@@ -15,32 +15,31 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import TensorMismatch
-from modelmill.models import _sam_tiny, _sam_vit
-from modelmill.models._sam_config import WIDTH, foreign, original
-from modelmill.models._sam_decoder import MaskDecoder
-from modelmill.models._sam_prompt import PromptEncoder
-from modelmill.models._sam_tiny import TinySpec
-from modelmill.models._sam_vit import VitSpec
+from modelmill.models._sam_config import EMBED_WIDTH, spec_from_hf, spec_from_sizes
+from modelmill.models._sam_mask_decoder import SamMaskDecoder
+from modelmill.models._sam_prompt_encoder import SamPromptEncoder
+from modelmill.models._sam_tiny_vit import TinyVitEncoder, TinyVitSpec
+from modelmill.models._sam_vit import SamVitEncoder, SamVitSpec
 from modelmill.nn.linear import Linear
-from modelmill.nn.still import Still
+from modelmill.nn.vision_context import VisionContext
 
-KIND = "segmentation"
+ENGINE_TYPE = "segmentation"
 # Float32 in every dtype: prompts and masks are 4 million of the 9 to 640 million parameters and a click's whole
 # precision (angles of hundreds of radians, logits cut at 0); the biases are a table that the op reads as float32.
-KEPT = (r"(prompt_encoder|mask_decoder)\..*", r".*\.attention_biases")
-PREFIXES = ("", "module.", "model.")
-UNUSED = ("projection_dim", "tie_word_embeddings", "scale")
-MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+FLOAT32_TENSORS = (r"(prompt_encoder|mask_decoder)\..*", r".*\.attention_biases")
+CHECKPOINT_PREFIXES = ("", "module.", "model.")
+UNUSED_CONFIG_KEYS = ("projection_dim", "tie_word_embeddings", "scale")
+IMAGE_MEAN, IMAGE_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 # a head's size is not written anywhere in the original files
-HEADS = {768: 12, 1024: 16, 1280: 16}
+HEADS_BY_WIDTH = {768: 12, 1024: 16, 1280: 16}
 
 
 @dataclass(frozen=True)
 class SamConfig:
-    """encoder: its sizes. layout: whose names the checkpoint has, "original" or "transformers"."""
+    """encoder: its sizes. checkpoint_layout: whose names the checkpoint has, "original" or "transformers"."""
 
-    encoder: VitSpec | TinySpec
-    layout: str = "original"
+    encoder: SamVitSpec | TinyVitSpec
+    checkpoint_layout: str = "original"
 
     @property
     def image(self) -> int:
@@ -53,25 +52,25 @@ class SamConfig:
         return self.encoder.grid
 
 
-def configure(raw: Mapping[str, Any]) -> SamConfig:
-    """Sizes from transformers' config.json, or from what ``describe`` made of the tensors.
+def config_from_hf(raw: Mapping[str, Any]) -> SamConfig:
+    """Sizes from transformers' config.json, or from what ``config_from_shapes`` made of the tensors.
 
     Raises CheckpointError for sizes that are none, and for settings that would change the arithmetic and are not
     computed.
     """
     if raw.get("encoder") == "vit_t":
-        return SamConfig(TinySpec())
+        return SamConfig(TinyVitSpec())
     if raw.get("encoder") == "vit":
-        return SamConfig(original(raw))
-    return SamConfig(foreign(raw), "transformers")
+        return SamConfig(spec_from_sizes(raw))
+    return SamConfig(spec_from_hf(raw), "transformers")
 
 
-def describe(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
+def config_from_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
     """A raw config from the tensors of an original file, which has none beside it; None where they are not SAM's.
 
     Raises TensorMismatch where they are, but one that tells a size is missing or has another shape.
     """
-    prefix = next((p for p in PREFIXES if f"{p}mask_decoder.iou_token.weight" in shapes), None)
+    prefix = next((p for p in CHECKPOINT_PREFIXES if f"{p}mask_decoder.iou_token.weight" in shapes), None)
     if prefix is None:
         return None
     own = {name.removeprefix(prefix): tuple(shape) for name, shape in shapes.items()}
@@ -79,11 +78,11 @@ def describe(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
         return {"model_type": "sam", "encoder": "vit_t"}
     if "image_encoder.pos_embed" not in own:
         return None
-    _, grid, _, width = _shape(own, "image_encoder.pos_embed", 4)
-    patch = _shape(own, "image_encoder.patch_embed.proj.weight", 4)[2]
-    inner = _shape(own, "image_encoder.blocks.0.mlp.lin1.weight", 2)[0]
+    _, grid, _, width = _required_shape(own, "image_encoder.pos_embed", 4)
+    patch = _required_shape(own, "image_encoder.patch_embed.proj.weight", 4)[2]
+    inner = _required_shape(own, "image_encoder.blocks.0.mlp.lin1.weight", 2)[0]
     layers = sum(1 for name in own if re.fullmatch(r"image_encoder\.blocks\.\d+\.attn\.qkv\.weight", name))
-    tables = [_shape(own, f"image_encoder.blocks.{i}.attn.rel_pos_h", 2) for i in range(max(layers, 1))]
+    tables = [_required_shape(own, f"image_encoder.blocks.{i}.attn.rel_pos_h", 2) for i in range(max(layers, 1))]
     dim = tables[0][1]
     lengths = {length for length, _ in tables}
     # windows are smaller than the image; where all layers are alike, they see what their tables reach
@@ -91,22 +90,22 @@ def describe(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
     sizes = {
         "width": width,
         "depth": layers,
-        "heads": HEADS.get(width, width // dim),
-        "whole": [i for i, (length, _) in enumerate(tables) if length > short],
+        "heads": HEADS_BY_WIDTH.get(width, width // dim),
+        "global_attn_indexes": [i for i, (length, _) in enumerate(tables) if length > short],
         "inner": inner,
         "image": grid * patch,
         "patch": patch,
         "window": ((short or 27) + 1) // 2,
     }
-    span = max(lengths)
-    if span > short and span != 2 * grid - 1:
-        sizes["span"] = span
+    rows = max(lengths)
+    if rows > short and rows != 2 * grid - 1:
+        sizes["rel_pos_rows"] = rows
     return {"model_type": "sam", "encoder": "vit", "sizes": sizes}
 
 
-def _shape(own: Mapping[str, tuple[int, ...]], name: str, dims: int) -> tuple[int, ...]:
+def _required_shape(shapes: Mapping[str, tuple[int, ...]], name: str, dims: int) -> tuple[int, ...]:
     """A tensor's shape of ``dims`` sizes above 0."""
-    shape = own.get(name)
+    shape = shapes.get(name)
     if shape is None or len(shape) != dims or 0 in shape:
         found = "is missing" if shape is None else f"has shape {list(shape)}"
         raise TensorMismatch(
@@ -118,58 +117,58 @@ def _shape(own: Mapping[str, tuple[int, ...]], name: str, dims: int) -> tuple[in
 class Model(nn.Module):
     """The three stages. ``config`` holds the sizes. Recipes quantize the encoder's linear layers alone."""
 
-    unquantized = ("prompt_encoder.", "mask_decoder.")
+    unquantized_prefixes = ("prompt_encoder.", "mask_decoder.")
 
     def __init__(self, config: SamConfig) -> None:
         super().__init__()
         self.config = config
-        tiny = isinstance(config.encoder, TinySpec)
-        self.image_encoder = (_sam_tiny if tiny else _sam_vit).Encoder(config.encoder)
-        self.prompt_encoder = PromptEncoder(WIDTH, config.image, config.grid)
-        self.mask_decoder = MaskDecoder(WIDTH)
+        spec = config.encoder
+        self.image_encoder = TinyVitEncoder(spec) if isinstance(spec, TinyVitSpec) else SamVitEncoder(spec)
+        self.prompt_encoder = SamPromptEncoder(EMBED_WIDTH, config.image, config.grid)
+        self.mask_decoder = SamMaskDecoder(EMBED_WIDTH)
 
-    def embed(self, images: torch.Tensor, still: Still) -> torch.Tensor:
+    def encode_image(self, images: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """Normalised, padded images [B, 3, S, S] → embeddings [B, 256, S/16, S/16]."""
-        return self.image_encoder(images, still)
+        return self.image_encoder(images, vision)
 
-    def decode(
+    def decode_masks(
         self,
         embedding: torch.Tensor,
         points: torch.Tensor,
         labels: torch.Tensor,
         masks: torch.Tensor | None,
-        still: Still,
+        vision: VisionContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Prompts on images to masks.
 
         embedding: [N, 256, G, G], or [1, 256, G, G] for N prompts on one image. points [N, P, 2], labels [N, P] as in
-        ``PromptEncoder.sparse``; masks: [N, 1, 4·G, 4·G] logits or None. Returns the logits of the single mask and the
-        three of an ambiguous prompt, [N, 4, 4·G, 4·G] float32, and their predicted IoUs [N, 4] float32.
+        ``SamPromptEncoder.embed_points``; masks: [N, 1, 4·G, 4·G] logits or None. Returns the logits of the single mask
+        and the three of an ambiguous prompt, [N, 4, 4·G, 4·G] float32, and their predicted IoUs [N, 4] float32.
         """
         prompts = self.prompt_encoder
-        sparse, dense = prompts.sparse(points, labels), prompts.dense(masks, len(points))
-        return self.mask_decoder(embedding, prompts.everywhere(), sparse, dense, still)
+        sparse, dense = prompts.embed_points(points, labels), prompts.embed_masks(masks, len(points))
+        return self.mask_decoder(embedding, prompts.dense_pe(), sparse, dense, vision)
 
 
 def rules(config: SamConfig) -> list[Rule]:
     """Every tensor of the model under its own name, from the names of the checkpoint's layout."""
-    names = _tensors(Model(config))
-    if config.layout == "transformers":
-        return [Rule(name, (_translated(name),)) for name in names]
-    if isinstance(config.encoder, TinySpec):
-        return [_folded(name) for name in names]
+    names = _tensor_names(Model(config))
+    if config.checkpoint_layout == "transformers":
+        return [Rule(name, (_hf_name(name),)) for name in names]
+    if isinstance(config.encoder, TinyVitSpec):
+        return [_folded_rule(name) for name in names]
     return [Rule(name, (name,)) for name in names]
 
 
-def drops(config: SamConfig) -> list[str]:
+def ignored_tensors(config: SamConfig) -> list[str]:
     """What nobody reads: MobileSAM's classifier, and transformers' second copy of the Fourier matrix."""
-    if config.layout == "transformers":
+    if config.checkpoint_layout == "transformers":
         return [r"prompt_encoder\.shared_embedding\..*"]
     return [r"image_encoder\.(norm_head|head)\..*", r".*\.num_batches_tracked", "pixel_mean", "pixel_std", r".*\.ab",
             r".*\.attention_bias_idxs"]  # fmt: skip
 
 
-def _tensors(model: Model) -> list[str]:
+def _tensor_names(model: Model) -> list[str]:
     found = [name for name, _ in model.named_buffers()]
     found += [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
     return sorted(found)
@@ -181,7 +180,7 @@ _ENCODER = (
 _CONV = re.compile(rf"({_ENCODER})\.(weight|bias)")
 
 
-def _folded(name: str) -> Rule:
+def _folded_rule(name: str) -> Rule:
     """A tensor of MobileSAM: convolutions of the encoder take their batch norm in."""
     found = _CONV.fullmatch(name)
     if found is None:
@@ -195,7 +194,7 @@ def _folded(name: str) -> Rule:
 
 
 # ours → transformers', applied in order
-_SPELLINGS = (
+_HF_SPELLINGS = (
     (r"^image_encoder\.", "vision_encoder."),
     (r"\.patch_embed\.proj\.", ".patch_embed.projection."),
     (r"^vision_encoder\.blocks\.", "vision_encoder.layers."),
@@ -222,7 +221,7 @@ _SPELLINGS = (
 )
 
 
-def _translated(name: str) -> str:
-    for pattern, spelling in _SPELLINGS:
+def _hf_name(name: str) -> str:
+    for pattern, spelling in _HF_SPELLINGS:
         name = re.sub(pattern, spelling, name)
     return name

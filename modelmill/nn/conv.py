@@ -10,41 +10,53 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.linear import Linear
-from modelmill.nn.still import Still
-from modelmill.ops.eight_bit import Quantized
+from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.quant_types import QuantizedInput
 
 
 class Conv2d(nn.Module):
-    """A convolution; with ``up`` the transposed one, whose stride enlarges."""
+    """A convolution; with ``transposed`` the transposed one, whose stride enlarges."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __init__(
-        self, inner: int, outer: int, size: int, *, stride: int = 1, pad: int = 0, groups: int = 1,
-        bias: bool = True, up: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        *,
+        stride: int = 1,
+        padding: int = 0,
+        groups: int = 1,
+        bias: bool = True,
+        transposed: bool = False,
+    ) -> None:
         super().__init__()
-        self.stride, self.pad, self.groups, self.up = stride, pad, groups, up
-        shape = (inner, outer // groups, size, size) if up else (outer, inner // groups, size, size)
+        self.stride, self.padding, self.groups, self.transposed = stride, padding, groups, transposed
+        shape = (
+            (in_channels, out_channels // groups, kernel_size, kernel_size)
+            if transposed
+            else (out_channels, in_channels // groups, kernel_size, kernel_size)
+        )
         self.register_buffer("weight", torch.empty(shape, device="meta"))
-        self.register_buffer("bias", torch.empty(outer, device="meta") if bias else None)
+        self.register_buffer("bias", torch.empty(out_channels, device="meta") if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, inner, H, W] → [B, outer, H', W']."""
         if x.is_cuda and x.dtype is torch.float32:
-            with _whole_floats():
-                return self._convolved(x)
-        return self._convolved(x)
+            with _disable_tf32():
+                return self._convolve(x)
+        return self._convolve(x)
 
-    def _convolved(self, x: torch.Tensor) -> torch.Tensor:
-        if self.up:
-            return F.conv_transpose2d(x, self.weight, self.bias, self.stride, self.pad, groups=self.groups)
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.pad, groups=self.groups)
+    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
+        if self.transposed:
+            return F.conv_transpose2d(x, self.weight, self.bias, self.stride, self.padding, groups=self.groups)
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, groups=self.groups)
 
 
 @contextlib.contextmanager
-def _whole_floats() -> Iterator[None]:
+def _disable_tf32() -> Iterator[None]:
     """Inside, cuDNN computes float32 as float32: else it rounds to TF32, whose errors (3e-4) acceptance refuses."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
@@ -54,7 +66,7 @@ def _whole_floats() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = before
 
 
-class ChannelNorm(nn.Module):
+class LayerNorm2d(nn.Module):
     """LayerNorm over the channels of each pixel, statistics in float32."""
 
     weight: torch.Tensor
@@ -74,7 +86,7 @@ class ChannelNorm(nn.Module):
 
 
 class PlainNorm(nn.Module):
-    """LayerNorm over the last dimension; ``added`` also adds what the stream still lacks."""
+    """LayerNorm over the last dimension; ``add_norm`` also adds what the stream still lacks."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -89,19 +101,19 @@ class PlainNorm(nn.Module):
         """[…, C], the same shape."""
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
-    def added(
-        self, x: torch.Tensor, branch: torch.Tensor | None, then: Linear, still: Still
-    ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
-        """(the norm of x + branch in the form that ``then`` takes, x + branch); branch None: of x."""
-        ops, wanted = still.ops, still.wanted(then)
+    def add_norm(
+        self, x: torch.Tensor, branch: torch.Tensor | None, next_linear: Linear, vision: VisionContext
+    ) -> tuple[torch.Tensor | QuantizedInput, torch.Tensor]:
+        """(the norm of x + branch in the form that ``next_linear`` takes, x + branch); branch None: of x."""
+        ops, act_quant = vision.ops, vision.act_quant(next_linear)
         if branch is None:
             normed = ops.layer_norm(x, self.weight, self.bias, self.eps)
-            if wanted is None:
+            if act_quant is None:
                 return normed, x
-            return Quantized(*ops.quantize(normed, wanted.kind, wanted.factor), x.dtype), x
-        if wanted is None:
+            return QuantizedInput(*ops.quantize(normed, act_quant.dtype, act_quant.inv_scale), x.dtype), x
+        if act_quant is None:
             return ops.add_layer_norm(branch, x, self.weight, self.bias, self.eps)
         values, scale, total = ops.add_layer_norm_quant(
-            branch, x, self.weight, self.bias, self.eps, wanted.kind, wanted.factor
+            branch, x, self.weight, self.bias, self.eps, act_quant.dtype, act_quant.inv_scale
         )
-        return Quantized(values, scale, x.dtype), total
+        return QuantizedInput(values, scale, x.dtype), total

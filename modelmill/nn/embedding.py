@@ -10,14 +10,14 @@ from torch import nn
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
-from modelmill.ops.eight_bit import Quantized
-from modelmill.parallel.mesh import Mesh
-from modelmill.parallel.shard import Part, spread, widths
+from modelmill.ops.quant_types import QuantizedInput
+from modelmill.parallel.shard import Shard, partition, range_lengths
+from modelmill.parallel.tp_group import TPGroup
 
-_LINE = 16  # tokens that a rank's share is a multiple of where there are many
+_VOCAB_ALIGNMENT = 16  # tokens that a rank's share is a multiple of where there are many
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """Rows by id; tokens that bring their own embeddings (images) take those instead."""
 
     weight: torch.Tensor
@@ -34,22 +34,27 @@ class Embedding(nn.Module):
         return x
 
 
-class Head(Linear):
+class LMHead(Linear):
     """The projection to the vocabulary, in float32 sums cast to float32 logits.
 
     Ranks share out the vocabulary, and each of them gets all logits: they sample alike, with nothing more to exchange.
     """
 
-    widths: tuple[int, ...] = ()
+    shard_widths: tuple[int, ...] = ()
 
-    def forward(self, x: torch.Tensor | Quantized, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedInput, step: Step) -> torch.Tensor:
         """[R, H] → [R, V] float32."""
         logits = super().forward(x, step)
-        return (step.mesh.gather(logits, self.widths) if self.widths else logits).float()
+        return (step.tp_group.all_gather(logits, self.shard_widths) if self.shard_widths else logits).float()
 
-    def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:  # noqa: ARG002  its columns stay whole
+    def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:  # noqa: ARG002  its columns stay whole
         """Keep some rows of the vocabulary."""
         vocab = self.shape[0]
-        parts = spread(vocab, mesh.size, _LINE if vocab >= 8 * mesh.size * _LINE else 1, "tokens of the vocabulary")
-        self.widths = widths(parts)
-        self.take(Part.of_rows(self.shape, parts[mesh.rank]))
+        parts = partition(
+            vocab,
+            tp_group.size,
+            _VOCAB_ALIGNMENT if vocab >= 8 * tp_group.size * _VOCAB_ALIGNMENT else 1,
+            "tokens of the vocabulary",
+        )
+        self.shard_widths = range_lengths(parts)
+        self.take_shard(Shard.from_rows(self.shape, parts[tp_group.rank]))

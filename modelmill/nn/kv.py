@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
-DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_SCALE = torch.float32
+QUANTIZED_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_SCALE_DTYPE = torch.float32
 
 
-def held_dtype(name: str, activations: torch.dtype) -> torch.dtype:
+def kv_cache_dtype(name: str, activation_dtype: torch.dtype) -> torch.dtype:
     """What ``--kv-cache-dtype`` means: auto is the activations' dtype."""
-    return DTYPES.get(name, activations)
+    return QUANTIZED_KV_DTYPES.get(name, activation_dtype)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class KVShape:
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, keys and values, with the scales where ``dtype`` has 8 bits."""
-        each = self.head_dim * dtype.itemsize + (_SCALE.itemsize if dtype in DTYPES.values() else 0)
+        each = self.head_dim * dtype.itemsize + (_SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0)
         return 2 * self.layers * self.kv_heads * page_size * each
 
 
@@ -60,8 +60,8 @@ class KVCache:
         def zeros(size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers) -> tuple[torch.Tensor, ...]:
             return tuple(_zeros(size, dtype, device) for _ in range(count))
 
-        scales = shape.layers if dtype in DTYPES.values() else 0
-        k_scale, v_scale = zeros(size[:3], _SCALE, scales), zeros(size[:3], _SCALE, scales)
+        scales = shape.layers if dtype in QUANTIZED_KV_DTYPES.values() else 0
+        k_scale, v_scale = zeros(size[:3], _SCALE_DTYPE, scales), zeros(size[:3], _SCALE_DTYPE, scales)
         return KVCache(zeros(size, dtype), zeros(size, dtype), page_size, k_scale, v_scale)
 
     @property

@@ -10,11 +10,13 @@ from torch import nn
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
-from modelmill.ops.eight_bit import Quantized
-from modelmill.parallel.mesh import Mesh
-from modelmill.parallel.shard import Part, Range, spread
+from modelmill.ops.quant_types import QuantizedInput
+from modelmill.parallel.shard import Range, Shard, partition
+from modelmill.parallel.tp_group import TPGroup
 
-_LINE = 64  # channels that a rank's share is a multiple of where there are many: rows then start at cache lines
+_CHANNEL_ALIGNMENT = (
+    64  # channels that a rank's share is a multiple of where there are many: rows then start at cache lines
+)
 
 
 class SiluMul(nn.Module):
@@ -43,24 +45,24 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(inner, hidden, bias)
 
     def forward(
-        self, x: torch.Tensor | Quantized, step: Step, residual: torch.Tensor | None = None
+        self, x: torch.Tensor | QuantizedInput, step: Step, residual: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """[T, H] → [T, H]; None where it was added to the residual at once."""
-        inner = self.gate_up_proj.gated(x, step) if step.whole else None
+        inner = self.gate_up_proj.try_linear_swiglu(x, step) if step.fuse else None
         if inner is None:
             gate_up = self.gate_up_proj(x, step)
-            out = self.down_proj.of_gate(gate_up, step) if step.whole else None
+            out = self.down_proj.try_swiglu_quant(gate_up, step) if step.fuse else None
             if out is not None:
                 return out
             inner = self.act(gate_up, step)
-        return None if self.down_proj.added(inner, residual, step) else self.down_proj(inner, step)
+        return None if self.down_proj.try_linear_add(inner, residual, step) else self.down_proj(inner, step)
 
-    def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:
-        """Keep some inner channels; what ``forward`` returns is then a summand. grain: of a child's columns."""
+    def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
+        """Keep some inner channels; what ``forward`` returns is then a summand. alignment_for: of a child's columns."""
         inner = self.down_proj.shape[1]
-        a, b = _channels(inner, mesh, grain("down_proj"))
-        self.gate_up_proj.take(Part.of_rows(self.gate_up_proj.shape, (a, b), (inner + a, inner + b)))
-        self.down_proj.take(Part.of_columns(self.down_proj.shape, (a, b), mesh.rank))
+        a, b = _channel_range(inner, tp_group, alignment_for("down_proj"))
+        self.gate_up_proj.take_shard(Shard.from_rows(self.gate_up_proj.shape, (a, b), (inner + a, inner + b)))
+        self.down_proj.take_shard(Shard.from_columns(self.down_proj.shape, (a, b), tp_group.rank))
 
 
 class PlainMLP(nn.Module):
@@ -76,14 +78,16 @@ class PlainMLP(nn.Module):
         """[T, H] → [T, H]."""
         return self.down_proj(self.act(self.fc_proj(x, step), step), step)
 
-    def split(self, mesh: Mesh, grain: Callable[[str], int]) -> None:
-        """Keep some inner channels; what ``forward`` returns is then a summand. grain: of a child's columns."""
-        mine = _channels(self.down_proj.shape[1], mesh, grain("down_proj"))
-        self.fc_proj.take(Part.of_rows(self.fc_proj.shape, mine))
-        self.down_proj.take(Part.of_columns(self.down_proj.shape, mine, mesh.rank))
+    def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
+        """Keep some inner channels; what ``forward`` returns is then a summand. alignment_for: of a child's columns."""
+        mine = _channel_range(self.down_proj.shape[1], tp_group, alignment_for("down_proj"))
+        self.fc_proj.take_shard(Shard.from_rows(self.fc_proj.shape, mine))
+        self.down_proj.take_shard(Shard.from_columns(self.down_proj.shape, mine, tp_group.rank))
 
 
-def _channels(inner: int, mesh: Mesh, grain: int) -> Range:
+def _channel_range(inner: int, tp_group: TPGroup, alignment: int) -> Range:
     """The inner channels of a rank."""
-    lines = lcm(grain, _LINE)
-    return spread(inner, mesh.size, lines if inner >= 8 * mesh.size * lines else grain, "inner channels")[mesh.rank]
+    lines = lcm(alignment, _CHANNEL_ALIGNMENT)
+    return partition(
+        inner, tp_group.size, lines if inner >= 8 * tp_group.size * lines else alignment, "inner channels"
+    )[tp_group.rank]

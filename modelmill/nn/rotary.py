@@ -18,32 +18,32 @@ from torch import nn
 from modelmill.core.errors import CheckpointError
 from modelmill.nn.step import Step
 
-STRETCHED = ("dynamic", "qwen_ntk")
-RULES = ("fixed", "prompt", "running")
+NTK_SCALINGS = ("dynamic", "qwen_ntk")
+ROPE_KEY_RULES = ("fixed", "prompt", "running")
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """dim: rotated channels per head. scaling: the raw ``rope_scaling`` dict. trained: positions of the training.
+    """dim: rotated channels per head. scaling: the raw ``rope_scaling`` dict. trained_len: positions of the training.
 
     Raises CheckpointError for a dim that cannot be rotated so.
     """
 
     dim: int
     base: float
-    trained: int
+    trained_len: int
     scaling: Mapping[str, Any] = field(default_factory=dict)
     ntk_length: int | None = None
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
             raise CheckpointError(f"heads of {self.dim} channels have no pairs for rotary embeddings to turn")
-        if self.dim == 2 and self.kind in STRETCHED:
+        if self.dim == 2 and self.scaling_type in NTK_SCALINGS:
             # the base grows with the power dim / (dim - 2)
             raise CheckpointError("heads of 2 channels cannot be stretched by dynamic NTK: they need 4 or more")
 
     @property
-    def kind(self) -> str:
+    def scaling_type(self) -> str:
         """The scaling's name; "default" where there is none."""
         if self.ntk_length is not None:
             return "qwen_ntk"
@@ -57,24 +57,24 @@ class Rotary(nn.Module):
     """
 
     inv_freq: torch.Tensor
-    by_key: torch.Tensor | None
+    ntk_table: torch.Tensor | None
 
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.rule = {"qwen_ntk": "prompt", "dynamic": "running"}.get(spec.kind, "fixed")
+        self.rule = {"qwen_ntk": "prompt", "dynamic": "running"}.get(spec.scaling_type, "fixed")
         inv_freq, self.factor = _frequencies(spec)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         # one row a key, made once: in a graph, a row is one small kernel and its powers would be ten
         table = _ntk_table(spec, inv_freq) if self.rule == "prompt" else None
-        self.register_buffer("by_key", table, persistent=False)
+        self.register_buffer("ntk_table", table, persistent=False)
 
     def key(self, length: int) -> int:
         """The key of a token whose deciding length is ``length``."""
         if self.rule == "prompt":
             return ntk_doublings(length, self.spec.ntk_length or length)
         if self.rule == "running":
-            return 0 if length <= self.spec.trained else length
+            return 0 if length <= self.spec.trained_len else length
         return 0
 
     def forward(
@@ -84,24 +84,25 @@ class Rotary(nn.Module):
         keys = step.rope_keys
         if self.rule == "running":
             # a row of frequencies for each token
-            table, keys = self._running(keys), torch.arange(len(keys), device=keys.device)
+            table, keys = self._frequencies_by_token(keys), torch.arange(len(keys), device=keys.device)
         else:
-            table = self.inv_freq[None] if self.by_key is None else self.by_key
-        return step.ops.rotation(step.positions, keys, table, self.factor, logn, dtype)
+            table = self.inv_freq[None] if self.ntk_table is None else self.ntk_table
+        return step.ops.rope_cos_sin(step.positions, keys, table, self.factor, logn, dtype)
 
-    def _running(self, keys: torch.Tensor) -> torch.Tensor:
+    def _frequencies_by_token(self, keys: torch.Tensor) -> torch.Tensor:
         """Frequencies of each token, [T, D/2]; tokens with key 0 get the unscaled ones exactly."""
         spec = self.spec
         factor = float(spec.scaling.get("factor", 1.0))
-        stretch = factor * keys.double() / spec.trained - (factor - 1.0)
+        stretch = factor * keys.double() / spec.trained_len - (factor - 1.0)
         stretch = torch.where(keys == 0, torch.ones_like(stretch), stretch)
-        return torch.where((keys == 0)[:, None], self.inv_freq, _stretched(spec, stretch))
+        return torch.where((keys == 0)[:, None], self.inv_freq, _ntk_frequencies(spec, stretch))
 
 
-def ntk_doublings(length: int, trained: int) -> int:
-    """How often ``trained`` must double to hold ``length``: Qwen v1's α is 2^(doublings + 1) − 1, and 1 for none."""
+def ntk_doublings(length: int, trained_len: int) -> int:
+    """How often ``trained_len`` must double to hold ``length``: Qwen v1's α is 2^(doublings + 1) − 1, and 1 for
+    none."""
     doublings = 0
-    while trained << doublings < length:
+    while trained_len << doublings < length:
         doublings += 1
     return doublings
 
@@ -109,15 +110,15 @@ def ntk_doublings(length: int, trained: int) -> int:
 def _ntk_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
     """Frequencies by number of doublings, [32, D/2]; the first row is the unscaled one exactly."""
     alpha = 2.0 ** (torch.arange(32, dtype=torch.float64, device="cpu") + 1) - 1
-    table = _stretched(spec, alpha)
+    table = _ntk_frequencies(spec, alpha)
     table[0] = inv_freq
     return table
 
 
-def _stretched(spec: RopeSpec, stretch: torch.Tensor) -> torch.Tensor:
-    """Frequencies of a base raised by ``stretch`` [T] float64 (NTK): [T, D/2] float32."""
-    base = spec.base * stretch ** (spec.dim / (spec.dim - 2))
-    exponent = torch.arange(0, spec.dim, 2, device=stretch.device, dtype=torch.float64) / spec.dim
+def _ntk_frequencies(spec: RopeSpec, base_factor: torch.Tensor) -> torch.Tensor:
+    """Frequencies of a base raised by ``base_factor`` [T] float64 (NTK): [T, D/2] float32."""
+    base = spec.base * base_factor ** (spec.dim / (spec.dim - 2))
+    exponent = torch.arange(0, spec.dim, 2, device=base_factor.device, dtype=torch.float64) / spec.dim
     return (base[:, None] ** -exponent).float()
 
 
@@ -126,16 +127,16 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     # on the CPU even in a model on the meta device: torch would load its compiler for that, 120 MB of modules
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim
     plain = 1.0 / spec.base**exponent
-    kind, scaling = spec.kind, spec.scaling
-    if kind in ("default", "dynamic", "qwen_ntk"):
+    scaling_type, scaling = spec.scaling_type, spec.scaling
+    if scaling_type in ("default", "dynamic", "qwen_ntk"):
         return plain, 1.0
-    if kind == "linear":
+    if scaling_type == "linear":
         return plain / float(scaling["factor"]), 1.0
-    if kind == "llama3":
+    if scaling_type == "llama3":
         return _llama3(plain, scaling), 1.0
-    if kind == "yarn":
+    if scaling_type == "yarn":
         return _yarn(spec, exponent)
-    raise CheckpointError(f"rope scaling {kind!r} is not supported (known: linear, dynamic, llama3, yarn)")
+    raise CheckpointError(f"rope scaling {scaling_type!r} is not supported (known: linear, dynamic, llama3, yarn)")
 
 
 def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
@@ -153,7 +154,7 @@ def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolate slow channels, keep fast ones, temper the attention."""
     scaling = spec.scaling
-    trained = float(scaling.get("original_max_position_embeddings") or spec.trained)
+    trained = float(scaling.get("original_max_position_embeddings") or spec.trained_len)
     factor = float(scaling["factor"])
     fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
 

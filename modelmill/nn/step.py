@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from modelmill.nn.kv import KVCache
-from modelmill.ops.shelf import Ops
-from modelmill.parallel.mesh import ALONE, Mesh
+from modelmill.ops.registry import Ops
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Step:
     block_tables: [B, P] int32. query_start: [B + 1] int32. context_lens: [B] int32, keys including the new ones.
     logit_rows: [R] int64, the rows whose logits are wanted; None: all T.
     max_query, max_context: host bounds of the rows, for launch sizes.
-    whole: whether modules may run as one op (``ops.decode``): nobody is watching single ones.
-    mesh: the ranks that compute the step together.
+    fuse: whether modules may run as one op (``ops.decode``): nobody is watching single ones.
+    tp_group: the ranks that compute the step together.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images); else None.
     """
 
@@ -37,7 +37,7 @@ class Step:
     max_context: int
     kv: KVCache
     ops: Ops = field(repr=False)
-    whole: bool = False
-    mesh: Mesh = field(default=ALONE, repr=False)
+    fuse: bool = False
+    tp_group: TPGroup = field(default=SINGLE_RANK, repr=False)
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None

@@ -18,10 +18,10 @@ def add_rms_norm_quant(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(values, scale or None, x + residual): ``rms_norm_quant`` of the sum, which is rounded to x's dtype first.
@@ -30,7 +30,7 @@ def add_rms_norm_quant(
     the sum.
     """
     y, total = add_rms_norm(x, residual, weight, eps)
-    return *rms_norm_quant.quantized(y, kind, factor, zero, order, bits), total
+    return *rms_norm_quant.quantize_rows(y, dtype, inv_scale, zero_point, perm, bits), total
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

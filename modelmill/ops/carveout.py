@@ -13,19 +13,19 @@ import functools
 
 # Per cent of a multiprocessor's shared memory: 16 KB of 228, which three or four blocks of a decode kernel share (three
 # keep the memory as busy as four). With 32 KB for rope_cache alone it was as slow as without asking.
-DECODING = 7
-_PREFERRED = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+DECODE_CARVEOUT_PERCENT = 7
+_CARVEOUT_ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 
-def divide(function: int, percent: int) -> None:
+def set_carveout(function: int, percent: int) -> None:
     """Have a loaded kernel (a CUfunction) ask for ``percent`` of a multiprocessor's memory that may be shared.
 
     It is a wish: a driver that does not follow it is not an error.
     """
-    driver().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED, percent)
+    cuda_driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
 
 
 @functools.cache
-def driver() -> ctypes.CDLL:
+def cuda_driver() -> ctypes.CDLL:
     """The CUDA driver."""
     return ctypes.CDLL("libcuda.so.1")

@@ -1,7 +1,7 @@
 """All layers of a decoder on a few tokens in one call: what the other ops compute one after another.
 
 It spans the other ops and adds nothing to what they compute; a variant saves the host's work between them, which for a
-small model takes as long as the arithmetic. See ``shelf.SPANS``.
+small model takes as long as the arithmetic. See ``registry.FUSED_OPS``.
 """
 
 from __future__ import annotations
@@ -30,64 +30,64 @@ TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-2, torch.bfloat16: 2.5e-1}
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix:
+class DecodeLinearWeights:
     """weight: [N, K] of the activations' dtype, or int8 with scale [N] float32. bias: [N] or None.
 
-    group: where it is not 0, weight, scale and offset are as int4_linear (uint8) or int8_group_linear (int8) have them,
-    of ``columns`` columns.
+    group_size: where it is not 0, weight, scale and offset are as int4_linear (uint8) or int8_group_linear (int8) have
+    them, of ``in_features`` columns.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     offset: torch.Tensor | None = None
-    group: int = 0
-    columns: int = 0
+    group_size: int = 0
+    in_features: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return self.weight.shape[0], self.columns if self.group else self.weight.shape[1]
+        return self.weight.shape[0], self.in_features if self.group_size else self.weight.shape[1]
 
-    def times(self, x: torch.Tensor) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] → [T, N]."""
         if self.scale is None:
             return linear(x, self.weight, self.bias)
-        if self.group:
+        if self.group_size:
             product = int4_linear if self.weight.dtype is torch.uint8 else int8_group_linear
-            return product(x, self.weight, self.scale, self.offset, self.group, self.bias)
+            return product(x, self.weight, self.scale, self.offset, self.group_size, self.bias)
         return int8_linear(x, self.weight, self.scale, self.bias)
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class DecodeLayerWeights:
     """One layer's weights: norms [H] (q_norm, k_norm: [D] or None), matrices, and the attention window or None."""
 
     attn_norm: torch.Tensor
-    qkv: Matrix
-    o: Matrix
+    qkv: DecodeLinearWeights
+    o: DecodeLinearWeights
     mlp_norm: torch.Tensor
-    gate_up: Matrix
-    down: Matrix
+    gate_up: DecodeLinearWeights
+    down: DecodeLinearWeights
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     window: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class DecoderStackWeights:
     """Layers, the final norm [H] and the head. packed: where a variant keeps what it made of the weights."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[DecodeLayerWeights, ...]
     norm: torch.Tensor
-    head: Matrix
+    lm_head: DecodeLinearWeights
     heads: int
     eps: float
     packed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class DecodeInputs:
     """Where the tokens stand, as in ``paged_attention`` and ``rope_cache``; k, v: each layer's pages.
 
     logit_rows: [R] int64, whose logits are wanted; None: all.
@@ -107,7 +107,7 @@ class Tokens:
     q_scale: torch.Tensor | None = None
 
 
-def decode(x: torch.Tensor, stack: Stack, tokens: Tokens) -> torch.Tensor:
+def decode(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> torch.Tensor:
     """x: [T, H], the tokens' embeddings. Writes k and v; returns logits [R, V] float32, rounded to x's dtype before."""
     t, residual = tokens, None
     for layer, k, v in zip(stack.layers, t.k, t.v, strict=True):
@@ -116,15 +116,15 @@ def decode(x: torch.Tensor, stack: Stack, tokens: Tokens) -> torch.Tensor:
         else:
             x, residual = add_rms_norm(x, residual, layer.attn_norm, stack.eps)
         turn, norms = (t.cos, t.sin, t.q_scale), (layer.q_norm, layer.k_norm)
-        q = rope_cache(layer.qkv.times(x), k, v, t.slots, stack.heads, *turn, *norms, stack.eps)
+        q = rope_cache(layer.qkv.matmul(x), k, v, t.slots, stack.heads, *turn, *norms, stack.eps)
         scale, around = k.shape[3] ** -0.5, (t.block_tables, t.query_start, t.context_lens, t.max_query, t.max_context)
-        x = layer.o.times(paged_attention(q, k, v, *around, scale, layer.window))
+        x = layer.o.matmul(paged_attention(q, k, v, *around, scale, layer.window))
         x, residual = add_rms_norm(x, residual, layer.mlp_norm, stack.eps)
-        x = layer.down.times(silu_mul(layer.gate_up.times(x)))
+        x = layer.down.matmul(silu_mul(layer.gate_up.matmul(x)))
     assert residual is not None, "a decoder has layers"
     if t.logit_rows is not None:
         x, residual = x[t.logit_rows], residual[t.logit_rows]
-    return stack.head.times(add_rms_norm(x, residual, stack.norm, stack.eps)[0]).float()
+    return stack.lm_head.matmul(add_rms_norm(x, residual, stack.norm, stack.eps)[0]).float()
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -144,7 +144,13 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _case(
-    lengths: list[tuple[int, int]], heads: int, kv_heads: int, held: str, extras: bool, dtype: torch.dtype, seed: int
+    lengths: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    weight_format: str,
+    extras: bool,
+    dtype: torch.dtype,
+    seed: int,
 ) -> dict[str, Any]:
     dim, hidden, inner, vocab, depth, size = 24, 72, 100, 131, 2, 16
     count = sum(n for n, _ in lengths)
@@ -152,20 +158,22 @@ def _case(
     def drawn(*shape: int, kind: torch.dtype = dtype, scale: float = 1.0) -> torch.Tensor:
         return randn(*shape, device="cpu", dtype=kind, seed=seed + sum(shape), scale=scale)
 
-    def matrix(n: int, k: int) -> Matrix:
+    def matrix(n: int, k: int) -> DecodeLinearWeights:
         bias = drawn(n) if extras else None
         wide = drawn(n, k, kind=torch.float32, scale=k**-0.5)
-        if held in ("int4", "int8_group"):
-            made = (four if held == "int4" else eight).drawn(n, k, 32, device="cpu", symmetric=not extras)
-            return Matrix(**made, bias=bias, group=32, columns=k)
-        return Matrix(*quantize(wide), bias) if held else Matrix(wide.to(dtype), None, bias)
+        if weight_format in ("int4", "int8_group"):
+            groupwise = four if weight_format == "int4" else eight
+            tensors = groupwise.random_weight(n, k, 32, device="cpu", symmetric=not extras)
+            return DecodeLinearWeights(**tensors, bias=bias, group_size=32, in_features=k)
+        values, scale = quantize(wide) if weight_format else (wide.to(dtype), None)
+        return DecodeLinearWeights(values, scale, bias)
 
-    def layer(index: int) -> Layer:
+    def layer(index: int) -> DecodeLayerWeights:
         q_norm, k_norm = (drawn(dim) + 1, drawn(dim) + 1) if extras else (None, None)
         qkv, o = matrix((heads + 2 * kv_heads) * dim, hidden), matrix(hidden, heads * dim)
         window = 20 if extras and index else None
         gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
-        return Layer(drawn(hidden) + 1, qkv, o, drawn(hidden) + 1, gate_up, down, q_norm, k_norm, window)
+        return DecodeLayerWeights(drawn(hidden) + 1, qkv, o, drawn(hidden) + 1, gate_up, down, q_norm, k_norm, window)
 
     pages = [-(-context // size) for _, context in lengths]
     tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
@@ -178,13 +186,10 @@ def _case(
     def caches() -> tuple[torch.Tensor, ...]:
         return tuple(drawn(max(pages) * len(lengths), kv_heads, size, dim) for _ in range(depth))
 
-    tokens = Tokens(
-        caches(),
-        caches(),
-        slots,
-        tables,
-        torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0).to(torch.int32),
-        torch.tensor([context for _, context in lengths], dtype=torch.int32),
+    query_start = torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0).to(torch.int32)
+    context_lens = torch.tensor([context for _, context in lengths], dtype=torch.int32)
+    tokens = DecodeInputs(
+        *(caches(), caches(), slots, tables, query_start, context_lens),
         max(n for n, _ in lengths),
         max(context for _, context in lengths),
         torch.tensor([count - 1, 0]) if extras else None,
@@ -193,5 +198,5 @@ def _case(
         torch.linspace(1.0, 1.5, count) if extras else None,
     )
     layers = tuple(layer(i) for i in range(depth))
-    stack = Stack(layers, drawn(hidden) + 1, matrix(vocab, hidden), heads, 1e-5)
+    stack = DecoderStackWeights(layers, drawn(hidden) + 1, matrix(vocab, hidden), heads, 1e-5)
     return {"x": drawn(count, hidden), "stack": stack, "tokens": tokens}

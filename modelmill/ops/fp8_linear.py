@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
-from modelmill.ops.eight_bit import by_row
+from modelmill.ops.quant_types import quantize_per_row
 
 FP8 = torch.float8_e4m3fn
 # Hopper's tensor cores keep some 14 bits of fp8's sums: of 12 million sums of 4,096 the worst is 1.3 % of a typical
@@ -45,7 +45,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         shapes += [(1024, 4096, 12288), (1000, 4096, 4096)]
     for rows, k, n in shapes:
         for eight in (True, False):
-            args: dict[str, Any] = drawn(rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33)
+            args: dict[str, Any] = random_inputs(rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33)
             if not eight:
                 args |= {"x": randn(rows, k, device=device, dtype=dtype, seed=rows + k), "x_scale": None}
             args |= {"dtype": dtype, "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None}
@@ -53,14 +53,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             yield Case(f"{rows}x{k}->{n}-{'8x8' if eight else '16x8'}", args, moved, 2 * rows * k * n)
 
 
-def drawn(
+def random_inputs(
     rows: int, k: int, n: int, *, device: str, per_token: bool = True, per_channel: bool = True
 ) -> dict[str, Any]:
     """x, weight and their scales, seeded."""
     x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
     wide = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
-    weight, scale = by_row(wide if per_channel else wide.flatten(), FP8)
-    values, x_scale = by_row(x if per_token else x.flatten(), FP8)
+    weight, scale = quantize_per_row(wide if per_channel else wide.flatten(), FP8)
+    values, x_scale = quantize_per_row(x if per_token else x.flatten(), FP8)
     found = {"x": values.view(rows, k), "weight": weight.view(n, k)}
     found |= {"scale": scale.reshape(-1).expand(n).contiguous(), "x_scale": x_scale.reshape(-1)}
     return {name: tensor.to(device) for name, tensor in found.items()}

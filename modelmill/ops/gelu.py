@@ -20,10 +20,10 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """SAM's inner width and an odd one."""
     shapes = ((1, 5120), (7, 101), (64, 3072)) if device == "cpu" else ((1, 5120), (7, 101), (4096, 5120))
-    yield from cases_of(shapes, device, dtype)
+    yield from cases_for_shapes(shapes, device, dtype)
 
 
-def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=2.0)

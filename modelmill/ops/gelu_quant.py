@@ -14,32 +14,32 @@ TOLERANCE = rms_norm_quant.TOLERANCE
 
 
 def gelu_quant(
-    x: torch.Tensor, kind: torch.dtype, factor: torch.Tensor | None = None
+    x: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [..., H] of ``kind``, scale [...] float32 or None) of y = gelu(x), rounded to x's dtype.
+    """(values [..., H] of ``dtype``, scale [...] float32 or None) of y = gelu(x), rounded to x's dtype.
 
-    x: [..., H] float32/16/bf16. factor: [1] float32 or None; both as in ``rms_norm_quant``.
+    x: [..., H] float32/16/bf16. inv_scale: [1] float32 or None; both as in ``rms_norm_quant``.
     """
-    return rms_norm_quant.quantized(gelu(x), kind, factor, None, None, 8)
+    return rms_norm_quant.quantize_rows(gelu(x), dtype, inv_scale, None, None, 8)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Both kinds, by token and static, odd and usual widths."""
     shapes = ((1, 64), (3, 576), (7, 101)) if device == "cpu" else ((1, 64), (7, 101), (4096, 5120))
-    yield from cases_of(shapes, device, dtype)
+    yield from cases_for_shapes(shapes, device, dtype)
 
 
-def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of (rows, width), in every form."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width, scale=2.0)
-        for name, form in forms(device):
+        for name, form in quant_modes(device):
             yield Case(f"{rows}x{width}-{name}", {"x": x, **form}, nbytes(x) + rows * width)
 
 
-def forms(device: str) -> Iterator[tuple[str, dict[str, object]]]:
+def quant_modes(device: str) -> Iterator[tuple[str, dict[str, object]]]:
     """(name, arguments) of each way to round."""
     factor = torch.full((1,), 20.0, device=device)
     for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
-        yield f"{name}-token", {"kind": kind}
-        yield f"{name}-static", {"kind": kind, "factor": factor}
+        yield f"{name}-token", {"dtype": kind}
+        yield f"{name}-static", {"dtype": kind, "inv_scale": factor}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case
-from modelmill.ops.gelu import cases_of as cases_of
+from modelmill.ops.gelu import cases_for_shapes as cases_for_shapes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -20,4 +20,4 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """GPT-2's inner width and an odd one."""
-    yield from cases_of(((1, 4096), (7, 101), (64, 3072)), device, dtype)
+    yield from cases_for_shapes(((1, 4096), (7, 101), (64, 3072)), device, dtype)

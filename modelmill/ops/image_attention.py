@@ -46,33 +46,35 @@ def image_attention(
     q, k, v = tiles.reshape(3, batch * rows * columns, heads, tall * wide, dim)
     added = None
     if rel_h is not None and rel_w is not None:
-        added = _relative(q, rel_h, rel_w, tall, wide)
+        added = _relative_scores(q, rel_h, rel_w, tall, wide)
     elif bias is not None:
-        added = bias[:, offsets(tall, wide, bias.device)].to(q.dtype)[None]
+        added = bias[:, relative_offsets(tall, wide, bias.device)].to(q.dtype)[None]
     mixed = F.scaled_dot_product_attention(q, k, v, added)
     mixed = mixed.view(batch, rows, columns, heads, tall, wide, dim).permute(0, 1, 4, 2, 5, 3, 6)
     mixed = mixed.reshape(batch, height + down, width + right, heads * dim)
     return mixed[:, :height, :width].contiguous()
 
 
-def offsets(tall: int, wide: int, device: torch.device) -> torch.Tensor:
+def relative_offsets(height: int, width: int, device: torch.device) -> torch.Tensor:
     """[S·S, S·S] int64: |Δy| · wide + |Δx| between the tokens of a window."""
-    place = torch.arange(tall * wide, device=device)
-    y, x = place // wide, place % wide
-    return (y[:, None] - y).abs() * wide + (x[:, None] - x).abs()
+    place = torch.arange(height * width, device=device)
+    y, x = place // width, place % width
+    return (y[:, None] - y).abs() * width + (x[:, None] - x).abs()
 
 
-def _relative(q: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor, tall: int, wide: int) -> torch.Tensor:
+def _relative_scores(
+    q: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor, height: int, width: int
+) -> torch.Tensor:
     """q: [N, heads, tall·wide, D] → what positions add to the scores, [N, heads, tall·wide, tall·wide]."""
     n, heads, _, dim = q.shape
-    up = torch.arange(tall, device=q.device)
-    across = torch.arange(wide, device=q.device)
-    by_row = rel_h.to(q.dtype)[up[:, None] - up + tall - 1]
-    by_column = rel_w.to(q.dtype)[across[:, None] - across + wide - 1]
-    at = q.view(n, heads, tall, wide, dim)
+    up = torch.arange(height, device=q.device)
+    across = torch.arange(width, device=q.device)
+    by_row = rel_h.to(q.dtype)[up[:, None] - up + height - 1]
+    by_column = rel_w.to(q.dtype)[across[:, None] - across + width - 1]
+    at = q.view(n, heads, height, width, dim)
     rows = torch.einsum("nhyxd,ykd->nhyxk", at, by_row)
     columns = torch.einsum("nhyxd,xkd->nhyxk", at, by_column)
-    return (rows[..., :, None] + columns[..., None, :]).reshape(n, heads, tall * wide, tall * wide)
+    return (rows[..., :, None] + columns[..., None, :]).reshape(n, heads, height * width, height * width)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

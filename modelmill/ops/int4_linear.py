@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case
-from modelmill.ops.groups import RUN, cases_of, product, spread
+from modelmill.ops.groupwise import PACK_COLUMNS, cases_for_shapes, expand_groups, matmul_reference
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-ZERO = 8  # the code of 0 where there are no offsets
+ZERO_POINT = 8  # the code of 0 where there are no offsets
 
 
 def int4_linear(
@@ -33,10 +33,10 @@ def int4_linear(
     group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64 where x is).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return product(x, unpacked(weight, scale, offset, group, x.shape[-1], wide), bias)
+    return matmul_reference(x, dequantize_weight(weight, scale, offset, group, x.shape[-1], wide), bias)
 
 
-def unpacked(
+def dequantize_weight(
     weight: torch.Tensor,
     scale: torch.Tensor,
     offset: torch.Tensor | None,
@@ -47,26 +47,28 @@ def unpacked(
     """The weights [N, columns]; those that are floating point have been unpacked before."""
     if weight.is_floating_point():
         return weight.to(dtype)
-    values = codes_of(weight, columns).to(dtype)
-    step = spread(scale, group, columns, dtype)
-    return (values - ZERO) * step if offset is None else values * step + spread(offset, group, columns, dtype)
+    values = unpack_codes(weight, columns).to(dtype)
+    step = expand_groups(scale, group, columns, dtype)
+    return (
+        (values - ZERO_POINT) * step if offset is None else values * step + expand_groups(offset, group, columns, dtype)
+    )
 
 
 def packed_bytes(columns: int) -> int:
     """Bytes of a packed row."""
-    return -(-columns // RUN) * (RUN // 2)
+    return -(-columns // PACK_COLUMNS) * (PACK_COLUMNS // 2)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """[N, K] codes 0…15 → [N, ⌈K/32⌉·16] uint8; what fills up K is 0."""
     rows, columns = codes.shape
-    full = F.pad(codes.to(torch.uint8), (0, -columns % RUN)).view(rows, -1, 2, RUN // 2)
+    full = F.pad(codes.to(torch.uint8), (0, -columns % PACK_COLUMNS)).view(rows, -1, 2, PACK_COLUMNS // 2)
     return (full[:, :, 0] | (full[:, :, 1] << 4)).reshape(rows, -1).contiguous()
 
 
-def codes_of(weight: torch.Tensor, columns: int) -> torch.Tensor:
+def unpack_codes(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """The inverse of ``pack_codes``: [N, columns] uint8."""
-    runs = weight.view(weight.shape[0], -1, 1, RUN // 2)
+    runs = weight.view(weight.shape[0], -1, 1, PACK_COLUMNS // 2)
     return torch.cat([runs & 15, runs >> 4], 2).view(weight.shape[0], -1)[:, :columns]
 
 
@@ -84,10 +86,10 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (20, 992, 64, 32),
             (132, 4096, 4096, 128),
         ]
-    yield from cases_of(shapes, drawn, device, dtype)
+    yield from cases_for_shapes(shapes, random_weight, device, dtype)
 
 
-def drawn(n: int, k: int, group: int, *, device: str, symmetric: bool) -> dict[str, torch.Tensor | None]:
+def random_weight(n: int, k: int, group: int, *, device: str, symmetric: bool) -> dict[str, torch.Tensor | None]:
     """A seeded weight whose outputs have about unit scale."""
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(0, 16, (n, k), generator=generator)

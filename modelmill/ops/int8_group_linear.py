@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case
-from modelmill.ops.groups import RUN, cases_of, product, spread
+from modelmill.ops.groupwise import PACK_COLUMNS, cases_for_shapes, expand_groups, matmul_reference
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -30,10 +30,10 @@ def int8_group_linear(
     group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64 where x is).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return product(x, unpacked(weight, scale, offset, group, x.shape[-1], wide), bias)
+    return matmul_reference(x, dequantize_weight(weight, scale, offset, group, x.shape[-1], wide), bias)
 
 
-def unpacked(
+def dequantize_weight(
     weight: torch.Tensor,
     scale: torch.Tensor,
     offset: torch.Tensor | None,
@@ -44,13 +44,13 @@ def unpacked(
     """The weights [N, columns]; those that are floating point have been unpacked before."""
     if weight.is_floating_point():
         return weight.to(dtype)
-    values = weight[:, :columns].to(dtype) * spread(scale, group, columns, dtype)
-    return values if offset is None else values + spread(offset, group, columns, dtype)
+    values = weight[:, :columns].to(dtype) * expand_groups(scale, group, columns, dtype)
+    return values if offset is None else values + expand_groups(offset, group, columns, dtype)
 
 
-def filled(codes: torch.Tensor) -> torch.Tensor:
+def pad_codes(codes: torch.Tensor) -> torch.Tensor:
     """[N, K] int8 → [N, ⌈K/32⌉·32], zeros behind K."""
-    return F.pad(codes, (0, -codes.shape[1] % RUN)).contiguous()
+    return F.pad(codes, (0, -codes.shape[1] % PACK_COLUMNS)).contiguous()
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -61,14 +61,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         shapes += [(1, 4096, 12288, 128), (1, 4096, 4096, 64), (1, 11008, 4096, 32), (1, 1056, 608, 32)]
         shapes += [(1, 1120, 608, 64), (8, 4096, 4096, 64), (20, 992, 64, 32)]
         shapes += [(64, 4096, 4096, 128), (132, 4096, 4096, 32)]
-    yield from cases_of(shapes, drawn, device, dtype)
+    yield from cases_for_shapes(shapes, random_weight, device, dtype)
 
 
-def drawn(n: int, k: int, group: int, *, device: str, symmetric: bool) -> dict[str, torch.Tensor | None]:
+def random_weight(n: int, k: int, group: int, *, device: str, symmetric: bool) -> dict[str, torch.Tensor | None]:
     """A seeded weight whose outputs have about unit scale."""
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (k**-0.5 / 74)
     offset = scale * (20 * torch.randn(scale.shape, generator=generator))
-    held = {"weight": filled(codes), "scale": scale.half(), "offset": None if symmetric else offset.half()}
+    held = {"weight": pad_codes(codes), "scale": scale.half(), "offset": None if symmetric else offset.half()}
     return {name: None if t is None else t.to(device) for name, t in held.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,11 @@ from modelmill.ops.linear import linear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
+# Up to so many rows torch's product with packed int8 beats one with widened weights, which are read twice as long.
+PACKED_ROWS = 4
+# Its vectors take whole runs of columns, and read beyond the end of a row that is none.
+PACKED_COLUMNS = 32
+
 
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
@@ -19,14 +25,44 @@ def int8_linear(
     """x: [T, K] float; weight: [N, K] int8; scale: [N] float32; bias: [N] of x's dtype. Returns [T, N] of x's dtype.
 
     The product with the integers is taken in x's dtype (small integers are exact in bfloat16 and float16), the
-    scale is applied to the float32 sums. weight may already be of x's dtype and filled up with zeros (expanded).
+    scale is applied to the float32 sums, rounded to x's dtype. weight may already be of x's dtype and filled up with
+    zeros (expanded).
     """
     if weight.shape[1] > x.shape[-1]:
         x = F.pad(x, (0, weight.shape[1] - x.shape[-1]))
-    out = linear(x, weight.to(x.dtype)).float() * scale
-    if bias is not None:
-        out = out + bias
-    return out.to(x.dtype)
+    if weight.dtype is torch.int8 and takes_packed(x):
+        sums = torch._weight_int8pack_mm(x.contiguous(), weight.contiguous(), x.new_ones(weight.shape[0]))
+    else:
+        sums = linear(x, weight.to(x.dtype))
+    if bias is None:
+        return sums.mul_(scale)  # in float32, rounded where it is stored
+    return (sums * scale + bias).to(x.dtype)
+
+
+def takes_packed(x: torch.Tensor) -> bool:
+    """Whether x [T, K] is multiplied with int8 weights as they are, by torch's own product: a few rows of bfloat16."""
+    few = x.dim() == 2 and 0 < x.shape[0] <= PACKED_ROWS and x.device.type == "cpu"
+    return few and x.dtype is torch.bfloat16 and packable(x.shape[1]) and not x.requires_grad
+
+
+def packable(columns: int) -> bool:
+    """Whether torch has such a product for rows of so many columns on this processor."""
+    return columns > 0 and columns % PACKED_COLUMNS == 0 and _multiplies_packed()
+
+
+@functools.cache
+def _multiplies_packed() -> bool:
+    """Whether torch multiplies with packed int8 in vectors here, and rightly: the op is none of its public ones."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return False  # number by number, or never measured (arm64)
+    x = (torch.arange(64) % 7 - 3).to(torch.bfloat16)[None]
+    weight = (torch.arange(192) % 11 - 5).to(torch.int8).view(3, 64)
+    try:
+        sums = torch._weight_int8pack_mm(x, weight, x.new_ones(3))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    # whole numbers below 256: every order of adding gives the same
+    return torch.equal(sums, F.linear(x.float(), weight.float()).to(torch.bfloat16))
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

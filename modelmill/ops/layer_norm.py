@@ -19,10 +19,10 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """GPT-2 widths and an odd one."""
-    yield from cases_of(((1, 768), (7, 1024), (3, 100), (512, 1600)), device, dtype)
+    yield from cases_for_shapes(((1, 768), (7, 1024), (3, 100), (512, 1600)), device, dtype)
 
 
-def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width) + 0.5

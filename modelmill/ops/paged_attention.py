@@ -45,25 +45,27 @@ def paged_attention(
         if length == 0 or first == last:
             continue
         pages = block_tables[b, : -(-length // page_size)].long()
-        k = _gathered(k_cache, k_scale, pages, q.dtype)[:, :length]
-        v = _gathered(v_cache, v_scale, pages, q.dtype)[:, :length]
+        k = _gather_pages(k_cache, k_scale, pages, q.dtype)[:, :length]
+        v = _gather_pages(v_cache, v_scale, pages, q.dtype)[:, :length]
         rows = q[first:last].transpose(0, 1)
-        mask = _mask(last - first, length, window, q.device)
+        mask = _causal_mask(last - first, length, window, q.device)
         gqa = heads != kv_heads
         mixed = F.scaled_dot_product_attention(rows[None], k[None], v[None], mask, scale=scale, enable_gqa=gqa)[0]
         out[first:last] = mixed.transpose(0, 1)
     return out.view(tokens, heads * dim)
 
 
-def _gathered(cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _gather_pages(
+    cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """[kv_heads, keys, D] of the pages given, as they are or times their scales."""
-    found = cache[pages]
+    found = cache.index_select(0, pages)  # in long runs; indexing goes number by number
     if scale is not None:
         found = found.to(scale.dtype) * scale[pages][..., None]
     return found.to(dtype).transpose(0, 1).flatten(1, 2)
 
 
-def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Which keys each of the last ``queries`` positions sees: [queries, keys] bool; None where all see all."""
     if queries == 1 and (window is None or keys <= window):
         return None

@@ -14,17 +14,17 @@ TOLERANCE = rms_norm_quant.TOLERANCE
 
 def quantize(
     x: torch.Tensor,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [..., N] of ``kind``, scale [...] float32 or None) of x [..., H] float32/16/bf16.
+    """(values [..., N] of ``dtype``, scale [...] float32 or None) of x [..., H] float32/16/bf16.
 
     The arguments and what is done with them are those of ``rms_norm_quant``, which does the same to a norm's output.
     """
-    return rms_norm_quant.quantized(x, kind, factor, zero, order, bits)
+    return rms_norm_quant.quantize_rows(x, dtype, inv_scale, zero_point, perm, bits)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -32,6 +32,6 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = rms_norm_quant.SHAPES if device != "cpu" else ((1, 64), (3, 576), (7, 100), (5, 8193))
     for number, (rows, width) in enumerate(shapes):
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
-        for name, args in rms_norm_quant.forms(width, device, number):
-            moved = nbytes(x) + rows * (args["order"].numel() if "order" in args else width)
+        for name, args in rms_norm_quant.quant_modes(width, device, number):
+            moved = nbytes(x) + rows * (args["perm"].numel() if "perm" in args else width)
             yield Case(f"{rows}x{width}-{name}", {"x": x, **args}, moved)

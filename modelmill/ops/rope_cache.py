@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
-from modelmill.ops.eight_bit import by_row
+from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rms_norm import rms_norm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -34,7 +34,7 @@ def rope_cache(
     slots: [T] int64, page·page_size + offset; a negative slot is not written (padding). cos, sin: [T, D/2] float32,
     or None for models without RoPE. q_scale: [T] float32, multiplies q after the rotation (logn). q_norm, k_norm: [D].
     k_scale, v_scale: [pages, kv_heads, page_size] float32, written beside caches of int8 or float8_e4m3fn, whose values
-    are those of ``eight_bit.by_row`` over each token's head. Returns q: [T, heads, D] in qkv's dtype.
+    are those of ``quant_types.quantize_per_row`` over each token's head. Returns q: [T, heads, D] in qkv's dtype.
     """
     _, kv_heads, page_size, dim = k_cache.shape
     tokens = qkv.shape[0]
@@ -42,8 +42,10 @@ def rope_cache(
     q, k, v = parts.split([heads, kv_heads, kv_heads], 1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    if cos is not None and sin is not None:
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if cos is not None and sin is not None:
+            q, k = _apply_rope(q, cos, sin), _apply_rope(k, cos, sin)
+    elif cos is not None and sin is not None:  # side by side, at half the calls
+        q, k = _apply_rope(parts[:, : heads + kv_heads], cos, sin).split([heads, kv_heads], 1)
     if q_scale is not None:
         q = (q * q_scale[:, None, None]).to(qkv.dtype)
     page, offset = slots.div(page_size, rounding_mode="floor"), slots % page_size
@@ -52,19 +54,19 @@ def rope_cache(
         page, offset, k, v = page[keep], offset[keep], k[keep], v[keep]
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale is not None:
-            x, scale[page, :, offset] = by_row(x, cache.dtype)
+            x, scale[page, :, offset] = quantize_per_row(x, cache.dtype)
         cache[page, :, offset] = x.to(cache.dtype)
     return q.contiguous()
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Half-rotation: pairs (i, i + D/2). x: [T, heads, D]."""
     first, second = x.float().chunk(2, -1)
     c, s = cos[:, None, :], sin[:, None, :]
     return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
 
 
-def placed(
+def random_cache_and_angles(
     tokens: int, kv_heads: int, dim: int, device: str, dtype: torch.dtype, seed: int, page: int = 16
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What a case needs beside a projection: pages with room to spare and shuffled slots in them; angles."""
@@ -79,7 +81,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """MHA, GQA, MQA; head sizes 64, 80 and 128; with and without norms, rotation and logn; shuffled slots."""
     shapes = ((1, 9, 3, 64), (13, 4, 4, 128), (5, 8, 1, 80), (32, 32, 32, 128), (3, 2, 2, 8))
     for number, (tokens, heads, kv_heads, dim) in enumerate(shapes):
-        pages, angles = placed(tokens, kv_heads, dim, device, dtype, number)
+        pages, angles = random_cache_and_angles(tokens, kv_heads, dim, device, dtype, number)
         qkv = randn(tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype, seed=number + 10)
         args = {"qkv": qkv, "heads": heads, **pages}
         if number != 2:

@@ -17,10 +17,10 @@ from modelmill.ops.case import Case, nbytes, randn
 
 # Ids are exact.
 TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}
-ONE = 40  # the likeliest token weighs 2^40, so that rows of up to four million tokens fit into int64
+FIXED_POINT_BITS = 40  # the likeliest token weighs 2^40, so that rows of up to four million tokens fit into int64
 LOG2E = 1.4426950408889634
 # 2^f on [0, 1] to 2e-9, 1 at 0 and 2 at 1; float32 constants, lowest power first after the 1.
-POWERS = (
+EXP2_COEFFICIENTS = (
     0.6931470632553101,
     0.2402293086051941,
     0.055485282093286514,
@@ -45,7 +45,7 @@ def sample(
     keeps all. top_p: float32, from 1 on keeps all. min_p: float32, 0 keeps all. noise: float64 in [0, 1).
     NaN counts as −inf; a row without a possible token gives id 0; of several +inf one is drawn.
     """
-    left = weights(logits, temperature, top_k, top_p, min_p)
+    left = token_weights(logits, temperature, top_k, top_p, min_p)
     running = left.cumsum(-1)
     total = running[:, -1:]
     target = torch.minimum((noise.double()[:, None] * total.double()).long(), total - 1)
@@ -54,7 +54,7 @@ def sample(
     return torch.where(temperature > 0, drawn, likeliest)
 
 
-def weights(
+def token_weights(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """What the filters leave of each token's probability, [B, V] int64, 2^40 for the likeliest; as in ``sample``.
@@ -67,40 +67,41 @@ def weights(
     warm = torch.where(temperature > 0, temperature, 1.0).float()
     x = logits.float().nan_to_num(float("-inf"), float("inf"), float("-inf")) * (1.0 / warm)[:, None]
     most = x.amax(-1, keepdim=True)
-    weight = _weight(x, most)
+    weight = _fixed_point_exp(x, most)
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()[:, None]
     p = top_p.double()[:, None]
     if x.is_cuda or bool(((k < vocab) | (p < 1)).any()):
-        ranked = _ranked(x, weight, k, p)
+        ranked = _top_sorted(x, weight, k, p)
         # rows whose k lies beyond what had to be ranked keep all
         kth = ranked.gather(1, k.clamp(max=ranked.shape[1]) - 1)
         weight = weight.masked_fill((x < kth) & (k < vocab), 0)
         limit = (p * weight.sum(-1, keepdim=True).double()).ceil().long()
-        within = torch.where((ranked < kth) & (k < vocab), 0, _weight(ranked, most))
+        within = torch.where((ranked < kth) & (k < vocab), 0, _fixed_point_exp(ranked, most))
         inside = within.cumsum(-1) - within < limit
         last = ranked.gather(1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)
         equal = x == last
         room = limit - torch.where(x > last, weight, 0).sum(-1, keepdim=True)
-        taken = (equal.cumsum(-1) - 1) * _weight(last, most) < room
+        taken = (equal.cumsum(-1) - 1) * _fixed_point_exp(last, most) < room
         weight = weight.masked_fill(((x < last) | (equal & ~taken)) & (p < 1), 0)
-    least = (min_p.double() * 2.0**ONE).ceil().long()[:, None]
+    least = (min_p.double() * 2.0**FIXED_POINT_BITS).ceil().long()[:, None]
     return torch.where(weight >= least, weight, 0)
 
 
-def _weight(x: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """exp(x − most) in units of 2^-40, rounded down, as int64; 0 for −inf. x: [B, N]; most: [B, 1], its maximum."""
-    z = torch.where(x == most, 0.0, x - most).mul_(LOG2E).clamp_(min=-60.0)
+def _fixed_point_exp(x: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
+    """exp(x − row_max) in units of 2^-40, rounded down, as int64; 0 for −inf. x: [B, N]; row_max: [B, 1], its
+    maximum."""
+    z = torch.where(x == row_max, 0.0, x - row_max).mul_(LOG2E).clamp_(min=-60.0)
     whole = z.floor()
     part = z.sub_(whole)
-    power = part * POWERS[-1]
-    for factor in POWERS[-2::-1]:
+    power = part * EXP2_COEFFICIENTS[-1]
+    for factor in EXP2_COEFFICIENTS[-2::-1]:
         power = power.add_(factor).mul_(part)
     bits = power.add_(1.0).mul_(2.0**23).long()
-    shifted = (bits << (ONE - 23)).bitwise_right_shift(-whole.long())
+    shifted = (bits << (FIXED_POINT_BITS - 23)).bitwise_right_shift(-whole.long())
     return shifted.masked_fill_(x == float("-inf"), 0)
 
 
-def _ranked(x: torch.Tensor, weight: torch.Tensor, k: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def _top_sorted(x: torch.Tensor, weight: torch.Tensor, k: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The values of each row, falling; on a CPU only as many as the filters can reach."""
     vocab = x.shape[1]
     if not x.is_cuda:
@@ -121,11 +122,11 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001 - 
     if device != "cpu":
         shapes += [(1, 151936, 2.0), (8, 151936, 1.0), (7, 50257, 8.0)]
     for rows, vocab, scale in shapes:
-        yield case(rows, vocab, device, scale)
+        yield random_case(rows, vocab, device, scale)
 
 
-def case(rows: int, vocab: int, device: str, scale: float = 1.0, how: int | None = None) -> Case:
-    """Rows that differ in what they ask for, or that all ask for mix ``how``."""
+def random_case(rows: int, vocab: int, device: str, scale: float = 1.0, sampling: int | None = None) -> Case:
+    """Rows that differ in what they ask for, or that all ask for mix ``sampling``."""
     mixes = (
         (0.8, 50, 0.9, 0.05),
         (1.0, 0, 0.95, 0.0),
@@ -135,7 +136,7 @@ def case(rows: int, vocab: int, device: str, scale: float = 1.0, how: int | None
         (1.0, 3 * vocab // 4, 0.7, 0.0),
         (1.0, 0, 1.0, 0.1),
     )
-    asked = [mixes[(i + vocab) % len(mixes) if how is None else how] for i in range(rows)]
+    asked = [mixes[(i + vocab) % len(mixes) if sampling is None else sampling] for i in range(rows)]
     temperature, top_k, top_p, min_p = zip(*asked)
     logits = randn(rows, vocab, device=device, dtype=torch.float32, seed=rows + vocab, scale=scale)
     args = {
@@ -146,4 +147,4 @@ def case(rows: int, vocab: int, device: str, scale: float = 1.0, how: int | None
         "min_p": torch.tensor(min_p, device=device),
         "noise": torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)).to(device),
     }
-    return Case(f"{rows}x{vocab}" + ("" if how is None else f"-mix{how}"), args, nbytes(logits))
+    return Case(f"{rows}x{vocab}" + ("" if sampling is None else f"-mix{sampling}"), args, nbytes(logits))

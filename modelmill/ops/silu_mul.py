@@ -20,10 +20,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill rows of small and 7B widths, and an odd one."""
-    yield from cases_of(((1, 1536), (5, 101), (64, 11008), (1, 11008)), device, dtype)
+    yield from cases_for_shapes(((1, 1536), (5, 101), (64, 11008), (1, 11008)), device, dtype)
 
 
-def cases_of(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of (rows, outputs)."""
     for rows, inner in shapes:
         x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)

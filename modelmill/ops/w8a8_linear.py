@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
-from modelmill.ops.eight_bit import by_row, integer_sums
 from modelmill.ops.int8_linear import quantize
+from modelmill.ops.quant_types import exact_int_matmul, quantize_per_row
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -27,7 +27,7 @@ def w8a8_linear(
     (Σ x · w) · x_scale · scale + bias, rounded to ``dtype`` once. The sums are whole numbers, exact up to 2³¹; from
     then on all is float32 (float64 where the scales are). weight may be float32 that holds the integers (expanded).
     """
-    out = integer_sums(x, weight).to(scale.dtype) * x_scale[:, None] * scale
+    out = exact_int_matmul(x, weight).to(scale.dtype) * x_scale[:, None] * scale
     if bias is not None:
         out = out + bias
     return out.to(dtype)
@@ -40,21 +40,21 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         shapes += [(1, 4096, 12288), (1, 4096, 4096), (1, 11008, 4096), (8, 4096, 4096), (64, 4096, 4096)]
         shapes += [(1024, 4096, 12288), (1000, 4096, 4096)]
     for rows, k, n in shapes:
-        args: dict[str, Any] = drawn(rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33)
+        args: dict[str, Any] = random_inputs(rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33)
         args |= {"dtype": dtype, "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None}
         moved = nbytes(args["x"], args["weight"], args["scale"], args["bias"]) + rows * n * dtype.itemsize
         yield Case(f"{rows}x{k}->{n}", args, moved, 2 * rows * k * n)
 
 
-def drawn(
+def random_inputs(
     rows: int, k: int, n: int, *, device: str, per_token: bool = True, per_channel: bool = True, outliers: float = 30.0
 ) -> dict[str, Any]:
     """x, weight and their scales, seeded; every fortieth channel of x is ``outliers`` times the others."""
     x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
     x[:, ::40] *= outliers
     wide = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
-    weight, scale = quantize(wide) if per_channel else by_row(wide.flatten(), torch.int8)
-    values, x_scale = by_row(x if per_token else x.flatten(), torch.int8)
+    weight, scale = quantize(wide) if per_channel else quantize_per_row(wide.flatten(), torch.int8)
+    values, x_scale = quantize_per_row(x if per_token else x.flatten(), torch.int8)
     found = {"x": values.view(rows, k), "weight": weight.view(n, k)}
     found |= {"scale": scale.reshape(-1).expand(n).contiguous(), "x_scale": x_scale.reshape(-1)}
     return {name: tensor.to(device) for name, tensor in found.items()}

@@ -1,7 +1,7 @@
 """Which part of a model each rank holds: pure arithmetic on sizes.
 
-Parts are consecutive, cover everything, may be uneven, and start at multiples of a *grain*: the rows or columns of a
-quantized weight that share a scale stay together.
+Parts are consecutive, cover everything, may be uneven, and start at multiples of an *alignment*: the rows or columns of
+a quantized weight that share a scale stay together.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """What a rank holds of a matrix [N, K]: stretches of its rows, one stretch of its columns.
 
-    whole: (N, K). bias: whether this rank adds the bias; where columns are split one rank does, so that the sum over
-    the ranks holds it once.
+    full_shape: (N, K). has_bias: whether this rank adds the bias; where columns are split one rank does, so that the
+    sum over the ranks holds it once.
     """
 
-    whole: tuple[int, int]
+    full_shape: tuple[int, int]
     rows: tuple[Range, ...]
     columns: Range
-    bias: bool = True
+    has_bias: bool = True
 
     @staticmethod
-    def of_rows(whole: tuple[int, int], *rows: Range) -> Part:
+    def from_rows(full_shape: tuple[int, int], *rows: Range) -> Shard:
         """Some outputs of all inputs."""
-        return Part(whole, rows, (0, whole[1]))
+        return Shard(full_shape, rows, (0, full_shape[1]))
 
     @staticmethod
-    def of_columns(whole: tuple[int, int], columns: Range, rank: int) -> Part:
+    def from_columns(full_shape: tuple[int, int], columns: Range, rank: int) -> Shard:
         """All outputs of some inputs: a summand."""
-        return Part(whole, ((0, whole[0]),), columns, bias=rank == 0)
+        return Shard(full_shape, ((0, full_shape[0]),), columns, has_bias=rank == 0)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,36 +46,36 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShard:
     """The query heads of a rank, and the KV heads that they read."""
 
     q: Range
     kv: Range
 
-    def rows(self, heads: int, kv_heads: int, dim: int) -> tuple[Range, Range, Range]:
+    def qkv_rows(self, heads: int, kv_heads: int, dim: int) -> tuple[Range, Range, Range]:
         """Their rows in a fused projection [q; k; v]."""
         k, v = heads * dim, (heads + kv_heads) * dim
         a, b = self.kv[0] * dim, self.kv[1] * dim
         return (self.q[0] * dim, self.q[1] * dim), (k + a, k + b), (v + a, v + b)
 
 
-def spread(count: int, size: int, grain: int = 1, what: str = "items") -> list[Range]:
-    """``count`` items over ``size`` ranks, as even as whole grains allow; the first ranks hold the larger parts.
+def partition(count: int, size: int, alignment: int = 1, item_name: str = "items") -> list[Range]:
+    """``count`` items over ``size`` ranks, as even as the alignment allows; the first ranks hold the larger parts.
 
     Raises UsageError where a rank would hold none.
     """
-    units = -(-count // grain)
+    units = -(-count // alignment)
     if units < size:
         raise UsageError(
-            f"--tp {size}: the model's {count} {what} split into {units} at most; use --tp {units} or less"
+            f"--tp {size}: the model's {count} {item_name} split into {units} at most; use --tp {units} or less"
         )
     base, more = divmod(units, size)
-    edges = [min((rank * base + min(rank, more)) * grain, count) for rank in range(size + 1)]
+    edges = [min((rank * base + min(rank, more)) * alignment, count) for rank in range(size + 1)]
     return list(pairwise(edges))
 
 
-def spread_heads(heads: int, kv_heads: int, dim: int, size: int, grain: int = 1) -> list[Heads]:
-    """Query heads with the KV heads that they read; ``grain``: of the columns of the output projection.
+def partition_heads(heads: int, kv_heads: int, dim: int, size: int, alignment: int = 1) -> list[HeadShard]:
+    """Query heads with the KV heads that they read; ``alignment``: of the columns of the output projection.
 
     Up to ``kv_heads`` ranks share out whole groups. More ranks than that hold one KV head each, some of them the same,
     and share out its query heads: a rank's query heads never read more than it holds, and all KV heads of a rank serve
@@ -85,26 +85,26 @@ def spread_heads(heads: int, kv_heads: int, dim: int, size: int, grain: int = 1)
         raise UsageError(f"--tp {size}: the model has {heads} attention heads; use --tp {heads} or less")
     group = heads // kv_heads
     if size <= kv_heads:
-        together = lcm(group * dim, grain) // (group * dim)
-        parts = spread(kv_heads, size, together, "KV heads")
-        return [Heads((a * group, b * group), (a, b)) for a, b in parts]
-    if (group * dim) % grain and kv_heads > 1:
+        together = lcm(group * dim, alignment) // (group * dim)
+        parts = partition(kv_heads, size, together, "KV heads")
+        return [HeadShard((a * group, b * group), (a, b)) for a, b in parts]
+    if (group * dim) % alignment and kv_heads > 1:
         raise UsageError(
-            f"--tp {size}: groups of {grain} weights cross the model's KV heads; use --tp {kv_heads} or less"
+            f"--tp {size}: groups of {alignment} weights cross the model's KV heads; use --tp {kv_heads} or less"
         )
-    together = lcm(dim, grain) // dim
+    together = lcm(dim, alignment) // dim
     found = []
-    for kv, (first, last) in enumerate(spread(size, kv_heads)):
-        inside = spread(group, last - first, together, "query heads of a KV head")
-        found += [Heads((kv * group + a, kv * group + b), (kv, kv + 1)) for a, b in inside]
+    for kv, (first, last) in enumerate(partition(size, kv_heads)):
+        inside = partition(group, last - first, together, "query heads of a KV head")
+        found += [HeadShard((kv * group + a, kv * group + b), (kv, kv + 1)) for a, b in inside]
     return found
 
 
-def widths(parts: Sequence[Range]) -> tuple[int, ...]:
+def range_lengths(ranges: Sequence[Range]) -> tuple[int, ...]:
     """How many items each rank holds."""
-    return tuple(b - a for a, b in parts)
+    return tuple(b - a for a, b in ranges)
 
 
-def starts_of(widths: Sequence[int]) -> list[int]:
+def range_starts(widths: Sequence[int]) -> list[int]:
     """Where each rank's items begin, and the end."""
     return [0, *accumulate(widths)]

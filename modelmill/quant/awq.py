@@ -12,88 +12,102 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from modelmill.quant.block import SITES, Block
-from modelmill.quant.recipe import Prepared, Statistics
-from modelmill.weights.dense import Held as Dense
+from modelmill.quant.calibration_state import SITES, QuantizableLayer
+from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.weights.dense import DenseWeight as Dense
 
-STEPS = 20
-_FLOOR = 1e-4  # of the largest channel
-_ROWS = 256  # of a weight, that the search looks at
-Round = Callable[[torch.Tensor, Statistics], torch.Tensor]
+ALPHA_STEPS = 20
+_MIN_CHANNEL_SHARE = 1e-4  # of the largest channel
+_SEARCH_ROWS = 256  # of a weight, that the search looks at
+RoundWeight = Callable[[torch.Tensor, InputStatistics], torch.Tensor]
 
 
-def scale_block(block: Block, statistics: Mapping[str, Statistics], round_: Round, dtype: torch.dtype) -> Prepared:
-    """Search the scales of all sites and fold them in. round_: a weight as it would be rounded, for the search.
+def scale_layer(
+    block: QuantizableLayer, statistics: Mapping[str, InputStatistics], round_weight: RoundWeight, dtype: torch.dtype
+) -> PrepareResult:
+    """Search the scales of all sites and fold them in. round_weight: a weight as it would be rounded, for the search.
 
     o and down go first, since folding them changes the weights that read the norms' outputs.
     """
-    done = Prepared()
+    done = PrepareResult()
     for site in ("o", "down", "qkv", "up"):
-        if not foldable(block, site):
+        if not is_foldable(block, site):
             continue
-        weight = block.linear(site).held.dense()
-        scales, alpha, gain = search(weight, shared(block, site, statistics[site]), round_)
+        weight = block.linear(site).weight.dense()
+        scales, alpha, gain = search_scales(
+            weight, average_kv_group_statistics(block, site, statistics[site]), round_weight
+        )
         done.facts[site] = {"alpha": alpha, "error": gain}
         if alpha > 0:
-            done.scales[site] = fold(block, site, tie(block, site, scales), dtype)
+            done.scales[site] = fold_scales(block, site, average_kv_group(block, site, scales), dtype)
     for site in SITES:
         done.facts.setdefault(site, {"alpha": 0.0})
     return done
 
 
-def foldable(block: Block, site: str) -> bool:
+def is_foldable(block: QuantizableLayer, site: str) -> bool:
     """Whether something linear makes a site's input."""
-    return site != "down" or block.gated
+    return site != "down" or block.has_gated_mlp
 
 
-def search(weight: torch.Tensor, statistics: Statistics, round_: Round) -> tuple[torch.Tensor, float, float]:
+def search_scales(
+    weight: torch.Tensor, statistics: InputStatistics, round_weight: RoundWeight
+) -> tuple[torch.Tensor, float, float]:
     """(scales [K], α, error as a share of the error without scales): the α whose rounded outputs err least."""
-    weight = weight[:: max(1, len(weight) // _ROWS)]
+    weight = weight[:: max(1, len(weight) // _SEARCH_ROWS)]
     best, chosen, alpha, first = float("inf"), torch.ones_like(statistics.mean_abs), 0.0, 0.0
-    for step in range(STEPS):
-        scales = scales_for(statistics.mean_abs, step / STEPS)
-        seen = scaled(statistics, scales)
+    for step in range(ALPHA_STEPS):
+        scales = awq_scales(statistics.mean_abs, step / ALPHA_STEPS)
+        scaled_statistics = scale_statistics(statistics, scales)
         wide = weight * scales
-        off = round_(wide, seen) - wide
-        error = float(((off @ seen.hessian) * off).sum())
+        off = round_weight(wide, scaled_statistics) - wide
+        error = float(((off @ scaled_statistics.hessian) * off).sum())
         first = error if step == 0 else first
         if error < best:
-            best, chosen, alpha = error, scales, step / STEPS
+            best, chosen, alpha = error, scales, step / ALPHA_STEPS
     return chosen, alpha, best / first if first > 0 else 1.0
 
 
-def scales_for(mean_abs: torch.Tensor, alpha: float) -> torch.Tensor:
+def awq_scales(mean_abs: torch.Tensor, alpha: float) -> torch.Tensor:
     """mean|X|^α over √(max · min)."""
-    scales = mean_abs.clamp(min=_FLOOR * float(mean_abs.max().clamp(min=1e-30))).pow(alpha)
+    scales = mean_abs.clamp(min=_MIN_CHANNEL_SHARE * float(mean_abs.max().clamp(min=1e-30))).pow(alpha)
     return scales / (scales.max() * scales.min()).sqrt()
 
 
-def scaled(statistics: Statistics, scales: torch.Tensor) -> Statistics:
+def scale_statistics(statistics: InputStatistics, scales: torch.Tensor) -> InputStatistics:
     """The statistics of inputs divided by ``scales``."""
     s = statistics
     hessian = s.hessian / scales[:, None] / scales
-    mean, peak, low, high = (v / scales for v in (s.mean_abs, s.max_abs, s.low, s.high))
-    return Statistics(s.tokens, hessian, mean, peak, low, high, s.rows / scales)
+    mean, peak, low, high = (v / scales for v in (s.mean_abs, s.max_abs, s.min_values, s.max_values))
+    return InputStatistics(s.num_tokens, hessian, mean, peak, low, high, s.input_samples / scales)
 
 
-def shared(block: Block, site: str, statistics: Statistics) -> Statistics:
+def average_kv_group_statistics(block: QuantizableLayer, site: str, statistics: InputStatistics) -> InputStatistics:
     """For "o": the mean over the q heads of a KV head, so that the search sees what folding can do."""
     if site != "o":
         return statistics
     s = statistics
-    return Statistics(s.tokens, s.hessian, tie(block, site, s.mean_abs), s.max_abs, s.low, s.high, s.rows)
+    return InputStatistics(
+        s.num_tokens,
+        s.hessian,
+        average_kv_group(block, site, s.mean_abs),
+        s.max_abs,
+        s.min_values,
+        s.max_values,
+        s.input_samples,
+    )
 
 
-def tie(block: Block, site: str, vector: torch.Tensor) -> torch.Tensor:
+def average_kv_group(block: QuantizableLayer, site: str, vector: torch.Tensor) -> torch.Tensor:
     """For "o", a vector over all q heads made the same (by mean) for those that share a KV head."""
     if site != "o":
         return vector
     heads = block.heads
-    each = vector.view(heads.kv, heads.q // heads.kv, heads.dim)
+    each = vector.view(heads.num_kv_heads, heads.num_q_heads // heads.num_kv_heads, heads.head_dim)
     return each.mean(1, keepdim=True).expand_as(each).reshape(-1)
 
 
-def fold(block: Block, site: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def fold_scales(block: QuantizableLayer, site: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Divide a site's input by ``scales`` where it is made, multiply its weight's columns; returns what was divided by.
 
     A norm is stored in ``dtype``: what its rounding makes of the scales is what the columns get.
@@ -110,26 +124,30 @@ def fold(block: Block, site: str, scales: torch.Tensor, dtype: torch.dtype) -> t
             norm.bias = (bias / scales).to(dtype).float()
     elif site == "o":
         _divide_rows(
-            block, "qkv", (block.heads.q + block.heads.kv) * block.heads.dim, _per_kv_head(block, scales), dtype
+            block,
+            "qkv",
+            (block.heads.num_q_heads + block.heads.num_kv_heads) * block.heads.head_dim,
+            _per_kv_head(block, scales),
+            dtype,
         )
     else:
         _divide_rows(block, "up", len(scales), scales, dtype)
     reads = block.linear(site)
-    reads.held = Dense(reads.held.dense() * scales)
+    reads.weight = Dense(reads.weight.dense() * scales)
     return scales
 
 
-def _per_kv_head(block: Block, scales: torch.Tensor) -> torch.Tensor:
+def _per_kv_head(block: QuantizableLayer, scales: torch.Tensor) -> torch.Tensor:
     heads = block.heads
-    return scales.view(heads.kv, heads.q // heads.kv, heads.dim)[:, 0].reshape(-1)
+    return scales.view(heads.num_kv_heads, heads.num_q_heads // heads.num_kv_heads, heads.head_dim)[:, 0].reshape(-1)
 
 
-def _divide_rows(block: Block, site: str, first: int, scales: torch.Tensor, dtype: torch.dtype) -> None:
+def _divide_rows(block: QuantizableLayer, site: str, first: int, scales: torch.Tensor, dtype: torch.dtype) -> None:
     """The last rows of a fused weight and its bias, from ``first`` on."""
     makes = block.linear(site)
-    weight = makes.held.dense().clone()
+    weight = makes.weight.dense().clone()
     weight[first:] /= scales[:, None]
-    makes.held = Dense(weight)
+    makes.weight = Dense(weight)
     if makes.bias is not None:
         bias = makes.bias.clone()
         bias[first:] /= scales

@@ -13,72 +13,82 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.ops.eight_bit import rounded
-from modelmill.quant.block import Block
-from modelmill.quant.gptq import carried, chosen_anew, damped
-from modelmill.quant.recipe import Prepared, Statistics
-from modelmill.quant.smoothquant import static
-from modelmill.quant.steps import E4M3, Steps
-from modelmill.weights.fp8 import Held
-from modelmill.weights.w8a8 import AS_THEY_ARE, BY_TOKEN
+from modelmill.ops.quant_types import round_to_dtype
+from modelmill.quant.calibration_state import QuantizableLayer
+from modelmill.quant.gptq import coordinate_descent_sweep, damped, round_with_compensation
+from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.quant.rounding_grid import E4M3, RoundingGrid
+from modelmill.quant.smoothquant import search_static_scale
+from modelmill.weights.fp8 import Fp8Weight
+from modelmill.weights.w8a8 import FLOAT_INPUT, PER_TOKEN_SCALE
 
 METHODS = ("gptq", "nearest")
-BINADE = 8  # scales tried
-SWEEPS = 2
+SCALES_PER_BINADE = 8  # scales tried
+REFINE_SWEEPS = 2
 
 
-class Recipe:
+class Fp8Recipe:
     """Options of BuildConfig: method (gptq, nearest), activation_scales, weight_scales."""
 
-    kind = "fp8"
-    prepares = False
+    weight_format = "fp8"
+    needs_prepare = False
 
     def __init__(self, config: BuildConfig) -> None:
         self.method = METHODS[0] if config.method == "auto" else config.method
         if self.method not in METHODS:
             raise UsageError(f"-q fp8 --method {self.method}: it is one of {', '.join(METHODS)}")
-        self.moments = self.method == "gptq"
-        self.given = config.activation_scales == "tensor"
-        self.calibrated = self.given or self.moments
+        self.needs_hessian = self.method == "gptq"
+        self.static_input_scale = config.activation_scales == "tensor"
+        self.needs_calibration = self.static_input_scale or self.needs_hessian
         self.per_channel = config.weight_scales == "channel"
-        given = AS_THEY_ARE if config.activation_scales == "none" else BY_TOKEN
-        self.layout: Mapping[str, Any] = {"per_channel": self.per_channel, "input_scale": given}
+        given = FLOAT_INPUT if config.activation_scales == "none" else PER_TOKEN_SCALE
+        self.pack_options: Mapping[str, Any] = {"per_channel": self.per_channel, "input_scale": given}
 
-    def prepare(self, block: Block, statistics: Mapping[str, Statistics], dtype: torch.dtype) -> Prepared:  # noqa: ARG002
+    def prepare(
+        self,
+        block: QuantizableLayer,  # noqa: ARG002
+        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PrepareResult:
         """Nothing."""
-        return Prepared()
+        return PrepareResult()
 
-    def hold(self, weight: torch.Tensor, statistics: Statistics | None) -> Held:
+    def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> Fp8Weight:
         """[N, K] float32 → fp8; a static scale is what errs least on the outputs. No statistics: nearest."""
-        held = Held.pack(weight, torch.float32, **self.layout)
+        quantized = Fp8Weight.pack(weight, torch.float32, **self.pack_options)
         if statistics is None:
-            return held
-        if self.moments:
-            values, scale = carried_to_e4m3(weight, damped(statistics.hessian), held.scale, self.per_channel)
-            held = Held.of(values, scale, held.input_scale)
-        return static(weight, held, statistics) if self.given else held
+            return quantized
+        if self.needs_hessian:
+            values, scale = gptq_to_e4m3(weight, damped(statistics.hessian), quantized.scale, self.per_channel)
+            quantized = Fp8Weight.from_stored(values, scale, quantized.input_scale)
+        return search_static_scale(weight, quantized, statistics) if self.static_input_scale else quantized
 
 
-def carried_to_e4m3(
+def gptq_to_e4m3(
     weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, per_channel: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values [N, K] e4m3, scale [N]). scale: the least that holds each row; hessian: [K, K], damped."""
-    scale = scale_in_binade(weight, hessian.diagonal(), scale, per_channel)
-    steps = Steps(scale[:, None].expand_as(weight).contiguous())
-    values = carried(weight, hessian, steps)
-    for _ in range(SWEEPS):
-        values = chosen_anew(weight, hessian, values, steps)
-    return rounded(values / scale[:, None], E4M3), scale
+    scale = search_scale_in_binade(weight, hessian.diagonal(), scale, per_channel)
+    steps = RoundingGrid(scale[:, None].expand_as(weight).contiguous())
+    values = round_with_compensation(weight, hessian, steps)
+    for _ in range(REFINE_SWEEPS):
+        values = coordinate_descent_sweep(weight, hessian, values, steps)
+    return round_to_dtype(values / scale[:, None], E4M3), scale
 
 
-def scale_in_binade(weight: torch.Tensor, mass: torch.Tensor, scale: torch.Tensor, per_channel: bool) -> torch.Tensor:
-    """[N]: ``scale`` times 2^(i / 8), the i < 8 of each row, or of all, whose rounding errs least; mass: [K]."""
+def search_scale_in_binade(
+    weight: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor, per_channel: bool
+) -> torch.Tensor:
+    """[N]: ``scale`` times 2^(i / 8), the i < 8 of each row, or of all, whose rounding errs least; importance: [K]."""
     best = torch.full_like(scale, torch.inf)
     found = scale
-    for i in range(BINADE):
-        tried = scale * 2.0 ** (i / BINADE)
-        off = rounded(weight / tried[:, None], E4M3).float() * tried[:, None] - weight
-        error = (off.square() * mass).sum(-1)
+    for i in range(SCALES_PER_BINADE):
+        tried = scale * 2.0 ** (i / SCALES_PER_BINADE)
+        off = round_to_dtype(weight / tried[:, None], E4M3).float() * tried[:, None] - weight
+        error = (off.square() * importance).sum(-1)
         error = error if per_channel else error.sum().expand_as(error)
         found, best = torch.where(error < best, tried, found), torch.minimum(error, best)
     return found
+
+
+RECIPE = Fp8Recipe

@@ -11,62 +11,67 @@ from typing import Any
 
 import torch
 
-from modelmill.core.config import METHODS, BuildConfig
-from modelmill.quant.awq import scale_block
-from modelmill.quant.block import SITES, Block
+from modelmill.core.config import ROUNDING_METHODS, BuildConfig
+from modelmill.quant.awq import scale_layer
 from modelmill.quant.calibrate import output_error
+from modelmill.quant.calibration_state import SITES, QuantizableLayer
 from modelmill.quant.gptq import damped, gptq, refine
-from modelmill.quant.grid import QUICK, find_grid
-from modelmill.quant.recipe import Prepared, Statistics
-from modelmill.weights.held import HeldWeight
-from modelmill.weights.int4 import Held, columns_of
+from modelmill.quant.group_grid import QUICK_SEARCH, find_grid
+from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.weights.base import WeightFormat
+from modelmill.weights.int4 import Int4Weight, resolve_group_size
 
-BEST = "gptq"
-SWEEPS = 3
+DEFAULT_METHOD = "gptq"
+REFINE_SWEEPS = 3
 
 
-class Recipe:
+class Int4Recipe:
     """Options of BuildConfig: method, group_size, symmetric."""
 
-    kind = "int4"
+    weight_format = "int4"
 
     def __init__(self, config: BuildConfig) -> None:
-        self.method = BEST if config.method == "auto" else config.method
-        assert self.method in METHODS, "BuildConfig checks it"
-        self.group, self.symmetric = config.group_size, config.symmetric
-        self.layout: Mapping[str, Any] = {"group": self.group, "symmetric": self.symmetric}
-        self.calibrated = self.method != "nearest"
-        self.prepares = self.method.startswith("awq")
+        self.method = DEFAULT_METHOD if config.method == "auto" else config.method
+        assert self.method in ROUNDING_METHODS, "BuildConfig checks it"
+        self.group_size, self.symmetric = config.group_size, config.symmetric
+        self.pack_options: Mapping[str, Any] = {"group_size": self.group_size, "symmetric": self.symmetric}
+        self.needs_calibration = self.method != "nearest"
+        self.needs_prepare = self.method.startswith("awq")
 
-    def prepare(self, block: Block, statistics: Mapping[str, Statistics], dtype: torch.dtype) -> Prepared:
+    def prepare(
+        self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
+    ) -> PrepareResult:
         """AWQ's scales. What rounding costs without them is told as "before": seen later, it would count their gain."""
-        if not self.prepares:
-            return Prepared()
-        before = {site: self._nearest(block.linear(site).held.dense(), statistics[site]) for site in SITES}
-        done = scale_block(block, statistics, self._clipped, dtype)
+        if not self.needs_prepare:
+            return PrepareResult()
+        before = {site: self._nearest_error(block.linear(site).weight.dense(), statistics[site]) for site in SITES}
+        done = scale_layer(block, statistics, self._round_quickly, dtype)
         done.facts = {site: {**done.facts.get(site, {}), "before": before[site]} for site in SITES}
         return done
 
-    def hold(self, weight: torch.Tensor, statistics: Statistics | None) -> HeldWeight:
+    def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
         """[N, K] float32 → int4."""
-        group = columns_of(self.group, weight.shape[1])
-        if statistics is None or not self.calibrated:
-            return Held.pack(weight, torch.float32, group=group, symmetric=self.symmetric)
+        group = resolve_group_size(self.group_size, weight.shape[1])
+        if statistics is None or not self.needs_calibration:
+            return Int4Weight.pack(weight, torch.float32, group_size=group, symmetric=self.symmetric)
         hessian = damped(statistics.hessian)
         grid = find_grid(weight, group, symmetric=self.symmetric, importance=hessian.diagonal())
         if self.method == "awq":
-            codes = grid.codes(weight)
+            codes = grid.quantize(weight)
         else:
             codes = gptq(weight, hessian, grid)
-            codes, grid = refine(weight, hessian, codes, grid, symmetric=self.symmetric, sweeps=SWEEPS)
-        return Held.from_codes(codes, grid.scale, None if self.symmetric else grid.offset, group)
+            codes, grid = refine(weight, hessian, codes, grid, symmetric=self.symmetric, num_sweeps=REFINE_SWEEPS)
+        return Int4Weight.from_codes(codes, grid.scale, None if self.symmetric else grid.offset, group)
 
-    def _nearest(self, weight: torch.Tensor, statistics: Statistics) -> float:
-        return output_error(weight, Held.pack(weight, torch.float32, **self.layout), statistics)
+    def _nearest_error(self, weight: torch.Tensor, statistics: InputStatistics) -> float:
+        return output_error(weight, Int4Weight.pack(weight, torch.float32, **self.pack_options), statistics)
 
-    def _clipped(self, weight: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+    def _round_quickly(self, weight: torch.Tensor, statistics: InputStatistics) -> torch.Tensor:
         """A weight rounded with ranges searched in haste, for AWQ's search."""
-        group = columns_of(self.group, weight.shape[1])
+        group = resolve_group_size(self.group_size, weight.shape[1])
         importance = statistics.hessian.diagonal()
-        grid = find_grid(weight, group, symmetric=self.symmetric, importance=importance, search=QUICK)
-        return grid.values(grid.codes(weight))
+        grid = find_grid(weight, group, symmetric=self.symmetric, importance=importance, search=QUICK_SEARCH)
+        return grid.dequantize(grid.quantize(weight))
+
+
+RECIPE = Int4Recipe

@@ -8,24 +8,32 @@ from typing import Any
 import torch
 
 from modelmill.core.config import BuildConfig
-from modelmill.quant.block import Block
-from modelmill.quant.recipe import Prepared, Statistics
-from modelmill.weights.held import HeldWeight, pack
+from modelmill.quant.calibration_state import QuantizableLayer
+from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.weights.base import WeightFormat, pack
 
 
-class Recipe:
+class Int8Recipe:
     """Each weight for itself."""
 
-    kind = "int8"
-    calibrated = prepares = False
+    weight_format = "int8"
+    needs_calibration = needs_prepare = False
 
     def __init__(self, config: BuildConfig) -> None:  # noqa: ARG002  it has no options
-        self.layout: Mapping[str, Any] = {}
+        self.pack_options: Mapping[str, Any] = {}
 
-    def prepare(self, block: Block, statistics: Mapping[str, Statistics], dtype: torch.dtype) -> Prepared:  # noqa: ARG002
+    def prepare(
+        self,
+        block: QuantizableLayer,  # noqa: ARG002
+        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PrepareResult:
         """Nothing."""
-        return Prepared()
+        return PrepareResult()
 
-    def hold(self, weight: torch.Tensor, statistics: Statistics | None) -> HeldWeight:  # noqa: ARG002
+    def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
         """Rounded to nearest."""
         return pack("int8", weight, torch.float32)
+
+
+RECIPE = Int8Recipe

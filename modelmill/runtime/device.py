@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from modelmill.core import ram
+from modelmill.core import memory_limits
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.ops.cpu import build as kernels
 from modelmill.ops.cpu import openmp
@@ -30,22 +30,22 @@ def pick_device(name: str) -> str:
     return "cuda:0" if name == "cuda" else name
 
 
-COMPILING = "compiling kernels for this machine, once"
-"""The stage that ``prepare`` tells."""
+COMPILING_STAGE = "compiling kernels for this machine, once"
+"""The stage that ``compile_cpu_kernels`` reports."""
 
 
-def prepare(name: str, told: Callable[[str, int, int], None]) -> None:
+def compile_cpu_kernels(name: str, on_progress: Callable[[str, int, int], None]) -> None:
     """Have the CPU's kernels compiled where the device is one and this machine has none yet. Raises as pick_device.
 
-    told: (stage, done, total), so that who waits knows for what.
+    on_progress: (stage, done, total), so that who waits knows for what.
     """
     loaded = getattr(kernels.load, "cache_info", None)
-    if pick_device(name) == "cpu" and not (loaded is not None and loaded().currsize) and kernels.missing():
-        told(COMPILING, 0, 1)
+    if pick_device(name) == "cpu" and not (loaded is not None and loaded().currsize) and kernels.needs_compile():
+        on_progress(COMPILING_STAGE, 0, 1)
         kernels.load()
 
 
-def devices(first: str, count: int) -> list[str]:
+def rank_devices(first: str, count: int) -> list[str]:
     """``count`` devices from ``first`` on, one a rank. Raises MissingDependency where there are not so many GPUs."""
     if first == "cpu":
         return ["cpu"] * count
@@ -57,14 +57,14 @@ def devices(first: str, count: int) -> list[str]:
     return [f"cuda:{i}" for i in range(start, start + count)]
 
 
-def use_threads(wanted: int | None, ranks: int = 1) -> int:
-    """Set torch's threads to ``wanted``, or to the physical cores that this process may use; returns the number.
+def use_threads(num_threads: int | None, ranks: int = 1) -> int:
+    """Set torch's threads to ``num_threads``, or to the physical cores that this process may use; returns the number.
 
     Several ranks on one CPU share them.
     """
-    count = max((wanted if wanted is not None else available_cores()) // ranks, 1)
+    count = max((num_threads if num_threads is not None else available_cores()) // ranks, 1)
     torch.set_num_threads(count)
-    openmp.wait_shortly()
+    openmp.limit_spin_wait()
     return count
 
 
@@ -72,5 +72,5 @@ def available_cores() -> int:
     """Physical cores, no more than the process may run on and than its control group's quota pays for."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     physical = psutil.cpu_count(logical=False) or allowed
-    quota = ram.processors()
+    quota = memory_limits.cpu_quota()
     return max(1, min(allowed, physical, allowed if math.isinf(quota) else math.ceil(quota)))

@@ -7,7 +7,7 @@ import torch
 from modelmill.core.types import Logprob
 
 
-def table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+def logprob_table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
     """Per row: the chosen token's id, log-probability and rank, then the ``top`` most likely ids and their values.
 
     logits: [R, V] float32. chosen: [R] int64. Returns [R, 3 + 2·top] float64 (ids are exact there), ready for one copy.
@@ -22,8 +22,8 @@ def table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
     return torch.cat(columns, 1)
 
 
-def read(row: list[float], top: int) -> dict[int, Logprob]:
-    """One row of a ``table``: the ``top`` most likely tokens and the chosen one, by id, most likely first.
+def read_logprobs(row: list[float], top: int) -> dict[int, Logprob]:
+    """One row of a ``logprob_table``: the ``top`` most likely tokens and the chosen one, by id, most likely first.
 
     ``top`` may be lower than the table's.
     """

@@ -1,9 +1,9 @@
 """From logits to token ids, for a whole batch on its device; nothing waits for the host.
 
 Order: logit bias, repetition, presence and frequency penalties, min_tokens; then the argmax, or ``ops.sample``. What a
-checkpoint's generation_config asks for besides (``logits_processors``) stands where transformers has it.
-What has to be known about the sequences of a batch is gathered once in a ``Plan`` and reused as long as the batch stays
-the same.
+checkpoint's generation_config asks for besides (``logits_processors``) stands where transformers has it. What has to be
+known about the sequences of a batch is gathered once in a ``SamplingBatch`` and reused as long as the batch stays the
+same.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ import torch
 
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import SamplingParams
-from modelmill.ops.shelf import Ops
-from modelmill.runtime import chance, filters, logits_processors, logprobs
+from modelmill.ops.registry import Ops
+from modelmill.runtime import counter_rng, logit_penalties, logits_processors, logprobs
 from modelmill.runtime.sequence import Sequence
 
 
 @dataclass
-class Plan:
+class SamplingBatch:
     """How the rows of one batch are sampled. Tensors are on the device; ``None`` where no row needs them.
 
-    greedy: all rows take the argmax. plain: nothing changes the logits before that. knobs: what
-    ``ops.sample`` takes for each row, but for the noise.
+    greedy: all rows take the argmax. unprocessed: nothing changes the logits before that. sampling_arrays:
+    what ``ops.sample`` takes for each row, but for the noise.
     """
 
     seqs: list[Sequence]
-    short: tuple[bool, ...]
+    below_min_tokens: tuple[bool, ...]
     greedy: bool = True
-    plain: bool = True
+    unprocessed: bool = True
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    never: tuple[torch.Tensor, torch.Tensor] | None = None
-    tallied: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    repetition: torch.Tensor | None = None
-    once: torch.Tensor | None = None
-    each: torch.Tensor | None = None
-    knobs: dict[str, np.ndarray] = field(default_factory=dict)
-    guided: list[int] = field(default_factory=list)
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None
+    counted_rows: torch.Tensor | None = None
+    count_slots: torch.Tensor | None = None
+    repetition_penalty: torch.Tensor | None = None
+    presence_penalty: torch.Tensor | None = None
+    frequency_penalty: torch.Tensor | None = None
+    sampling_arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    guided_indices: list[int] = field(default_factory=list)
     guided_rows: torch.Tensor | None = None
-    processed: list[tuple[int, LogitsProcessors]] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
-    told_rows: torch.Tensor | None = None
-    top: int = 0
+    processors: list[tuple[int, LogitsProcessors]] = field(default_factory=list)
+    logprob_indices: list[int] = field(default_factory=list)
+    logprob_rows: torch.Tensor | None = None
+    top_logprobs: int = 0
     seeds: np.ndarray | None = None
 
-    def draws(self) -> dict[str, np.ndarray] | None:
+    def sampling_inputs(self) -> dict[str, np.ndarray] | None:
         """How each row's next token is drawn; None where no row draws."""
         if self.seeds is None:
             return None
-        noise = chance.uniform(self.seeds, np.array([s.length for s in self.seqs]))
-        return {**self.knobs, "noise": noise}
+        noise = counter_rng.uniform(self.seeds, np.array([s.length for s in self.seqs]))
+        return {**self.sampling_arrays, "noise": noise}
 
 
-class Tally:
+class TokenCounts:
     """Which tokens a sequence has seen and how often it wrote them, kept on the device, one slot a sequence.
 
-    counts: [slots, V] int32, of the answer. seen: [slots, V] bool, of the answer and what counts of the prompt.
+    counts: [slots, V] int32, of the answer. token_mask: [slots, V] bool, of the answer and what counts of the prompt.
     """
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.counts = torch.zeros(0, vocab, dtype=torch.int32, device=device)
-        self.seen = torch.zeros(0, vocab, dtype=torch.bool, device=device)
+        self.token_mask = torch.zeros(0, vocab, dtype=torch.bool, device=device)
         self._slot: dict[Sequence, int] = {}
         self._free: list[int] = []
 
-    def slot(self, seq: Sequence) -> int:
+    def slot_for(self, seq: Sequence) -> int:
         """The sequence's slot, filled from its tokens when it is new."""
         slot = self._slot.get(seq)
         if slot is not None:
@@ -78,171 +78,182 @@ class Tally:
             self._grow()
         slot = self._slot[seq] = self._free.pop()
         self.counts[slot] = 0
-        self.seen[slot] = False
-        seen = torch.tensor(logits_processors.counted(seq), dtype=torch.int64, device=self.counts.device)
-        self.seen[slot, seen] = True
+        self.token_mask[slot] = False
+        history = torch.tensor(logits_processors.history_ids(seq), dtype=torch.int64, device=self.counts.device)
+        self.token_mask[slot, history] = True
         written = torch.tensor(seq.tokens[seq.prompt_len :], dtype=torch.int64, device=self.counts.device)
         if len(written):
             self.counts[slot] += torch.bincount(written, minlength=self.counts.shape[1]).to(torch.int32)
         return slot
 
-    def forget(self, seq: Sequence) -> None:
+    def free(self, seq: Sequence) -> None:
         """The sequence has ended."""
         slot = self._slot.pop(seq, None)
         if slot is not None:
             self._free.append(slot)
 
-    def count(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
+    def add(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
         """One more token of each sequence."""
-        self.seen[slots, ids] = True
+        self.token_mask[slots, ids] = True
         self.counts[slots, ids] += 1
 
     def _grow(self) -> None:
         have = self.counts.shape[0]
         more = max(have, 4)
         self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self.counts.shape[1])))
-        self.seen = torch.cat((self.seen, self.seen.new_zeros(more, self.seen.shape[1])))
+        self.token_mask = torch.cat((self.token_mask, self.token_mask.new_zeros(more, self.token_mask.shape[1])))
         self._free = list(range(have + more - 1, have - 1, -1))
 
 
 class Sampler:
-    """Holds the last plan and the tallies."""
+    """Holds the last batch and the token counts."""
 
     def __init__(self, vocab: int, device: str, ops: Ops) -> None:
         self.ops = ops
         self.vocab = vocab
         self.device = torch.device(device)
-        self.tally = Tally(vocab, self.device)
-        self._plan: Plan | None = None
+        self.token_counts = TokenCounts(vocab, self.device)
+        self._batch: SamplingBatch | None = None
 
-    def plan(self, seqs: list[Sequence]) -> Plan:
+    def prepare(self, seqs: list[Sequence]) -> SamplingBatch:
         """How these sequences, one a row, are sampled now."""
-        short = tuple(s.outputs < (s.request.params.min_tokens or 0) for s in seqs)
-        last = self._plan
-        if last is not None and last.seqs == seqs and last.short == short:
+        short = tuple(s.num_outputs < (s.request.params.min_tokens or 0) for s in seqs)
+        last = self._batch
+        if last is not None and last.seqs == seqs and last.below_min_tokens == short:
             return last
-        self._plan = self._make(seqs, short)
-        return self._plan
+        self._batch = self._make_batch(seqs, short)
+        return self._batch
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended."""
-        self.tally.forget(seq)
-        if self._plan is not None and seq in self._plan.seqs:
-            self._plan = None
+        self.token_counts.free(seq)
+        if self._batch is not None and seq in self._batch.seqs:
+            self._batch = None
 
-    def sample(self, logits: torch.Tensor, plan: Plan, how: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """logits: [B, V] float32, not changed. how: ``plan.draws()`` there, read where a row draws. Returns ids [B]."""
-        ids = self.pick(self._penalised(logits, plan), None if plan.greedy else how)
-        if plan.slots is not None and plan.tallied is not None:
-            self.tally.count(plan.slots, ids[plan.tallied])
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """logits: [B, V] float32, not changed. inputs: ``batch.sampling_inputs()`` there, read where a row draws.
+        Returns ids [B]."""
+        ids = self.select_ids(self._process_logits(logits, batch), None if batch.greedy else inputs)
+        if batch.count_slots is not None and batch.counted_rows is not None:
+            self.token_counts.add(batch.count_slots, ids[batch.counted_rows])
         return ids
 
-    def pick(self, logits: torch.Tensor, how: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-        """Ids [B] int64 of [B, V]: drawn as ``how`` says, None: the argmax."""
-        return self.ops.argmax(logits) if how is None else self.ops.sample(logits, **how)
+    def select_ids(self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+        """Ids [B] int64 of [B, V]: drawn as ``inputs`` says, None: the argmax."""
+        return self.ops.argmax(logits) if inputs is None else self.ops.sample(logits, **inputs)
 
-    def told(self, logits: torch.Tensor, plan: Plan, ids: torch.Tensor) -> torch.Tensor | None:
+    def logprob_table(self, logits: torch.Tensor, batch: SamplingBatch, ids: torch.Tensor) -> torch.Tensor | None:
         """The table of log-probabilities for the rows that asked; None where none did."""
-        if plan.told_rows is None:
+        if batch.logprob_rows is None:
             return None
-        return logprobs.table(logits[plan.told_rows], ids[plan.told_rows], plan.top)
+        return logprobs.logprob_table(logits[batch.logprob_rows], ids[batch.logprob_rows], batch.top_logprobs)
 
-    def _penalised(self, logits: torch.Tensor, plan: Plan) -> torch.Tensor:
-        if plan.plain:
+    def _process_logits(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        if batch.unprocessed:
             return logits
         logits = logits.clone()
-        if plan.bias is not None:
-            rows, ids, values = plan.bias
+        if batch.bias is not None:
+            rows, ids, values = batch.bias
             logits.index_put_((rows, ids), values, accumulate=True)
-        for row, asked in plan.processed:
-            logits_processors.before_penalties(logits[row], plan.seqs[row], asked)
-        if plan.tallied is not None and plan.slots is not None:
-            part = logits[plan.tallied]
-            if plan.repetition is not None:
-                part = filters.repetition(part, self.tally.seen[plan.slots], plan.repetition)
-            if plan.once is not None and plan.each is not None:
-                part = filters.presence(part, self.tally.counts[plan.slots], plan.once, plan.each)
-            logits[plan.tallied] = part
-        for row, asked in plan.processed:
-            logits_processors.after_penalties(logits[row], plan.seqs[row], asked)
-        if plan.never is not None:
-            logits[plan.never] = float("-inf")
-        for row, asked in plan.processed:
-            logits_processors.after_lengths(logits[row], plan.seqs[row], asked)
-        if plan.guided_rows is not None:
-            masks = self._masks(plan)
-            logits[plan.guided_rows] = filters.allowed(logits[plan.guided_rows], masks)
+        for row, asked in batch.processors:
+            logits_processors.apply_before_penalties(logits[row], batch.seqs[row], asked)
+        if batch.counted_rows is not None and batch.count_slots is not None:
+            part = logits[batch.counted_rows]
+            if batch.repetition_penalty is not None:
+                part = logit_penalties.apply_repetition_penalty(
+                    part, self.token_counts.token_mask[batch.count_slots], batch.repetition_penalty
+                )
+            if batch.presence_penalty is not None and batch.frequency_penalty is not None:
+                part = logit_penalties.apply_presence_penalties(
+                    part, self.token_counts.counts[batch.count_slots], batch.presence_penalty, batch.frequency_penalty
+                )
+            logits[batch.counted_rows] = part
+        for row, asked in batch.processors:
+            logits_processors.apply_after_penalties(logits[row], batch.seqs[row], asked)
+        if batch.banned is not None:
+            logits[batch.banned] = float("-inf")
+        for row, asked in batch.processors:
+            logits_processors.apply_after_min_tokens(logits[row], batch.seqs[row], asked)
+        if batch.guided_rows is not None:
+            masks = self._grammar_masks(batch)
+            logits[batch.guided_rows] = logit_penalties.apply_token_mask(logits[batch.guided_rows], masks)
         return logits
 
-    def _masks(self, plan: Plan) -> torch.Tensor:
+    def _grammar_masks(self, batch: SamplingBatch) -> torch.Tensor:
         """What each guided row may say now: [G, ceil(V / 8)] uint8 on the device."""
-        guides = (plan.seqs[i].guide for i in plan.guided)
+        guides = (batch.seqs[i].guide for i in batch.guided_indices)
         masks = np.stack([guide.mask() for guide in guides if guide is not None])
         return torch.from_numpy(masks).to(self.device, non_blocking=True)
 
-    def _make(self, seqs: list[Sequence], short: tuple[bool, ...]) -> Plan:
-        plan = Plan(list(seqs), short)
+    def _make_batch(self, seqs: list[Sequence], below_min_tokens: tuple[bool, ...]) -> SamplingBatch:
+        batch = SamplingBatch(list(seqs), below_min_tokens)
         params = [s.request.params for s in seqs]
-        plan.greedy = all(p.greedy for p in params)
-        self._plan_changes(plan, params)
-        if not plan.greedy:
-            self._plan_draws(plan, params)
-        plan.told = [i for i, p in enumerate(params) if p.logprobs is not None]
-        if plan.told:
-            plan.told_rows = self._whole(plan.told)
-            plan.top = min(max(p.logprobs or 0 for p in params), self.vocab)
-        return plan
+        batch.greedy = all(p.greedy for p in params)
+        self._prepare_processing(batch, params)
+        if not batch.greedy:
+            self._prepare_sampling(batch, params)
+        batch.logprob_indices = [i for i, p in enumerate(params) if p.logprobs is not None]
+        if batch.logprob_indices:
+            batch.logprob_rows = self._int_tensor(batch.logprob_indices)
+            batch.top_logprobs = min(max(p.logprobs or 0 for p in params), self.vocab)
+        return batch
 
-    def _plan_changes(self, plan: Plan, params: list[SamplingParams]) -> None:
+    def _prepare_processing(self, batch: SamplingBatch, params: list[SamplingParams]) -> None:
         """Bias, penalties, min_tokens and grammars."""
         biased = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias.items()]
         if biased:
             rows, ids, values = zip(*biased)
-            plan.bias = self._whole(rows), self._whole(ids), self._real(values)
-        tallied = [i for i, p in enumerate(params) if _tallied(p)]
-        if tallied:
-            plan.tallied = self._whole(tallied)
-            plan.slots = self._whole([self.tally.slot(plan.seqs[i]) for i in tallied])
-            if any(_repetition(params[i]) != 1.0 for i in tallied):
-                plan.repetition = self._real([_repetition(params[i]) for i in tallied])[:, None]
-            if any(params[i].presence_penalty or params[i].frequency_penalty for i in tallied):
-                plan.once = self._real([params[i].presence_penalty or 0.0 for i in tallied])[:, None]
-                plan.each = self._real([params[i].frequency_penalty or 0.0 for i in tallied])[:, None]
-        plan.guided = [i for i, s in enumerate(plan.seqs) if s.guide is not None]
-        if plan.guided:
-            plan.guided_rows = self._whole(plan.guided)
+            batch.bias = self._int_tensor(rows), self._int_tensor(ids), self._float_tensor(values)
+        counted = [i for i, p in enumerate(params) if _needs_counts(p)]
+        if counted:
+            batch.counted_rows = self._int_tensor(counted)
+            batch.count_slots = self._int_tensor([self.token_counts.slot_for(batch.seqs[i]) for i in counted])
+            if any(_repetition_penalty(params[i]) != 1.0 for i in counted):
+                batch.repetition_penalty = self._float_tensor([_repetition_penalty(params[i]) for i in counted])[
+                    :, None
+                ]
+            if any(params[i].presence_penalty or params[i].frequency_penalty for i in counted):
+                batch.presence_penalty = self._float_tensor([params[i].presence_penalty or 0.0 for i in counted])[
+                    :, None
+                ]
+                batch.frequency_penalty = self._float_tensor([params[i].frequency_penalty or 0.0 for i in counted])[
+                    :, None
+                ]
+        batch.guided_indices = [i for i, s in enumerate(batch.seqs) if s.guide is not None]
+        if batch.guided_indices:
+            batch.guided_rows = self._int_tensor(batch.guided_indices)
         # a grammar says itself where an answer may end
-        short = [(i, s) for i, s in enumerate(plan.seqs) if plan.short[i] and s.guide is None]
-        never = [(i, t) for i, s in short for t in sorted(s.stops) if t < self.vocab]
+        short = [(i, s) for i, s in enumerate(batch.seqs) if batch.below_min_tokens[i] and s.guide is None]
+        never = [(i, t) for i, s in short for t in sorted(s.stop_ids) if t < self.vocab]
         if never:
             rows, ids = zip(*never)
-            plan.never = self._whole(rows), self._whole(ids)
-        found = ((i, logits_processors.processors_of(seq)) for i, seq in enumerate(plan.seqs))
-        plan.processed = [(i, asked) for i, asked in found if asked is not None]
-        plan.plain = not (biased or tallied or never or plan.guided or plan.processed)
+            batch.banned = self._int_tensor(rows), self._int_tensor(ids)
+        found = ((i, logits_processors.active_processors(seq)) for i, seq in enumerate(batch.seqs))
+        batch.processors = [(i, asked) for i, asked in found if asked is not None]
+        batch.unprocessed = not (biased or counted or never or batch.guided_indices or batch.processors)
 
-    def _plan_draws(self, plan: Plan, params: list[SamplingParams]) -> None:
+    def _prepare_sampling(self, batch: SamplingBatch, params: list[SamplingParams]) -> None:
         """Temperature, filters and seeds."""
         # a temperature near zero would overflow; the argmax is its limit
         warm = [0.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5) for p in params]
-        plan.knobs = {
+        batch.sampling_arrays = {
             "temperature": np.array(warm, dtype=np.float32),
             "top_k": np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int32),
             "top_p": np.array([1.0 if p.top_p is None else p.top_p for p in params], dtype=np.float32),
             "min_p": np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
         }
-        plan.seeds = np.array([s.seed for s in plan.seqs], dtype=np.uint64)
+        batch.seeds = np.array([s.seed for s in batch.seqs], dtype=np.uint64)
 
-    def _whole(self, values: Iterable[int]) -> torch.Tensor:
+    def _int_tensor(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64).to(self.device, non_blocking=True)
 
-    def _real(self, values: Iterable[float]) -> torch.Tensor:
+    def _float_tensor(self, values: Iterable[float]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.float32).to(self.device, non_blocking=True)
 
 
-def _repetition(params: SamplingParams) -> float:
+def _repetition_penalty(params: SamplingParams) -> float:
     return 1.0 if params.repetition_penalty is None else params.repetition_penalty
 
 
-def _tallied(params: SamplingParams) -> bool:
-    return bool(_repetition(params) != 1.0 or params.presence_penalty or params.frequency_penalty)
+def _needs_counts(params: SamplingParams) -> bool:
+    return bool(_repetition_penalty(params) != 1.0 or params.presence_penalty or params.frequency_penalty)

@@ -1,9 +1,9 @@
-"""Which tokens are computed in the next step.
+"""Continuous batching: which tokens are computed in the next step.
 
-Requests join and leave at every step. Running sequences come first, single tokens before chunks of prompts; then
-waiting ones, in order of arrival, as far as rows, tokens and pages last. Where pages run out the latest arrival is
-preempted: it gives its pages back and is computed again later. The earliest is never preempted, so that the work always
-ends; if it exhausts the pool alone, it ends there.
+Requests join and leave at every step. Running sequences come first: decode tokens, then prefill chunks. Then waiting
+sequences are admitted in order of arrival, as long as rows, the token budget and KV pages last. If pages run out, the
+latest arrival is preempted: its pages are freed and it is recomputed later. The earliest arrival is never preempted, so
+that the work always ends; if it exhausts the pool alone, it ends there.
 """
 
 from __future__ import annotations
@@ -13,57 +13,58 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from modelmill.core.types import MEAN
-from modelmill.runtime.foresight import alike, most_pages
-from modelmill.runtime.pace import Pace
-from modelmill.runtime.pages import PagePool, PageTables
+from modelmill.core.types import POOL_MEAN
+from modelmill.runtime.admission import peak_pages, similar_lengths
+from modelmill.runtime.chunked_prefill import AdaptiveChunk
+from modelmill.runtime.kv_pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
 
-LEAST_CHUNK = 128  # prompt tokens that may always join a step: an even number of tiles for the products
-CPU_CHUNK = 8  # the same where somebody reads along on a CPU, on which a step costs what its tokens cost
-GPU_CHUNK = 512  # and on a GPU, to begin with
-FRESH = 2  # tokens of an answer that has only just begun
+MIN_CHUNK_TOKENS = 128  # prompt tokens that may always join a step: an even number of tiles for the products
+CPU_CHUNK_TOKENS = 8  # the same where somebody reads along on a CPU, on which a step costs what its tokens cost
+GPU_CHUNK_TOKENS = 512  # and on a GPU, to begin with
+FRESH_OUTPUT_TOKENS = 2  # tokens of an answer that has only just begun
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a step may hold. tokens, seqs: per step. page_size: tokens per page. prefix: whether prefixes are reused.
+class SchedulerLimits:
+    """What a step may hold. max_tokens, max_seqs: per step. prefix_caching: whether prefixes are reused.
 
-    mixed: most tokens of a step that continues running sequences as well; None: as many as in any other. chunk:
-    prompt tokens that may join it in any case. fresh: sequences with no more tokens than that have only just begun,
-    and wait for the prompts that came with them. foresee: whether whoever would make pages run out later waits now.
-    together: prompts that can all run now go first where no answer will be longer than others, whatever ``mixed`` is.
+    max_mixed_tokens: most tokens of a step that continues running sequences as well; None: as many as in any other.
+    min_chunk_tokens: prompt tokens that may join it in any case. fresh_output_tokens: sequences with no more tokens
+    than that have only just begun, and wait for the prompts that came with them. reserve_until_finish: whether whoever
+    would make pages run out later waits now. prefill_all_first: prompts that can all run now go first where no answer
+    will be longer than others, whatever ``max_mixed_tokens`` is.
     """
 
-    tokens: int
-    seqs: int
+    max_tokens: int
+    max_seqs: int
     page_size: int
-    prefix: bool = True
-    mixed: int | None = None
-    chunk: int = LEAST_CHUNK
-    fresh: int = 0
-    foresee: bool = True
-    together: bool = False
+    prefix_caching: bool = True
+    max_mixed_tokens: int | None = None
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS
+    fresh_output_tokens: int = 0
+    reserve_until_finish: bool = True
+    prefill_all_first: bool = False
 
 
 @dataclass
 class Schedule:
     """One step: how many tokens of which sequences, which of them are sampled, and what happens around it.
 
-    copies: (from, to) pages to copy before the step. forks: siblings that share a leader's prompt and are sampled from
-    its last row. ended: sequences for which no page can ever be found. rows: running answers that are continued by a
-    token each. free: prompts may fill the step as if none were.
+    page_copies: (from, to) pages to copy before the step. forks: siblings that share a leader's prompt and are sampled
+    from its last row. out_of_pages: sequences for which no page can ever be found. num_decodes: running answers that
+    are continued by a token each. prefill_unlimited: prompts may fill the step as if none were.
     """
 
     work: list[tuple[Sequence, int]] = field(default_factory=list)
     forks: dict[Sequence, list[Sequence]] = field(default_factory=dict)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)
-    rows: int = 0
-    free: bool = False
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    out_of_pages: list[Sequence] = field(default_factory=list)
+    num_decodes: int = 0
+    prefill_unlimited: bool = False
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens in the step."""
         return sum(count for _, count in self.work)
 
@@ -71,162 +72,189 @@ class Schedule:
 class Scheduler:
     """Owns the queues, the pages and the page tables."""
 
-    def __init__(self, limits: Limits, pool: PagePool, width: int) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, width: int) -> None:
         self.limits = limits
         self.pool = pool
-        self.tables = PageTables(limits.seqs, width)
+        self.tables = PageTables(limits.max_seqs, width)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.preemptions = 0
-        self.budget = limits.tokens
-        self.pace: Pace | None = None
-        self._released = 0
-        self._refused: tuple[Sequence, int] | None = None  # whom pages would not last for, and after which release
+        self.step_token_budget = limits.max_tokens
+        self.adaptive_chunk: AdaptiveChunk | None = None
+        self._num_releases = 0
+        self._last_refusal: tuple[Sequence, int] | None = None  # whom pages would not last for, and after which release
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence by its order of service."""
-        if not self.waiting or self.waiting[-1].key < seq.key:
+        if not self.waiting or self.waiting[-1].priority < seq.priority:
             self.waiting.append(seq)
         else:
-            insort(self.waiting, seq, key=lambda s: s.key)
+            insort(self.waiting, seq, key=lambda s: s.priority)
 
-    def schedule(self, *, ahead: bool = False) -> Schedule | None:
+    def schedule(self, *, overlapped: bool = False) -> Schedule | None:
         """The next step; empty where there is nothing to do.
 
-        ahead: sampled tokens of the step before are still on the device. None where the decision has to wait for them.
+        overlapped: sampled tokens of the step before are still on the device. None where the decision has to wait for
+        them.
         """
-        plan = Schedule()
+        schedule = Schedule()
         picked: dict[Sequence, int] = {}
-        left = self.budget
+        left = self.step_token_budget
         size = self.limits.page_size
         refs = self.pool.refs
         chunks: list[Sequence] = []
         for seq in list(self.running):
             need = len(seq.tokens) + seq.pending - seq.computed
-            if need != 1 or seq.beam is not None:
+            if need != 1 or seq.beam_search is not None:
                 chunks.append(seq)
                 continue
-            if seq.row < 0 or left == 0 or (seq.pending and seq.length >= seq.limit):
+            if seq.table_row < 0 or left == 0 or (seq.pending and seq.length >= seq.max_length):
                 continue
             at = seq.computed // size
             # the common case: the page is there and ours alone
-            if (at < len(seq.pages) and refs[seq.pages[at]] == 1) or self._reserve(seq, 1, plan, picked, ahead):
+            if (at < len(seq.pages) and refs[seq.pages[at]] == 1) or self._reserve_pages(
+                seq, 1, schedule, picked, overlapped
+            ):
                 picked[seq] = 1
                 left -= 1
-            elif ahead:
+            elif overlapped:
                 return None
         spent = len(picked)
-        budget = self._beside(plan, picked, chunks)
+        budget = self._token_budget(schedule, picked, chunks)
         left = budget - spent
         for seq in chunks:
             if left <= 0:
                 break
-            if seq.row < 0 or (seq.pending and seq.length >= seq.limit):
+            if seq.table_row < 0 or (seq.pending and seq.length >= seq.max_length):
                 continue
-            count = min(self._wanted(seq, left), left)
+            count = min(self._runnable_tokens(seq, left), left)
             if count <= 0:
                 continue
-            if self._reserve(seq, count, plan, picked, ahead):
+            if self._reserve_pages(seq, count, schedule, picked, overlapped):
                 picked[seq] = count
-            elif ahead:
+            elif overlapped:
                 return None
             left = budget - sum(picked.values())
-        self._admit(plan, picked, left)
-        self._whole_beams(picked)
-        plan.work = list(picked.items())
-        self._forks(plan)
-        if not plan.work and not plan.ended and self.running and not ahead:
-            self._unstick(plan)
-        return plan
+        self._admit(schedule, picked, left)
+        self._drop_partial_beams(picked)
+        schedule.work = list(picked.items())
+        self._schedule_forks(schedule)
+        if not schedule.work and not schedule.out_of_pages and self.running and not overlapped:
+            self._end_stuck_beams(schedule)
+        return schedule
 
-    def interactive(self, mixed: int | None, on_gpu: bool) -> None:
+    def set_interactive(self, max_mixed_tokens: int | None, on_gpu: bool) -> None:
         """Somebody reads along: prompts join running answers in pieces that keep those answers flowing.
 
-        mixed: the most tokens of such a step where that was asked for; otherwise what such steps take decides.
+        max_mixed_tokens: the most tokens of such a step where that was asked for; otherwise what such steps take
+        decides.
 
         Who asks is served while there are pages: an answer of somebody else that will be long does not keep them.
         """
-        chunk = LEAST_CHUNK if on_gpu else CPU_CHUNK
-        self.limits = replace(self.limits, mixed=mixed, chunk=chunk, fresh=FRESH, foresee=False, together=False)
-        if mixed is None:
-            most = self.limits.tokens
-            self.pace = Pace(chunk, most, first=GPU_CHUNK, grain=64) if on_gpu else Pace(chunk, most)
+        chunk = MIN_CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS
+        self.limits = replace(
+            self.limits,
+            max_mixed_tokens=max_mixed_tokens,
+            min_chunk_tokens=chunk,
+            fresh_output_tokens=FRESH_OUTPUT_TOKENS,
+            reserve_until_finish=False,
+            prefill_all_first=False,
+        )
+        if max_mixed_tokens is None:
+            max_tokens = self.limits.max_tokens
+            self.adaptive_chunk = (
+                AdaptiveChunk(chunk, max_tokens, initial=GPU_CHUNK_TOKENS, alignment=64)
+                if on_gpu
+                else AdaptiveChunk(chunk, max_tokens)
+            )
 
-    def timed(self, plan: Schedule, seconds: float) -> None:
+    def observe_step(self, schedule: Schedule, seconds: float) -> None:
         """A step took so long, of which the next ones' pieces follow."""
-        if self.pace is None:
+        if self.adaptive_chunk is None:
             return
-        if plan.free:
-            self.pace.note_whole(plan.tokens - plan.rows, seconds)
+        if schedule.prefill_unlimited:
+            self.adaptive_chunk.observe_prefill(schedule.num_tokens - schedule.num_decodes, seconds)
         else:
-            self.pace.note(plan.rows, plan.tokens - plan.rows, seconds)
+            self.adaptive_chunk.observe(schedule.num_decodes, schedule.num_tokens - schedule.num_decodes, seconds)
 
-    def _beside(self, plan: Schedule, singles: Collection[Sequence], chunks: list[Sequence]) -> int:
-        """Tokens of a step with one token of each of ``singles``: prompts join in pieces beside them.
+    def _token_budget(self, schedule: Schedule, decodes: Collection[Sequence], chunks: list[Sequence]) -> int:
+        """Tokens of a step with one token of each of ``decodes``: prompts join in pieces beside them.
 
         Beams need their whole width at once, so that a search that runs lifts the limit. So do answers that have only
         just begun: what came together with them goes together, or the last of them would wait for many small steps.
         Even so a step lasts no longer than somebody who reads along can be asked to wait.
         """
-        limits, count = self.limits, len(singles)
-        plan.rows, plan.free = count, True
-        if (limits.mixed is None and self.pace is None) or any(s.beam is not None for s in chunks):
-            return self.budget
-        if not count or (limits.fresh and all(s.outputs <= limits.fresh for s in singles)):
-            whole = self.budget if self.pace is None else self.pace.whole(self.budget)
-            return min(self.budget, count + max(limits.chunk, whole))
-        plan.free = False
-        if self.pace is None:
-            return self.budget if self._at_once() else min(self.budget, max(limits.mixed or 0, count + limits.chunk))
+        limits, count = self.limits, len(decodes)
+        schedule.num_decodes, schedule.prefill_unlimited = count, True
+        if (limits.max_mixed_tokens is None and self.adaptive_chunk is None) or any(
+            s.beam_search is not None for s in chunks
+        ):
+            return self.step_token_budget
+        if not count or (
+            limits.fresh_output_tokens and all(s.num_outputs <= limits.fresh_output_tokens for s in decodes)
+        ):
+            max_prefill = (
+                self.step_token_budget
+                if self.adaptive_chunk is None
+                else self.adaptive_chunk.max_prefill_tokens(self.step_token_budget)
+            )
+            return min(self.step_token_budget, count + max(limits.min_chunk_tokens, max_prefill))
+        schedule.prefill_unlimited = False
+        if self.adaptive_chunk is None:
+            return (
+                self.step_token_budget
+                if self._prefill_all_first()
+                else min(self.step_token_budget, max(limits.max_mixed_tokens or 0, count + limits.min_chunk_tokens))
+            )
         if not chunks and not self.waiting:
-            return self.budget
-        return min(self.budget, count + self.pace.room(count))
+            return self.step_token_budget
+        return min(self.step_token_budget, count + self.adaptive_chunk.size_for(count))
 
-    def _at_once(self) -> bool:
+    def _prefill_all_first(self) -> bool:
         """Whether all that waits can run now, with answers that end together: then prompts go first, in whole steps.
 
         Prompts in pieces let long answers begin early, so that fewer of them are left alone at the end. Where none is
         longer than the others that gains nothing, and an answer's tokens cost more in a step that prompts fill.
         """
-        if not self.limits.together or len(self.running) + len(self.waiting) > self.limits.seqs:
+        if not self.limits.prefill_all_first or len(self.running) + len(self.waiting) > self.limits.max_seqs:
             return False
         need = sum(seq.length // self.limits.page_size + 1 for seq in self.waiting)
-        return need <= self.pool.available and alike((*self.running, *self.waiting))
+        return need <= self.pool.num_available and similar_lengths((*self.running, *self.waiting))
 
-    def advance(self, plan: Schedule) -> None:
+    def advance(self, schedule: Schedule) -> None:
         """The step is launched: its tokens count as computed, its samples as pending, its forks run."""
-        for seq, count in plan.work:
+        for seq, count in schedule.work:
             seq.computed += count
-            if seq.computed == seq.length and self.samples(seq):
+            if seq.computed == seq.length and self.needs_sampling(seq):
                 seq.pending += 1
-        for leader, siblings in plan.forks.items():
+        for leader, siblings in schedule.forks.items():
             for other in siblings:
-                self.share(leader, other)
+                self.share_pages(leader, other)
                 other.pending = 1
-                self.join(other)
+                self.add_running(other)
             for other in leader.siblings:
-                if other.row < 0 and other.finish is None:
+                if other.table_row < 0 and other.finish_reason is None:
                     self.add(other)
             leader.siblings = []
 
     @staticmethod
-    def samples(seq: Sequence) -> bool:
+    def needs_sampling(seq: Sequence) -> bool:
         """Whether the logits after its last token are wanted."""
-        return seq.beam is None and seq.length < seq.limit
+        return seq.beam_search is None and seq.length < seq.max_length
 
-    def publish(self, seq: Sequence) -> None:
+    def cache_full_pages(self, seq: Sequence) -> None:
         """Make the full pages of known, computed tokens findable."""
         size = self.limits.page_size
         full = min(seq.computed, len(seq.tokens)) // size
-        if full <= seq.published or not self.limits.prefix or seq.row < 0:
+        if full <= seq.num_cached_pages or not self.limits.prefix_caching or seq.table_row < 0:
             return
-        for page in range(seq.published, full):
-            self.pool.publish(seq.pages[page], seq.digest(page, size))
-        seq.published = full
+        for page in range(seq.num_cached_pages, full):
+            self.pool.cache(seq.pages[page], seq.page_key(page, size))
+        seq.num_cached_pages = full
 
     def remove(self, seq: Sequence) -> None:
         """The sequence has ended: off the queues, its pages given back."""
-        if seq.row >= 0:
+        if seq.table_row >= 0:
             self.running.remove(seq)
             self._release(seq)
         elif seq in self.waiting:
@@ -237,38 +265,40 @@ class Scheduler:
         self.running.remove(seq)
         self._release(seq)
         seq.computed = 0
-        seq.published = 0
+        seq.num_cached_pages = 0
         self.preemptions += 1
         self.add(seq)
 
-    def share(self, leader: Sequence, other: Sequence) -> None:
+    def share_pages(self, leader: Sequence, other: Sequence) -> None:
         """Let ``other`` start with the pages of ``leader``."""
         for page in leader.pages:
-            self.pool.share(page)
+            self.pool.incref(page)
         other.pages = list(leader.pages)
-        other.computed, other.published = leader.computed, leader.published
-        other.row = self.tables.join(other.pages)
+        other.computed, other.num_cached_pages = leader.computed, leader.num_cached_pages
+        other.table_row = self.tables.alloc_row(other.pages)
 
     def _release(self, seq: Sequence) -> None:
-        self._released += 1
+        self._num_releases += 1
         # last pages first, so that the beginnings of prefixes are evicted last
         for page in reversed(seq.pages):
-            self.pool.drop(page)
+            self.pool.decref(page)
         seq.pages = []
-        self.tables.leave(seq.row)
-        seq.row = -1
+        self.tables.free_row(seq.table_row)
+        seq.table_row = -1
 
-    def _wanted(self, seq: Sequence, left: int) -> int:
+    def _runnable_tokens(self, seq: Sequence, left: int) -> int:
         """Tokens of a running sequence that could go now. Beams wait until all of them are at their last token."""
-        need = min(seq.remaining, seq.chunk)
-        if seq.beam is None or len(seq.siblings) <= 1:
+        need = min(seq.remaining, seq.max_chunk)
+        if seq.beam_search is None or len(seq.siblings) <= 1:
             return need
         if seq.remaining > 1:
             return min(need, seq.remaining - 1)
-        together = all(s.row >= 0 and s.remaining == 1 for s in seq.siblings)
+        together = all(s.table_row >= 0 and s.remaining == 1 for s in seq.siblings)
         return 1 if together and (seq is not seq.siblings[0] or left >= len(seq.siblings)) else 0
 
-    def _reserve(self, seq: Sequence, count: int, plan: Schedule, picked: dict[Sequence, int], ahead: bool) -> bool:
+    def _reserve_pages(
+        self, seq: Sequence, count: int, schedule: Schedule, picked: dict[Sequence, int], overlapped: bool
+    ) -> bool:
         """Pages for ``count`` more tokens, written by this sequence alone; preempts later arrivals if it must."""
         size = self.limits.page_size
         first = seq.computed // size
@@ -276,163 +306,167 @@ class Scheduler:
         for index in range(first, last + 1):
             if index < len(seq.pages) and self.pool.refs[seq.pages[index]] == 1:
                 continue
-            page = self.pool.take()
+            page = self.pool.alloc()
             while page is None:
-                if ahead or not self._make_room(seq, plan, picked):
+                if overlapped or not self._preempt_for(seq, schedule, picked):
                     return False
-                page = self.pool.take()
+                page = self.pool.alloc()
             if index < len(seq.pages):
                 old = seq.pages[index]
-                plan.copies.append((old, page))
-                self.pool.drop(old)
+                schedule.page_copies.append((old, page))
+                self.pool.decref(old)
                 seq.pages[index] = page
             else:
                 seq.pages.append(page)
-            self.tables.table[seq.row, index] = page
+            self.tables.table[seq.table_row, index] = page
         return True
 
-    def _make_room(self, seq: Sequence, plan: Schedule, picked: dict[Sequence, int]) -> bool:
+    def _preempt_for(self, seq: Sequence, schedule: Schedule, picked: dict[Sequence, int]) -> bool:
         """Preempt the latest arrival; False where that is ``seq`` itself, or ``seq`` is alone and ends."""
-        victim = max(self.running, key=lambda s: s.key)
-        group = self._group(victim)
+        victim = max(self.running, key=lambda s: s.priority)
+        group = self._beam_group(victim)
         if seq in group:
             if len(group) == len(self.running):
-                plan.ended.extend(group)
+                schedule.out_of_pages.extend(group)
             else:
-                self._preempt_group(group, plan, picked)
+                self._preempt_group(group, schedule, picked)
             for member in group:
                 picked.pop(member, None)
             return False
-        self._preempt_group(group, plan, picked)
+        self._preempt_group(group, schedule, picked)
         return True
 
-    def _preempt_group(self, group: list[Sequence], plan: Schedule, picked: dict[Sequence, int]) -> None:
+    def _preempt_group(self, group: list[Sequence], schedule: Schedule, picked: dict[Sequence, int]) -> None:
         for member in group:
             picked.pop(member, None)
             # copies into pages that are given back would overwrite their next owner
             gone = set(member.pages)
-            plan.copies = [(a, b) for a, b in plan.copies if b not in gone]
+            schedule.page_copies = [(a, b) for a, b in schedule.page_copies if b not in gone]
             self.preempt(member)
 
-    def _group(self, seq: Sequence) -> list[Sequence]:
+    def _beam_group(self, seq: Sequence) -> list[Sequence]:
         """The running sequences that only make sense together: the beams of one search."""
-        if seq.beam is None:
+        if seq.beam_search is None:
             return [seq]
-        return [s for s in self.running if s.beam is seq.beam]
+        return [s for s in self.running if s.beam_search is seq.beam_search]
 
-    def _admit(self, plan: Schedule, picked: dict[Sequence, int], left: int) -> None:
+    def _admit(self, schedule: Schedule, picked: dict[Sequence, int], left: int) -> None:
         """Let waiting sequences join, earliest first, while everything lasts."""
-        if plan.ended:
+        if schedule.out_of_pages:
             return
         size = self.limits.page_size
         while self.waiting and left > 0:
             seq = self.waiting[0]
-            if self._room() < self._width(seq):
+            if self._num_free_rows() < self._rows_needed(seq):
                 return
-            cached = self._match(seq)
+            cached = self._match_prefix(seq)
             need = -(-seq.length // size) - len(cached)
-            if self.running and not self._lasting(seq, need):
+            if self.running and not self._fits_until_finish(seq, need):
                 for page in reversed(cached):
-                    self.pool.drop(page)
+                    self.pool.decref(page)
                 return
             self.waiting.pop(0)
-            first = seq.began is None
+            first = seq.started_at is None
             if first:
-                seq.began = time.perf_counter()
+                seq.started_at = time.perf_counter()
             seq.pages = cached
             seq.computed = len(cached) * size
-            seq.published = len(cached)
+            seq.num_cached_pages = len(cached)
             if first:  # one that was thrown out finds its own pages again
-                seq.cached = min(seq.computed, seq.prompt_len)
-            seq.row = self.tables.join(cached)
-            self.join(seq)
-            count = min(self._wanted(seq, left), left)
-            if count > 0 and self._reserve(seq, count, plan, picked, True):
+                seq.num_cached = min(seq.computed, seq.prompt_len)
+            seq.table_row = self.tables.alloc_row(cached)
+            self.add_running(seq)
+            count = min(self._runnable_tokens(seq, left), left)
+            if count > 0 and self._reserve_pages(seq, count, schedule, picked, True):
                 picked[seq] = count
                 left -= count
 
-    def _lasting(self, seq: Sequence, need: int) -> bool:
-        """Whether pages last where ``seq`` joins, which takes ``need`` new ones at first.
+    def _fits_until_finish(self, seq: Sequence, new_pages: int) -> bool:
+        """Whether pages last where ``seq`` joins, which takes ``new_pages`` new ones at first.
 
         One page beside for each that runs, so that whoever joins is not thrown out at the next full page; and, where it
         is known when answers end, as many as they will hold until then: what is thrown out is computed twice.
         """
         pool = self.pool
         # as long as nobody has given pages back, who was refused is refused again
-        if need + len(self.running) > pool.available or self._refused == (seq, self._released):
+        if new_pages + len(self.running) > pool.num_available or self._last_refusal == (seq, self._num_releases):
             return False
-        if not self.limits.foresee or seq.beam is not None or any(s.beam is not None for s in self.running):
+        if (
+            not self.limits.reserve_until_finish
+            or seq.beam_search is not None
+            or any(s.beam_search is not None for s in self.running)
+        ):
             return True
-        twice = max(0, sum(len(s.pages) for s in self.running) - (pool.count - pool.available))
-        if most_pages((*self.running, seq), self.limits.page_size) - twice <= pool.count:
+        twice = max(0, sum(len(s.pages) for s in self.running) - (pool.count - pool.num_available))
+        if peak_pages((*self.running, seq), self.limits.page_size) - twice <= pool.count:
             return True
-        self._refused = seq, self._released
+        self._last_refusal = seq, self._num_releases
         return False
 
-    def join(self, seq: Sequence) -> None:
+    def add_running(self, seq: Sequence) -> None:
         """Among the running ones, in order of service."""
-        if not self.running or self.running[-1].key < seq.key:
+        if not self.running or self.running[-1].priority < seq.priority:
             self.running.append(seq)
         else:
-            insort(self.running, seq, key=lambda s: s.key)
+            insort(self.running, seq, key=lambda s: s.priority)
 
-    def _room(self) -> int:
+    def _num_free_rows(self) -> int:
         """Rows that are neither used nor promised to a beam search."""
         promised = 0
-        seen: set[int] = set()
+        counted: set[int] = set()
         for seq in self.running:
-            if seq.beam is not None and id(seq.beam) not in seen:
-                seen.add(id(seq.beam))
-                promised += self._beams(seq) - sum(1 for s in self.running if s.beam is seq.beam)
-        return self.tables.free - promised
+            if seq.beam_search is not None and id(seq.beam_search) not in counted:
+                counted.add(id(seq.beam_search))
+                promised += self._num_beams(seq) - sum(1 for s in self.running if s.beam_search is seq.beam_search)
+        return self.tables.num_free_rows - promised
 
-    def _width(self, seq: Sequence) -> int:
+    def _rows_needed(self, seq: Sequence) -> int:
         """Rows that letting ``seq`` in takes."""
-        if seq.beam is None:
+        if seq.beam_search is None:
             return 1
         # the rows of a search that already runs are promised to its members
-        return 0 if any(s.beam is seq.beam for s in self.running) else self._beams(seq)
+        return 0 if any(s.beam_search is seq.beam_search for s in self.running) else self._num_beams(seq)
 
     @staticmethod
-    def _beams(seq: Sequence) -> int:
+    def _num_beams(seq: Sequence) -> int:
         return seq.request.params.num_beams
 
-    def _match(self, seq: Sequence) -> list[int]:
+    def _match_prefix(self, seq: Sequence) -> list[int]:
         """Cached pages with the sequence's beginning, held for it; at least one token is left to compute."""
-        if not self.limits.prefix or seq.prompt_logprobs is not None or seq.request.pooling == MEAN:
+        if not self.limits.prefix_caching or seq.prompt_logprobs is not None or seq.request.pooling == POOL_MEAN:
             return []
         size = self.limits.page_size
         pages: list[int] = []
         for index in range((len(seq.tokens) - 1) // size):
-            page = self.pool.find(seq.digest(index, size))
+            page = self.pool.lookup(seq.page_key(index, size))
             if page is None:
                 break
-            self.pool.share(page)
+            self.pool.incref(page)
             pages.append(page)
         return pages
 
-    def _whole_beams(self, picked: dict[Sequence, int]) -> None:
+    def _drop_partial_beams(self, picked: dict[Sequence, int]) -> None:
         """A beam step needs the logits of all beams: all of them, or none."""
         for seq in list(picked):
-            if seq.beam is None or len(seq.siblings) <= 1 or seq.remaining > 1:
+            if seq.beam_search is None or len(seq.siblings) <= 1 or seq.remaining > 1:
                 continue
             if any(s not in picked or s.remaining != 1 for s in seq.siblings):
                 picked.pop(seq)
 
-    def _forks(self, plan: Schedule) -> None:
+    def _schedule_forks(self, schedule: Schedule) -> None:
         """Siblings (n > 1) start where their leader's prompt ends, as many as there are rows; the rest wait."""
-        for seq, count in plan.work:
-            if not seq.siblings or seq.beam is not None or seq.computed + count < seq.prompt_len:
+        for seq, count in schedule.work:
+            if not seq.siblings or seq.beam_search is not None or seq.computed + count < seq.prompt_len:
                 continue
-            if not self.samples(seq):
+            if not self.needs_sampling(seq):
                 continue
-            room = max(self._room() - sum(len(s) for s in plan.forks.values()), 0)
-            plan.forks[seq] = [s for s in seq.siblings if s.finish is None][:room]
+            room = max(self._num_free_rows() - sum(len(s) for s in schedule.forks.values()), 0)
+            schedule.forks[seq] = [s for s in seq.siblings if s.finish_reason is None][:room]
 
-    def _unstick(self, plan: Schedule) -> None:
+    def _end_stuck_beams(self, schedule: Schedule) -> None:
         """Beams that hold pages but can never be together again: the search ends with what it has."""
         if any(s.pending for s in self.running):
             return
-        stuck = [s for s in self.running if s.beam is not None]
+        stuck = [s for s in self.running if s.beam_search is not None]
         if stuck:
-            plan.ended.extend(self._group(stuck[0]))
+            schedule.out_of_pages.extend(self._beam_group(stuck[0]))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelmill.core.types import Finish, Guide, Request
-from modelmill.runtime.pages import chain, root
+from modelmill.core.types import FinishReason, Guide, Request
+from modelmill.runtime.kv_pages import page_key, root_key
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class RopeRule:
     key: Callable[[int], int]
 
     @staticmethod
-    def of(model: object) -> RopeRule:
+    def from_model(model: object) -> RopeRule:
         """The rule of a model (its ``rope_rule`` and ``rope_key``)."""
         return RopeRule(model.rope_rule, model.rope_key)  # type: ignore[attr-defined]
 
@@ -28,39 +28,39 @@ class Sequence:
     """State of one sequence; ``tokens`` is prompt and answer, ``prompt_ids`` the prompt as an array.
 
     computed: tokens whose keys and values stand in pages (or will, when the launched steps are done). pending: tokens
-    that are sampled on the device but not read yet; length counts them too. limit: the length at which the sequence
-    ends. stops: token ids that end it. row: its row in the page tables while it runs, else −1. seed: of its random
-    numbers. key: the order of service, arrival and then index. began: when it left the queue for its first step, by
-    time.perf_counter.
+    that are sampled on the device but not read yet; length counts them too. max_length: the length at which the
+    sequence ends. stop_ids: token ids that end it. table_row: its row in the page tables while it runs, else −1. seed:
+    of its random numbers. priority: the order of service, arrival and then index. started_at: when it left the queue
+    for its first step, by time.perf_counter.
     """
 
     __slots__ = (
         "arrival",
-        "beam",
-        "began",
-        "cached",
-        "chunk",
+        "beam_search",
         "computed",
-        "digests",
-        "finish",
+        "finish_reason",
         "guide",
         "index",
-        "limit",
+        "max_chunk",
+        "max_length",
+        "num_cached",
+        "num_cached_pages",
+        "page_keys",
         "pages",
         "pending",
-        "pooled",
+        "pooled_sum",
         "prompt_ids",
         "prompt_key",
         "prompt_len",
         "prompt_logprobs",
-        "published",
         "request",
-        "rope",
-        "row",
-        "salt",
+        "root_key",
+        "rope_rule",
         "seed",
         "siblings",
-        "stops",
+        "started_at",
+        "stop_ids",
+        "table_row",
         "tokens",
     )
 
@@ -69,46 +69,46 @@ class Sequence:
         request: Request,
         index: int,
         arrival: int,
-        rope: RopeRule,
+        rope_rule: RopeRule,
         ids: np.ndarray | None = None,
         *,
-        limit: int,
+        max_length: int,
         seed: int = 0,
-        digest: str = "",
+        model_digest: str = "",
     ) -> None:
         """ids: the prompt's, [T] int64, where they are known so."""
         self.request, self.index, self.arrival = request, index, arrival
         self.tokens: list[int] = list(request.prompt)
         self.prompt_len = len(self.tokens)
         self.prompt_ids = np.fromiter(request.prompt, np.int64, self.prompt_len) if ids is None else ids
-        self.rope = rope
-        self.prompt_key = 0 if rope.rule == "fixed" else rope.key(self.prompt_len)
-        self.limit = limit
+        self.rope_rule = rope_rule
+        self.prompt_key = 0 if rope_rule.rule == "fixed" else rope_rule.key(self.prompt_len)
+        self.max_length = max_length
         self.seed = seed
         self.computed = 0
         self.pending = 0
         self.pages: list[int] = []
-        self.row = -1
-        self.finish: Finish | None = None
-        self.began: float | None = None
-        self.cached = 0
-        self.published = 0
-        self.salt = root(digest, request.cache_salt)
-        self.digests: list[bytes] = []
+        self.table_row = -1
+        self.finish_reason: FinishReason | None = None
+        self.started_at: float | None = None
+        self.num_cached = 0
+        self.num_cached_pages = 0
+        self.root_key = root_key(model_digest, request.cache_salt)
+        self.page_keys: list[bytes] = []
         self.siblings: list[Sequence] = []
         eos = () if request.params.ignore_eos else request.eos_ids
-        self.stops = frozenset((*eos, *request.params.stop_token_ids))
-        self.beam: object | None = None
+        self.stop_ids = frozenset((*eos, *request.params.stop_token_ids))
+        self.beam_search: object | None = None
         self.guide: Guide | None = None
         # what the rows of the prompt that are computed add up to, [H] float64
-        self.pooled: object | None = None
+        self.pooled_sum: object | None = None
         wants_prompt = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[object] | None = [None] if wants_prompt else None
         # logits of every prompt row are large: such prompts go in small chunks
-        self.chunk = 512 if wants_prompt else 1 << 62
+        self.max_chunk = 512 if wants_prompt else 1 << 62
 
     @property
-    def key(self) -> tuple[int, int]:
+    def priority(self) -> tuple[int, int]:
         """Order of service, earliest first."""
         return self.arrival, self.index
 
@@ -123,11 +123,11 @@ class Sequence:
         return len(self.tokens) + self.pending - self.computed
 
     @property
-    def outputs(self) -> int:
+    def num_outputs(self) -> int:
         """Length of the answer, pending tokens included."""
         return len(self.tokens) + self.pending - self.prompt_len
 
-    def write(self, start: int, out: np.ndarray) -> None:
+    def write_ids(self, start: int, out: np.ndarray) -> None:
         """Known ids from ``start`` on into ``out`` [T] int64: the prompt's need not become numbers once more."""
         there = max(min(self.prompt_len - start, len(out)), 0)
         out[:there] = self.prompt_ids[start : start + there]
@@ -136,29 +136,29 @@ class Sequence:
 
     def rope_keys(self, start: int, stop: int) -> list[int] | int:
         """Keys of positions start … stop − 1; one number where all share it."""
-        rule = self.rope.rule
+        rule = self.rope_rule.rule
         if rule != "running":
             return self.prompt_key
         if stop <= self.prompt_len:
             return self.prompt_key
-        key, prompt = self.rope.key, self.prompt_len
+        key, prompt = self.rope_rule.key, self.prompt_len
         return [self.prompt_key if p < prompt else key(p + 1) for p in range(start, stop)]
 
-    def digest(self, page: int, page_size: int) -> bytes:
+    def page_key(self, page: int, page_size: int) -> bytes:
         """The prefix key of a full page of known tokens: of all tokens, keys and inserts up to its end."""
-        while len(self.digests) <= page:
-            index = len(self.digests)
+        while len(self.page_keys) <= page:
+            index = len(self.page_keys)
             start, stop = index * page_size, (index + 1) * page_size
             keys = self.rope_keys(start, stop)
-            parent = self.digests[-1] if self.digests else self.salt
-            extra = self._inserts(start, stop)
+            parent = self.page_keys[-1] if self.page_keys else self.root_key
+            extra = self._embedding_key(start, stop)
             spread: Iterable[int] = [keys] if isinstance(keys, int) else keys
-            self.digests.append(chain(parent, self.tokens[start:stop], spread, extra))
-        return self.digests[page]
+            self.page_keys.append(page_key(parent, self.tokens[start:stop], spread, extra))
+        return self.page_keys[page]
 
-    def _inserts(self, start: int, stop: int) -> str:
+    def _embedding_key(self, start: int, stop: int) -> str:
         """What stretches of foreign embeddings contribute to a page's key."""
-        inserts = self.request.inserts
+        inserts = self.request.embedding_spans
         if not inserts:
             return ""
         touched = [i for i in inserts if i.position < stop and i.position + i.length > start]
@@ -166,9 +166,11 @@ class Sequence:
         return "|".join(f"{start - i.position}:{i.length}:{len(i.digest)}:{i.digest}" for i in touched)
 
     def fork(self, index: int, seed: int) -> Sequence:
-        """A copy that continues on its own; pages are not shared yet (see ``Scheduler.share``)."""
-        other = Sequence(self.request, index, self.arrival, self.rope, self.prompt_ids, limit=self.limit, seed=seed)
+        """A copy that continues on its own; pages are not shared yet (see ``Scheduler.share_pages``)."""
+        other = Sequence(
+            self.request, index, self.arrival, self.rope_rule, self.prompt_ids, max_length=self.max_length, seed=seed
+        )
         other.tokens = list(self.tokens)
-        other.salt, other.digests = self.salt, list(self.digests)
-        other.beam = self.beam
+        other.root_key, other.page_keys = self.root_key, list(self.page_keys)
+        other.beam_search = self.beam_search
         return other

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -16,21 +17,28 @@ from starlette.types import ASGIApp
 from modelmill import __version__
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError
-from modelmill.core.quote import one_line
+from modelmill.core.quoting import one_line
 from modelmill.serve import errors
-from modelmill.serve.complaint import complaint
-from modelmill.serve.described import describe
-from modelmill.serve.embeddings import EmbeddingRequest
-from modelmill.serve.errors import ApiError, invalid
-from modelmill.serve.gate import Gate
-from modelmill.serve.responses import ResponsesRequest
+from modelmill.serve.embeddings_schema import EmbeddingRequest
+from modelmill.serve.errors import ApiError, invalid_request
+from modelmill.serve.middleware import RequestMiddleware
+from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.openapi_models import add_response_schemas
+from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.routes import chat, completions, embeddings, health, page, responses, segment, tokenize
-from modelmill.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Refusal, Shape, TokenizeRequest
+from modelmill.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorResponse,
+    StrictModel,
+    TokenizeRequest,
+)
 from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.service import Service
-from modelmill.serve.shape import Json
+from modelmill.serve.validation_errors import summarize_errors
 
-BODIES: dict[str, type[Shape]] = {
+REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
@@ -40,39 +48,40 @@ BODIES: dict[str, type[Shape]] = {
     "/detokenize": DetokenizeRequest,
 }
 """What each path is asked: an error names a field of it."""
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Refusal, "description": "The request is at fault; the message says how"},
-    401: {"model": Refusal, "description": "The key is missing or wrong"},
-    403: {"model": Refusal, "description": "A server without a key answers to localhost only"},
-    404: {"model": Refusal, "description": "No such model"},
-    405: {"model": Refusal, "description": "The path takes another method"},
-    408: {"model": Refusal, "description": "The body did not come in time"},
-    413: {"model": Refusal, "description": "The body is too large"},
-    429: {"model": Refusal, "description": "Too many requests wait"},
-    500: {"model": Refusal, "description": "A bug"},
-    503: {"model": Refusal, "description": "The engine is loading, restarting or being shut down"},
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request is at fault; the message says how"},
+    401: {"model": ErrorResponse, "description": "The key is missing or wrong"},
+    403: {"model": ErrorResponse, "description": "A server without a key answers to localhost only"},
+    404: {"model": ErrorResponse, "description": "No such model"},
+    405: {"model": ErrorResponse, "description": "The path takes another method"},
+    408: {"model": ErrorResponse, "description": "The body did not come in time"},
+    413: {"model": ErrorResponse, "description": "The body is too large"},
+    429: {"model": ErrorResponse, "description": "Too many requests wait"},
+    500: {"model": ErrorResponse, "description": "A bug"},
+    503: {"model": ErrorResponse, "description": "The engine is loading, restarting or being shut down"},
 }
-_log = log.get("serve")
+_log = log.get_logger("serve")
 
 
 def make_app(service: Service) -> ASGIApp:
-    """The application of a service; the gate stands before it."""
-    app = FastAPI(title="modelmill", version=__version__, docs_url=None, redoc_url=None, responses=REFUSALS)
+    """The application of a service, behind ``RequestMiddleware``."""
+    app = FastAPI(title="modelmill", version=__version__, openapi_url=None, responses=ERROR_RESPONSES)
     app.state.service = service
     for module in (health, completions, chat, responses, embeddings, tokenize, segment, page):
         app.include_router(module.router)
-    app.add_exception_handler(ApiError, _refused)
-    app.add_exception_handler(ModelmillError, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, _refused)
-    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
-    guarded: ASGIApp = Gate(_Unraised(app), service)
-    if service.limits.origins:
+    app.add_route("/openapi.json", _document, include_in_schema=False)
+    app.add_exception_handler(ApiError, _handle_error)
+    app.add_exception_handler(ModelmillError, _handle_error)
+    app.add_exception_handler(RequestValidationError, _handle_validation_error)
+    app.add_exception_handler(HTTPException, _handle_http_exception)
+    app.add_exception_handler(ClientDisconnect, _handle_disconnect)
+    app.add_exception_handler(Exception, _handle_error)
+    app.openapi = lambda: _openapi_document(app)  # type: ignore[method-assign]
+    guarded: ASGIApp = RequestMiddleware(_BugLogger(app), service)
+    if service.limits.allowed_origins:
         guarded = CORSMiddleware(
             guarded,
-            allow_origins=service.limits.origins,
+            allow_origins=service.limits.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
@@ -80,20 +89,25 @@ def make_app(service: Service) -> ASGIApp:
     return guarded
 
 
-def _described(app: FastAPI) -> dict[str, Any]:
+async def _document(request: Request) -> Response:
+    """The OpenAPI document; half a second is needed to make it."""
+    return await run_in_threadpool(lambda: Utf8JsonResponse(request.app.openapi()))
+
+
+def _openapi_document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document: validation is answered with 400 here, never with 422."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in app.openapi_schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
-        describe(app.openapi_schema)
+        add_response_schemas(app.openapi_schema)
         for left in ("HTTPValidationError", "ValidationError"):
             app.openapi_schema.get("components", {}).get("schemas", {}).pop(left, None)
     return app.openapi_schema
 
 
-class _Unraised:
+class _BugLogger:
     """Starlette answers a bug with our 500 and raises it again; it is logged here and goes no further."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -108,34 +122,34 @@ class _Unraised:
             _log.exception("bug", extra={"data": {"request_id": scope.get("modelmill.request_id")}})
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    body = BODIES.get(request.url.path)
-    told = errors.of(error, frozenset() if body is None else frozenset(body.model_fields))
+async def _handle_error(request: Request, error: Exception) -> Response:
+    body = REQUEST_MODELS.get(request.url.path)
+    told = errors.to_api_error(error, frozenset() if body is None else frozenset(body.model_fields))
     if told.status == 500 and isinstance(error, ModelmillError):
-        # it says what this machine or this engine lacks, and nothing of the request; a bug is logged by _Unraised
+        # it says what this machine or this engine lacks, and nothing of the request; a bug is logged by _BugLogger
         data = {"request_id": request.scope.get("modelmill.request_id"), "error": type(error).__name__}
-        _log.error("cannot", extra={"data": {**data, "why": one_line(str(error), errors.SAID)}})
-    return answer(told)
+        _log.error("request failed", extra={"data": {**data, "reason": one_line(str(error), errors.MAX_MESSAGE_CHARS)}})
+    return error_response(told)
 
 
-async def _gone(_: Request, __: Exception) -> Response:
+async def _handle_disconnect(_: Request, __: Exception) -> Response:
     # nobody reads it; 499 is what others write into their logs for it
     return Response(status_code=499)
 
 
-async def _http(_: Request, error: Exception) -> Response:
+async def _handle_http_exception(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     told = {404: "there is nothing at this path", 405: "this path takes another method"}.get(error.status_code)
-    return answer(ApiError(error.status_code, told or "refused", code=code, headers=error.headers))
+    return error_response(ApiError(error.status_code, told or "refused", code=code, headers=error.headers))
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
+async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    param, line = complaint(error.errors(), BODIES.get(request.url.path))
-    return answer(invalid(line, param))
+    param, line = summarize_errors(error.errors(), REQUEST_MODELS.get(request.url.path))
+    return error_response(invalid_request(line, param))
 
 
-def answer(error: ApiError) -> Response:
+def error_response(error: ApiError) -> Response:
     """An error as a response."""
-    return Json(error.body(), error.status, error.headers)
+    return Utf8JsonResponse(error.body(), error.status, error.headers)

@@ -16,16 +16,17 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelmill.serve.bounded import Shape
-from modelmill.serve.complaint import complaint
-from modelmill.serve.errors import invalid
+from modelmill.serve.errors import invalid_request
 from modelmill.serve.json_body import BodyError, parse
-from modelmill.serve.json_scan import Bounds
-from modelmill.serve.service import TENANT, Service, salted
+from modelmill.serve.json_scan import JsonLimits
+from modelmill.serve.service import TENANT_KEY, Service, tenant_cache_salt
+from modelmill.serve.stream import run_while_connected
+from modelmill.serve.strict_models import StrictModel
+from modelmill.serve.validation_errors import summarize_errors
 
-AT_ONCE = 16 << 10
+MAX_INLINE_PARSE_BYTES = 16 << 10
 """Bytes of a body that is parsed on the loop: a millisecond, whatever is in it."""
-S = TypeVar("S", bound=Shape)
+S = TypeVar("S", bound=StrictModel)
 
 
 class BodyRoute(APIRoute):
@@ -33,67 +34,70 @@ class BodyRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Without FastAPI's own reading and validating."""
-        model: type[Shape] = get_type_hints(self.endpoint)["body"]
+        model: type[StrictModel] = get_type_hints(self.endpoint)["body"]
         endpoint = self.endpoint
 
         async def handle(request: Request) -> Response:
-            body = await taken(request, model)
+            body = await read_body(request, model)
             if "cache_salt" in model.model_fields:
-                body.cache_salt = salted(request.scope.get(TENANT, ""), body.cache_salt)  # type: ignore[attr-defined]
+                body.cache_salt = tenant_cache_salt(request.scope.get(TENANT_KEY, ""), body.cache_salt)  # type: ignore[attr-defined]
             response: Response = await endpoint(body, request)
             return response
 
         return handle
 
 
-async def taken(request: Request, model: type[S]) -> S:
+async def read_body(request: Request, model: type[S]) -> S:
     """The request's body as ``model``. Raises ApiError 400, ClientDisconnect."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
     if not data:
-        raise invalid("the request's body is empty; send an object")
+        raise invalid_request("the request's body is empty; send an object")
     if not _is_json(request.headers.get("content-type", "")):
         # a form: what curl says it sends, and what a page of another origin may send unasked
-        raise invalid("the request's body has to be told to be JSON: add the header content-type: application/json")
+        raise invalid_request(
+            "the request's body has to be told to be JSON: add the header content-type: application/json"
+        )
     service: Service = request.app.state.service
-    if len(data) <= AT_ONCE:
-        return validated(_loaded(data), model)
-    return await service.beside(_made, data, model, service.json_bounds)
+    if len(data) <= MAX_INLINE_PARSE_BYTES:
+        return validate_body(_parse_small_body(data), model)
+    work = service.parse_in_thread(_parse_large_body, data, model, service.json_limits(bool(model.unused)))
+    return await run_while_connected(request.receive, work)
 
 
-def _is_json(declared: str) -> bool:
-    kind = declared.partition(";")[0].strip().lower()
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
-def _loaded(data: bytearray) -> Any:
+def _parse_small_body(data: bytearray) -> Any:
     """A small body. Raises ApiError."""
     try:
         return json.loads(str(data, "utf-8-sig", "surrogatepass"))  # JSON is UTF-8 (RFC 8259), however long it is
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise invalid("the request's body is not JSON") from None
+        raise invalid_request("the request's body is not JSON") from None
     except (ValueError, RecursionError):
-        raise invalid("the request's body cannot be read as JSON") from None
+        raise invalid_request("the request's body cannot be read as JSON") from None
 
 
-def _made(data: bytearray, model: type[S], bounds: Bounds) -> S:
+def _parse_large_body(data: bytearray, model: type[S], limits: JsonLimits) -> S:
     """A large body, whose bytes are given up. Raises ApiError."""
     try:
-        raw = parse(data, bounds)
+        raw = parse(data, limits, model.unused)
     except BodyError as error:
         field = error.field if error.field in model.model_fields else None
         named = f"{field}:" if field else "the request's body"
-        raise invalid(f"{named} {error}", field) from None
+        raise invalid_request(f"{named} {error}", field) from None
     data.clear()
-    return validated(raw, model)
+    return validate_body(raw, model)
 
 
-def validated(raw: Any, model: type[S]) -> S:
+def validate_body(raw: Any, model: type[S]) -> S:
     """JSON data as ``model``. Raises ApiError 400 that names the field at fault."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-    param, line = complaint(found, model)
-    raise invalid(line, param)
+    param, line = summarize_errors(found, model)
+    raise invalid_request(line, param)

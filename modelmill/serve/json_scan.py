@@ -1,7 +1,7 @@
 """Where the structure of a JSON text lies, and how much memory its values would take: known before any value is made.
 
 The text is looked at in slices with numpy, which lets other threads go on; nothing is made of it but positions of
-brackets, commas and colons, and no more of them than ``Bounds`` allow.
+brackets, commas and colons, and no more of them than ``JsonLimits`` allow.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SLICE = 128 << 10
+SLICE_BYTES = 128 << 10
 """Bytes that are looked at together."""
 NONE, OPEN, CLOSE, COMMA, COLON, QUOTE, BACKSLASH = range(7)
 _CLASSES = np.zeros(256, np.uint8)
@@ -18,11 +18,11 @@ for _chars, _class in ((b"{[", OPEN), (b"}]", CLOSE), (b",", COMMA), (b":", COLO
     _CLASSES[list(_chars)] = _class
 OBJECT_BYTES, LIST_BYTES, STRING_BYTES, VALUE_BYTES = 240, 96, 64, 24
 """What CPython takes for a small one of each, about, with its place in what holds it; equal integers are one object."""
-KEYS, KEY_BYTES = 8, 120
+SHARED_KEYS, KEY_BYTES = 8, 120
 """Keys of an object that are taken for names, which objects share; what each further one takes."""
 
 
-class TooMuch(ValueError):
+class JsonLimitExceeded(ValueError):
     """A text with more structure than may be. key: where the last key of the outermost object stands."""
 
     def __init__(self, message: str, key: slice | None = None) -> None:
@@ -30,70 +30,70 @@ class TooMuch(ValueError):
         self.key = key
 
 
-class NotJson(ValueError):
+class InvalidJson(ValueError):
     """A text that is none."""
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """values: in all. depth: of nesting. growth, free: values may take growth x the text's bytes, or so many bytes."""
+class JsonLimits:
+    """max_depth: of nesting. Values may take max_growth x the text's bytes, or min_memory_bytes."""
 
-    values: int = 1 << 18
-    depth: int = 256
-    growth: int = 8
-    free: int = 4 << 20
+    max_values: int = 1 << 18
+    max_depth: int = 256
+    max_growth: int = 8
+    min_memory_bytes: int = 4 << 20
 
 
 @dataclass(frozen=True)
 class Structure:
-    """places [S] uint32: of brackets, commas and colons outside strings; classes [S] uint8; depths [S] int16: how deep
-    the text is behind each of them.
+    """positions [S] uint32: of brackets, commas and colons outside strings; char_classes [S] uint8; depths [S]
+    int16: how deep the text is behind each of them.
     """
 
-    places: np.ndarray
-    classes: np.ndarray
+    positions: np.ndarray
+    char_classes: np.ndarray
     depths: np.ndarray
 
 
-def scan(data: bytes | bytearray, bounds: Bounds) -> Structure:
-    """The structure of a JSON text. Raises TooMuch; NotJson for some of what cannot be JSON."""
-    found = _Scan(data, bounds)
-    for begin in range(0, len(data), SLICE):
-        found.take(begin)
-    return found.end()
+def scan(data: bytes | bytearray, limits: JsonLimits) -> Structure:
+    """The structure of a JSON text. Raises JsonLimitExceeded; InvalidJson for some of what cannot be JSON."""
+    found = _Scanner(data, limits)
+    for begin in range(0, len(data), SLICE_BYTES):
+        found.scan_slice(begin)
+    return found.finish()
 
 
-class _Scan:
+class _Scanner:
     """The state between two slices."""
 
-    def __init__(self, data: bytes | bytearray, bounds: Bounds) -> None:
+    def __init__(self, data: bytes | bytearray, limits: JsonLimits) -> None:
         self._raw = np.frombuffer(data, np.uint8)
-        self._bounds = bounds
-        self._most = max(bounds.free, bounds.growth * len(data))
-        self._inside = False  # a string
+        self._limits = limits
+        self._max_memory = max(limits.min_memory_bytes, limits.max_growth * len(data))
+        self._in_string = False  # a string
         self._escaped = False  # the next byte
-        self._depth = self._values = self._memory = self._names = 0
-        self._before = -1  # the last place of the slices before
+        self._depth = self._values = self._memory = self._num_key_names = 0
+        self._last_position = -1  # the last place of the slices before
         self._key: slice | None = None
-        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._slices: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def take(self, begin: int) -> None:
+    def scan_slice(self, begin: int) -> None:
         """One slice."""
-        raw = self._raw[begin : begin + SLICE]
+        raw = self._raw[begin : begin + SLICE_BYTES]
         classes = _CLASSES[raw]
         at = np.flatnonzero(classes)
         kinds = classes[at]
-        quotes = self._quotes(at, kinds, len(raw))
+        quotes = self._find_quotes(at, kinds, len(raw))
         outside = (kinds >= OPEN) & (kinds <= COLON)
         at, kinds = at[outside], kinds[outside]
         # behind an odd number of quotes is inside
-        free = (np.searchsorted(quotes, at) + self._inside) % 2 == 0
-        self._inside ^= bool(len(quotes) % 2)
-        self._note(begin, raw, at[free], kinds[free], len(quotes))
+        free = (np.searchsorted(quotes, at) + self._in_string) % 2 == 0
+        self._in_string ^= bool(len(quotes) % 2)
+        self._record(begin, raw, at[free], kinds[free], len(quotes))
 
-    def _quotes(self, at: np.ndarray, kinds: np.ndarray, length: int) -> np.ndarray:
+    def _find_quotes(self, positions: np.ndarray, classes: np.ndarray, length: int) -> np.ndarray:
         """Places of the quotes that no backslash takes the meaning from."""
-        quotes, slashes = at[kinds == QUOTE], at[kinds == BACKSLASH]
+        quotes, slashes = positions[classes == QUOTE], positions[classes == BACKSLASH]
         taken = self._escaped
         if taken and len(quotes) and quotes[0] == 0:
             quotes = quotes[1:]
@@ -110,49 +110,49 @@ class _Scan:
         self._escaped = bool(len(escaped) and escaped[-1] == length)
         return quotes[~np.isin(quotes, escaped, assume_unique=True)]
 
-    def _note(self, begin: int, raw: np.ndarray, at: np.ndarray, kinds: np.ndarray, quotes: int) -> None:
-        steps = (kinds == OPEN).astype(np.int32) - (kinds == CLOSE)
+    def _record(self, begin: int, raw: np.ndarray, positions: np.ndarray, classes: np.ndarray, num_quotes: int) -> None:
+        steps = (classes == OPEN).astype(np.int32) - (classes == CLOSE)
         depths = self._depth + np.cumsum(steps, dtype=np.int32)
-        opened, commas = int(np.count_nonzero(kinds == OPEN)), int(np.count_nonzero(kinds == COMMA))
-        objects = int(np.count_nonzero(raw[at[kinds == OPEN]] == ord("{")))
-        colons = int(np.count_nonzero(kinds == COLON))
+        opened, commas = int(np.count_nonzero(classes == OPEN)), int(np.count_nonzero(classes == COMMA))
+        objects = int(np.count_nonzero(raw[positions[classes == OPEN]] == ord("{")))
+        colons = int(np.count_nonzero(classes == COLON))
         self._values += opened + commas
         self._memory += OBJECT_BYTES * objects + LIST_BYTES * (opened - objects) + VALUE_BYTES * commas
-        self._memory += STRING_BYTES * max((quotes + 1) // 2 - colons, 0)
-        self._names += KEYS * objects - colons
-        if len(at):
-            self._check(begin, at, kinds, depths)
+        self._memory += STRING_BYTES * max((num_quotes + 1) // 2 - colons, 0)
+        self._num_key_names += SHARED_KEYS * objects - colons
+        if len(positions):
+            self._check(begin, positions, classes, depths)
             self._depth = int(depths[-1])
-        self._parts.append(((at + begin).astype(np.uint32), kinds, depths.astype(np.int16)))
+        self._slices.append(((positions + begin).astype(np.uint32), classes, depths.astype(np.int16)))
 
-    def _check(self, begin: int, at: np.ndarray, kinds: np.ndarray, depths: np.ndarray) -> None:
-        bounds, last = self._bounds, len(at)
+    def _check(self, begin: int, positions: np.ndarray, classes: np.ndarray, depths: np.ndarray) -> None:
+        bounds, last = self._limits, len(positions)
         if int(depths.min()) < 0:
-            raise NotJson("a bracket closes nothing")
+            raise InvalidJson("a bracket closes nothing")
         message = None
-        if int(depths.max()) > bounds.depth:
-            last = int(np.argmax(depths > bounds.depth))
-            message = f"is nested more than {bounds.depth} deep"
-        elif self._values > bounds.values:
-            message = f"holds more than {bounds.values} values"
-        elif self._memory + KEY_BYTES * max(-self._names, 0) > self._most:
+        if int(depths.max()) > bounds.max_depth:
+            last = int(np.argmax(depths > bounds.max_depth))
+            message = f"is nested more than {bounds.max_depth} deep"
+        elif self._values > bounds.max_values:
+            message = f"holds more than {bounds.max_values} values"
+        elif self._memory + KEY_BYTES * max(-self._num_key_names, 0) > self._max_memory:
             message = "holds too many small lists, objects and texts for its size"
         keys = [self._key]
-        colons = np.flatnonzero((kinds[:last] == COLON) & (depths[:last] == 1))
+        colons = np.flatnonzero((classes[:last] == COLON) & (depths[:last] == 1))
         # all of them where one is at fault: it is the one with the most in it, of this slice
         for colon in map(int, colons if message else colons[-1:]):
-            before = begin + int(at[colon - 1]) if colon else self._before
-            keys.append(slice(before + 1, begin + int(at[colon])))
+            before = begin + int(positions[colon - 1]) if colon else self._last_position
+            keys.append(slice(before + 1, begin + int(positions[colon])))
         if message is not None:
             sizes = np.diff(np.concatenate(([0], colons, [last])))
-            raise TooMuch(message, keys[int(np.argmax(sizes))])
-        self._key, self._before = keys[-1], begin + int(at[-1])
+            raise JsonLimitExceeded(message, keys[int(np.argmax(sizes))])
+        self._key, self._last_position = keys[-1], begin + int(positions[-1])
 
-    def end(self) -> Structure:
+    def finish(self) -> Structure:
         """All of it."""
-        if self._depth or self._inside:
-            raise NotJson("the text ends too early")
-        if not self._parts:
+        if self._depth or self._in_string:
+            raise InvalidJson("the text ends too early")
+        if not self._slices:
             return Structure(np.empty(0, np.uint32), np.empty(0, np.uint8), np.empty(0, np.int16))
-        places, classes, depths = (np.concatenate(parts) for parts in zip(*self._parts))
+        places, classes, depths = (np.concatenate(parts) for parts in zip(*self._slices))
         return Structure(places, classes, depths)

@@ -18,30 +18,31 @@ from starlette.types import ASGIApp
 
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.serve.app import make_app
-from modelmill.serve.engine import Engine, State
-from modelmill.serve.http import HEADER_BYTES, Http
-from modelmill.serve.service import Limits, Service
+from modelmill.serve import warmup
+from modelmill.serve.app import REQUEST_MODELS, make_app
+from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.http_protocol import HEADER_BYTES, HttpProtocol
+from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.traces import Traces
 
-_log = log.get("serve")
+_log = log.get_logger("serve")
 
-OPEN_FILES = 65_536
+MAX_OPEN_FILES = 65_536
 """Connections and files of one server, where the system allows them."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where and how long. patience: seconds for running answers at a shutdown. traces: as in ``Service``."""
+class ServerOptions:
+    """Where and how long. drain_timeout: seconds for running answers at a shutdown. traces: as in ``Service``."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    patience: float = 30.0
-    limits: Limits = field(default_factory=Limits)
+    drain_timeout: float = 30.0
+    limits: ServiceLimits = field(default_factory=ServiceLimits)
     traces: Traces | None = None
 
 
-class _Uvicorn(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Leaves the signals to us."""
 
     @contextlib.contextmanager
@@ -53,80 +54,94 @@ class _Uvicorn(uvicorn.Server):
 class Server:
     """Everything of one ``modelmill serve``."""
 
-    def __init__(self, engines: Sequence[Engine], place: Place, names: dict[str, Engine] | None = None) -> None:
-        self.place = place
-        self.service = Service(names or {engine.name: engine for engine in engines}, place.limits, traces=place.traces)
-        self._signals = 0
-        self._asked = asyncio.Event()
-        self._failed: Engine | None = None
+    def __init__(
+        self, engines: Sequence[EngineClient], options: ServerOptions, names: dict[str, EngineClient] | None = None
+    ) -> None:
+        self.options = options
+        self.service = Service(
+            names or {engine.name: engine for engine in engines}, options.limits, traces=options.traces
+        )
+        self._num_signals = 0
+        self._stop_requested = asyncio.Event()
+        self._failed_engine: EngineClient | None = None
 
     async def run(
-        self, opened: Callable[[str], None] = lambda _: None, loaded: Callable[[Engine], None] = lambda _: None
+        self,
+        on_listening: Callable[[str], None] = lambda _: None,
+        on_engine_ready: Callable[[EngineClient], None] = lambda _: None,
     ) -> None:
-        """Serve until a signal. opened: told the address once the port is open. loaded: told each engine that is ready.
+        """Serve until a signal. on_listening: called with the address; on_engine_ready: with each engine.
 
         Raises UsageError where the port cannot be had, ModelmillError where an engine cannot be opened or kept.
         """
-        _raise_open_files()
-        sock = listen(self.place.host, self.place.port)
-        server = http_server(make_app(self.service))
+        _raise_open_file_limit()
+        sock = open_socket(self.options.host, self.options.port)
+        self._app = make_app(self.service)
+        await warmup.warm_up_routes(self._app, tuple(REQUEST_MODELS))
+        server = http_server(self._app)
         host, port = sock.getsockname()[:2]
-        opened(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-        tasks = [asyncio.create_task(self._engines(loaded)), asyncio.create_task(server.serve([sock]))]
+        on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        tasks = [asyncio.create_task(self._run_engines(on_engine_ready)), asyncio.create_task(server.serve([sock]))]
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, self._signalled)
+            loop.add_signal_handler(name, self._on_signal)
         try:
-            await self._asked.wait()
+            await self._stop_requested.wait()
             await self._drain()
         finally:
             server.should_exit = True
-            for engine in self.service.distinct:
+            for engine in self.service.unique_engines:
                 await engine.close()
             await asyncio.gather(*tasks)
             self.service.close()
-        if self._failed is not None:
-            kind = UsageError if self._failed.usage else ModelmillError
-            whose = f"{self._failed.name}: " if len(self.service.distinct) > 1 else ""
-            raise kind(whose + (self._failed.error or "an engine ended"))
+        if self._failed_engine is not None:
+            kind = UsageError if self._failed_engine.is_usage_error else ModelmillError
+            whose = f"{self._failed_engine.name}: " if len(self.service.unique_engines) > 1 else ""
+            raise kind(whose + (self._failed_engine.error or "an engine ended"))
 
-    async def _engines(self, loaded: Callable[[Engine], None]) -> None:
+    async def _run_engines(self, on_engine_ready: Callable[[EngineClient], None]) -> None:
         """Load one after another, then watch them."""
         lives = []
-        for engine in self.service.distinct:
-            if self._asked.is_set():
+        document = asyncio.create_task(warmup.warm_up_openapi(self._app))
+        for engine in self.service.unique_engines:
+            if self._stop_requested.is_set():
                 break
-            lives.append(asyncio.create_task(self._life(engine)))
-            await engine.settled.wait()
-            if engine.state is State.READY:
-                loaded(engine)
+            lives.append(asyncio.create_task(self._run_engine(engine)))
+            await engine.load_finished.wait()
+            if engine.state is EngineState.READY:
+                await warmup.warm_up_engine(
+                    self._app, next(name for name, each in self.service.engines.items() if each is engine)
+                )
+                on_engine_ready(engine)
+        await document
+        warmup.freeze_gc()
         await asyncio.gather(*lives)
 
-    async def _life(self, engine: Engine) -> None:
+    async def _run_engine(self, engine: EngineClient) -> None:
         await engine.run()
-        if engine.state is State.FAILED:
-            self._failed = self._failed or engine
-            self._asked.set()
+        if engine.state is EngineState.FAILED:
+            self._failed_engine = self._failed_engine or engine
+            self._stop_requested.set()
 
-    def _signalled(self) -> None:
-        self._signals += 1
-        self._asked.set()
-        if self._signals > 1:
-            for engine in self.service.distinct:
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._stop_requested.set()
+        if self._num_signals > 1:
+            for engine in self.service.unique_engines:
                 engine.abort_all("the server was stopped")
 
     async def _drain(self) -> None:
         """Refuse what is new and wait for what runs, as long as it may take."""
         service = self.service
         service.draining = True
-        _log.info("draining", extra={"data": {"requests": service.active, "seconds": self.place.patience}})
-        deadline = asyncio.get_running_loop().time() + (0 if self._failed else self.place.patience)
-        while service.active and self._signals < 2 and asyncio.get_running_loop().time() < deadline:
+        _log.info("draining", extra={"data": {"requests": service.num_active, "seconds": self.options.drain_timeout}})
+        deadline = asyncio.get_running_loop().time() + (0 if self._failed_engine else self.options.drain_timeout)
+        while service.num_active and self._num_signals < 2 and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        for engine in service.distinct:
+        for engine in service.unique_engines:
             engine.abort_all("the server is shutting down")
         for _ in range(50):
-            if not service.active:
+            if not service.num_active:
                 break
             await asyncio.sleep(0.02)
 
@@ -135,7 +150,7 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
     """Serves an application on sockets that it is given; leaves the signals to others."""
     config = uvicorn.Config(
         app,
-        http=Http,
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -145,22 +160,22 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
-    return _Uvicorn(config)
+    return _UvicornServer(config)
 
 
-def _raise_open_files() -> None:
+def _raise_open_file_limit() -> None:
     """As many open connections as the system allows this process, not the 1,024 that shells begin with."""
     import resource
 
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
+    wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     with contextlib.suppress(ValueError, OSError):  # a system may refuse more than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """A listening socket. Raises UsageError where the address cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

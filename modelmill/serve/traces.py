@@ -14,22 +14,22 @@ from urllib.parse import urlsplit
 
 from modelmill import __version__
 from modelmill.core.errors import MissingDependency, UsageError
-from modelmill.serve.ticket import Ticket
+from modelmill.serve.request_handle import RequestHandle
 
-NAME = "modelmill.serve"
-SECOND = 1_000_000_000
+TRACER_NAME = "modelmill.serve"
+NANOSECONDS_PER_SECOND = 1_000_000_000
 """In nanoseconds, which are a span's unit."""
 
 
 @dataclass(frozen=True)
-class Visited:
-    """A request that has ended. scope: of ASGI, after routing. began: by time.perf_counter. status: None: cut off."""
+class FinishedRequest:
+    """A request that has ended. scope: of ASGI, after routing. started_at: by perf_counter. status: None: cut off."""
 
     scope: Mapping[str, Any]
     headers: Mapping[bytes, bytes]
     request_id: str
     status: int | None
-    began: float
+    started_at: float
 
 
 class Traces:
@@ -40,16 +40,16 @@ class Traces:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
-        self._tracer = provider.get_tracer(NAME, __version__)
-        self._context = TraceContextTextMapPropagator()
+        self._tracer = provider.get_tracer(TRACER_NAME, __version__)
+        self._propagator = TraceContextTextMapPropagator()
 
     @staticmethod
-    def to(endpoint: str) -> Traces:
+    def export_to(endpoint: str) -> Traces:
         """Spans go to a collector over OTLP and HTTP; a URL without a path means its /v1/traces.
 
         Raises UsageError for what is no URL, MissingDependency without the libraries.
         """
-        where = collector(endpoint)
+        where = collector_url(endpoint)
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -64,32 +64,32 @@ class Traces:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=where, timeout=5)))
         return Traces(provider)
 
-    def told(self, visited: Visited) -> str:
+    def record_span(self, request: FinishedRequest) -> str:
         """Make the span of a request; returns its trace's id, 32 hexadecimal digits."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        scope, now, clock = visited.scope, time.time_ns(), time.perf_counter()
+        scope, now, clock = request.scope, time.time_ns(), time.perf_counter()
 
         def at(moment: float) -> int:
-            return now - int((clock - moment) * SECOND)
+            return now - int((clock - moment) * NANOSECONDS_PER_SECOND)
 
         route = getattr(scope.get("route"), "path", None)
         # a path that is none of ours may hold anything
         name = f"{scope['method']} {route}" if route else str(scope["method"])
         span = self._tracer.start_span(
-            name, context=self._parent(visited.headers), kind=SpanKind.SERVER, start_time=at(visited.began)
+            name, context=self._parent_context(request.headers), kind=SpanKind.SERVER, start_time=at(request.started_at)
         )
-        span.set_attributes({"http.request.method": scope["method"], "modelmill.request_id": visited.request_id})
+        span.set_attributes({"http.request.method": scope["method"], "modelmill.request_id": request.request_id})
         if route:
             span.set_attribute("http.route", route)
-        if visited.status is not None:
-            span.set_attribute("http.response.status_code", visited.status)
-        if visited.status is None or visited.status >= 500:
+        if request.status is not None:
+            span.set_attribute("http.response.status_code", request.status)
+        if request.status is None or request.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
-        ticket = scope.get("modelmill.ticket")
-        if isinstance(ticket, Ticket):
-            span.set_attributes(_attributes(ticket, scope.get("modelmill.engine")))
-            for event, moment in _events(ticket):
+        ticket = scope.get("modelmill.request_handle")
+        if isinstance(ticket, RequestHandle):
+            span.set_attributes(_span_attributes(ticket, scope.get("modelmill.engine")))
+            for event, moment in _span_events(ticket):
                 span.add_event(event, timestamp=at(moment))
         span.end(end_time=now)
         return format(span.get_span_context().trace_id, "032x")
@@ -98,14 +98,14 @@ class Traces:
         """Send what is left."""
         self._provider.shutdown()
 
-    def _parent(self, headers: Mapping[bytes, bytes]) -> Any:
+    def _parent_context(self, headers: Mapping[bytes, bytes]) -> Any:
         """What the caller's traceparent and tracestate (W3C) say."""
         names = ("traceparent", "tracestate")
         carrier = {name: headers[name.encode()].decode("latin-1") for name in names if name.encode() in headers}
-        return self._context.extract(carrier)
+        return self._propagator.extract(carrier)
 
 
-def collector(endpoint: str) -> str:
+def collector_url(endpoint: str) -> str:
     """The URL that spans are sent to. Raises UsageError for what is no URL."""
     try:
         parts = urlsplit(endpoint)
@@ -117,35 +117,35 @@ def collector(endpoint: str) -> str:
     return endpoint if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
 
 
-def _attributes(ticket: Ticket, engine: str | None) -> dict[str, Any]:
+def _span_attributes(handle: RequestHandle, engine: str | None) -> dict[str, Any]:
     """By OpenTelemetry's conventions for generative AI, where they have a name."""
-    counts = ticket.counts()
-    request = ticket.dialogues[0].request
+    counts = handle.token_counts()
+    request = handle.request_states[0].request
     params, embeds = request.params, request.pooling is not None
-    outputs = [output for each in ticket.dialogues for output in each.answer.outputs]
-    reasons = {output.finish_reason or ticket.broken_off for output in outputs}
+    outputs = [output for each in handle.request_states for output in each.output.outputs]
+    reasons = {output.finish_reason or handle.abort_reason for output in outputs}
     found: dict[str, Any] = {
         "gen_ai.operation.name": "embeddings" if embeds else "text_completion",
         "gen_ai.request.model": engine,
         "gen_ai.request.max_tokens": None if embeds else params.max_tokens,
         "gen_ai.request.temperature": None if embeds else params.temperature,
         "gen_ai.request.top_p": None if embeds else params.top_p,
-        "gen_ai.request.choice.count": None if embeds else ticket.weight,
+        "gen_ai.request.choice.count": None if embeds else handle.num_sequences,
         "gen_ai.response.finish_reasons": None if embeds else sorted(reasons),
         "gen_ai.usage.input_tokens": counts["prompt_tokens"],
         "gen_ai.usage.output_tokens": counts["completion_tokens"],
         "modelmill.cached_tokens": counts["cached_tokens"],
-        "modelmill.queue_seconds": ticket.queued,
+        "modelmill.queue_seconds": handle.queue_seconds,
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _events(ticket: Ticket) -> list[tuple[str, float]]:
+def _span_events(handle: RequestHandle) -> list[tuple[str, float]]:
     """When the first of its prompts was queued, left the queue, and had its first token; by time.perf_counter."""
-    found = [("queue", ticket.made)]
-    if ticket.queued is not None:
-        found.append(("prefill", ticket.made + ticket.queued))
-    answers = [(each.started, each.answer.first_token_seconds) for each in ticket.dialogues]
+    found = [("queue", handle.created_at)]
+    if handle.queue_seconds is not None:
+        found.append(("prefill", handle.created_at + handle.queue_seconds))
+    answers = [(each.start_time, each.output.first_token_seconds) for each in handle.request_states]
     first = [started + seconds for started, seconds in answers if seconds is not None]
     if first:
         # what queued was counted by the engine's process: its clock may run a little otherwise

@@ -16,61 +16,61 @@ import contextlib
 import math
 from collections.abc import Awaitable, Callable, Iterator
 
-LIMIT = 120.0
+DEFAULT_TIMEOUT = 120.0
 """Seconds without a sign of life after which a worker hangs, by default."""
-FIRST = 300.0
+STARTUP_TIMEOUT = 300.0
 """Seconds that a process may at least take to its first sign of life: libraries are read from the disk before it."""
-MOST_TURN = 5.0
-TURNS = 8
+MAX_POLL_SECONDS = 5.0
+MIN_POLLS_PER_TIMEOUT = 8
 """In which the limit is divided, at least."""
 
 
-def turn(limit: float) -> float:
+def poll_interval(timeout: float) -> float:
     """Seconds between two signs of life of a worker that is well."""
-    return min(limit / TURNS, MOST_TURN)
+    return min(timeout / MIN_POLLS_PER_TIMEOUT, MAX_POLL_SECONDS)
 
 
 class Watchdog:
     """Counts how long nothing has been heard of one worker."""
 
     def __init__(
-        self, limit: float, ping: Callable[[], None], sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+        self, timeout: float, ping: Callable[[], None], sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
     ) -> None:
-        """limit: seconds; 0: a worker never hangs. ping: asks it for a sign of life."""
-        self.limit = limit
+        """timeout: seconds; 0: a worker never hangs. ping: asks it for a sign of life."""
+        self.timeout = timeout
         self._ping, self._sleep = ping, sleep
-        self._silent = 0
-        self._heard = self._asked = False
+        self._silent_polls = 0
+        self._received_any = self._ping_sent = False
         self._listening = True
 
     @contextlib.contextmanager
-    def deaf(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Nobody listens inside: what is said meanwhile is heard later, and no turn is silent."""
         self._listening = False
         yield
         self._listening = True
 
-    def heard(self) -> None:
+    def on_message(self) -> None:
         """The worker has said something."""
-        self._silent, self._heard, self._asked = 0, True, False
+        self._silent_polls, self._received_any, self._ping_sent = 0, True, False
 
-    async def hung(self) -> float:
+    async def wait_until_hung(self) -> float:
         """Until the worker hangs: for ever where it does not, or may not. Returns the seconds it was given."""
-        if not self.limit:
+        if not self.timeout:
             await asyncio.Event().wait()
-        pause = turn(self.limit)
-        while self._silent < self._most(pause):
-            if not self._asked:
-                self._asked = True
+        pause = poll_interval(self.timeout)
+        while self._silent_polls < self._max_silent_polls(pause):
+            if not self._ping_sent:
+                self._ping_sent = True
                 self._ping()
             await self._sleep(pause)
-            self._silent += self._listening
-        return self._given
+            self._silent_polls += self._listening
+        return self._current_timeout
 
     @property
-    def _given(self) -> float:
-        return self.limit if self._heard else max(self.limit, FIRST)
+    def _current_timeout(self) -> float:
+        return self.timeout if self._received_any else max(self.timeout, STARTUP_TIMEOUT)
 
-    def _most(self, pause: float) -> int:
+    def _max_silent_polls(self, interval: float) -> int:
         """Turns of silence that are too many. One more than the limit: a ping may have gone out at a turn's end."""
-        return math.ceil(self._given / pause) + 1
+        return math.ceil(self._current_timeout / interval) + 1

@@ -9,42 +9,42 @@ import tokenizers
 from tokenizers import AddedToken
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.files import Settings
+from modelmill.text.tokenizer_files import TokenizerSettings
 
 
-def reflagged(spec: dict[str, Any], settings: Settings) -> bool:
+def update_token_flags(spec: dict[str, Any], settings: TokenizerSettings) -> bool:
     """Where tokenizer_config.json lists an added token with other flags, transformers takes those. Whether it does."""
     changed = False
     for token in spec.get("added_tokens") or ():
-        entry = settings.added.get(token["id"])
+        entry = settings.added_tokens.get(token["id"])
         if entry is None or entry["content"] != token["content"]:
             continue
-        flags = _flags(entry)
+        flags = _token_flags(entry)
         if any(bool(token.get(name)) != flag for name, flag in flags.items()):
             token.update(flags)
             changed = True
     return changed
 
 
-def add_tokens(core: tokenizers.Tokenizer, settings: Settings) -> None:
+def add_tokens(core: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
     """Adds what only tokenizer_config.json lists; the ids must come out as it says."""
     listed = {token.content for token in core.get_added_tokens_decoder().values()}
-    for id, entry in sorted(settings.added.items()):
+    for id, entry in sorted(settings.added_tokens.items()):
         content = entry["content"]
         if content not in listed:
-            core.add_tokens([AddedToken(content, **_flags(entry))])
+            core.add_tokens([AddedToken(content, **_token_flags(entry))])
         if core.token_to_id(content) != id:
             raise TokenizerError(
                 f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json {core.token_to_id(content)}; "
                 "take both files from the same model"
             )
     known = {token.content for token in core.get_added_tokens_decoder().values()}
-    wanted = [*settings.names.values(), *settings.extra]
+    wanted = [*settings.special_tokens.values(), *settings.extra_special_tokens]
     missing = [text for text in dict.fromkeys(wanted) if text not in known and core.token_to_id(text) is not None]
     core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
 
 
-def _flags(entry: Mapping[str, Any]) -> dict[str, bool]:
+def _token_flags(entry: Mapping[str, Any]) -> dict[str, bool]:
     """How a token of added_tokens_decoder is found in a text."""
     special = bool(entry.get("special"))
     flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """Character → byte. Printable Latin-1 stands for itself, the others move up to U+0100 and beyond."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(plain)]

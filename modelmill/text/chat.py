@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.chatml import END, START, WINDOW, QwenChat
-from modelmill.text.files import read_json
-from modelmill.text.guard import Guard, free_mark, texts_of, unmark
-from modelmill.text.image_chat import FILE as IMAGE_CHAT
+from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChat
+from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
+from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat
-from modelmill.text.messages import check_data, checked
-from modelmill.text.template import Limits, TemplateProcess
-from modelmill.text.template_forms import CallForms, as_read, call_forms, reads_parts
-from modelmill.text.tokens import Tokenizer
-from modelmill.text.tools import style_of
+from modelmill.text.messages import check_data, validate_messages
+from modelmill.text.template import TemplateLimits, TemplateProcess
+from modelmill.text.template_probe import CallContentForms, accepts_parts, adapt_messages, probe_call_forms
+from modelmill.text.tokenizer_base import Tokenizer
+from modelmill.text.tokenizer_files import read_json
+from modelmill.text.tool_prompts import detect_tool_style
 
-__all__ = ["ChatFormat", "Limits", "TemplateChat", "load_chat"]
+__all__ = ["ChatFormat", "TemplateLimits", "TemplateChat", "load_chat"]
 
 # control tokens with which some family ends a turn without calling them EOS
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>")
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
-_TOOL = {
+_PROBE_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
@@ -34,7 +34,7 @@ class ChatFormat(Protocol):
 
     stop_ids: tuple[int, ...]  # an answer ends at any of these
     stop_strings: tuple[str, ...]  # … or before any of these
-    tool_style: str  # how it writes tool calls, see tools.py
+    tool_style: str  # how it writes tool calls, see tool_prompts.py
     writes_calls: bool  # whether calls that were made have words of their own
 
     def encode(
@@ -66,7 +66,9 @@ class ChatFormat(Protocol):
         """Ends the template process, if one runs."""
 
 
-def load_chat(files: Mapping[str, bytes], tokenizer: Tokenizer, *, limits: Limits | None = None) -> ChatFormat | None:
+def load_chat(
+    files: Mapping[str, bytes], tokenizer: Tokenizer, *, limits: TemplateLimits | None = None
+) -> ChatFormat | None:
     """The chat format of a model; None for one without (a base model).
 
     Templates come from chat_template.jinja, tokenizer_config.json, chat_template.json or GGUF metadata; a Qwen v1
@@ -80,12 +82,12 @@ def load_chat(files: Mapping[str, bytes], tokenizer: Tokenizer, *, limits: Limit
     templates = read_templates(files)
     if templates:
         return TemplateChat(templates, tokenizer, limits=limits)
-    if tokenizer.kind == "tiktoken" and START in tokenizer.special and END in tokenizer.special:
+    if tokenizer.tokenizer_type == "tiktoken" and START in tokenizer.special and END in tokenizer.special:
         settings = read_json(files, "generation_config.json")
         if settings.get("chat_format") == "raw":
             return None
         window = settings.get("max_window_size")
-        return QwenChat(tokenizer, window=window if type(window) is int and window > 0 else WINDOW)
+        return QwenChat(tokenizer, window=window if type(window) is int and window > 0 else HISTORY_WINDOW_TOKENS)
     return None
 
 
@@ -122,19 +124,21 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
 class TemplateChat:
     """A Jinja template in its own process; what the user typed can never become a control token."""
 
-    def __init__(self, templates: Mapping[str, str], tokenizer: Tokenizer, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, templates: Mapping[str, str], tokenizer: Tokenizer, *, limits: TemplateLimits | None = None
+    ) -> None:
         self._templates = dict(templates)
         self._tokenizer = tokenizer
         self._process = TemplateProcess(limits)
-        self._guard = Guard(tokenizer.special)
+        self._guard = ControlTokenGuard(tokenizer.special)
         written = "".join(templates.values())
         ends = [tokenizer.special[text] for text in TURN_ENDS if text in tokenizer.special and text in written]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
         self.stop_strings: tuple[str, ...] = ()
-        self.tool_style = style_of(written)
+        self.tool_style = detect_tool_style(written)
         self.writes_calls = "tool_calls" in written
         self._parts: dict[tuple[str, bool, str], bool] = {}
-        self._calls: dict[tuple[str, bool], CallForms] = {}
+        self._calls: dict[tuple[str, bool], CallContentForms] = {}
 
     def encode(
         self,
@@ -175,14 +179,14 @@ class TemplateChat:
     ) -> tuple[str, str]:
         """(rendered text with marks in it, the mark)."""
         template = self._templates.get("tool_use" if tools else "default", self._templates["default"])
-        told = self._as_read(checked(messages, as_sent=True), template, bool(tools))
-        given: dict[str, Any] = {"messages": told, "tools": _tools(tools), "documents": None}
+        told = self._adapt_messages(validate_messages(messages, as_sent=True), template, bool(tools))
+        given: dict[str, Any] = {"messages": told, "tools": _tools_for_template(tools), "documents": None}
         for key, value in (options or {}).items():
-            if key in RESERVED or key in self._tokenizer.template_names:
+            if key in RESERVED_VARIABLES or key in self._tokenizer.template_names:
                 raise RequestError(f"the template option {key!r} is set by the engine")
             check_data(value, f"the template option {key[:40]!r}")
             given[key] = value
-        mark = free_mark([template, *self._tokenizer.special, *texts_of(given)])
+        mark = free_mark([template, *self._tokenizer.special, *iter_strings(given)])
         variables = {
             **self._tokenizer.template_names,
             **{key: self._guard.mark(value, mark) for key, value in given.items()},
@@ -190,11 +194,11 @@ class TemplateChat:
         }
         return self._process.render(template, variables), mark
 
-    def _as_read(self, messages: list[dict[str, Any]], template: str, tools: bool) -> list[dict[str, Any]]:
+    def _adapt_messages(self, messages: list[dict[str, Any]], template: str, tools: bool) -> list[dict[str, Any]]:
         """Messages in the forms that the template reads; small conversations are rendered where that is not known."""
         variables = {
             **self._tokenizer.template_names,
-            "tools": [_TOOL] if tools else None,
+            "tools": [_PROBE_TOOL] if tools else None,
             "documents": None,
             "add_generation_prompt": True,
         }
@@ -205,19 +209,19 @@ class TemplateChat:
         def parts(role: str) -> bool:
             key = template, tools, role
             if key not in self._parts:
-                self._parts[key] = reads_parts(render, role)
+                self._parts[key] = accepts_parts(render, role)
             return self._parts[key]
 
-        def calls() -> CallForms:
+        def calls() -> CallContentForms:
             key = template, tools
             if key not in self._calls:
-                self._calls[key] = call_forms(render)
+                self._calls[key] = probe_call_forms(render)
             return self._calls[key]
 
-        return as_read(messages, parts, calls)
+        return adapt_messages(messages, parts, calls)
 
 
-def _tools(tools: object) -> list[Mapping[str, Any]] | None:
+def _tools_for_template(tools: object) -> list[Mapping[str, Any]] | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

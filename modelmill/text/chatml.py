@@ -7,19 +7,21 @@ from typing import Any
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react
-from modelmill.text.messages import checked
-from modelmill.text.tokens import Tokenizer
-from modelmill.text.tools import REACT
+from modelmill.text.messages import validate_messages
+from modelmill.text.tokenizer_base import Tokenizer
+from modelmill.text.tool_prompts import REACT_STYLE
 
 START, END = "<|im_start|>", "<|im_end|>"
-SYSTEM = "You are a helpful assistant."
-WINDOW = 6144
+DEFAULT_SYSTEM = "You are a helpful assistant."
+HISTORY_WINDOW_TOKENS = 6144
 
 
 class QwenChat:
     """Role, newline and content are tokenized apart, as Qwen v1 was trained; user text is always plain."""
 
-    def __init__(self, tokenizer: Tokenizer, *, window: int = WINDOW, system: str = SYSTEM) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, window: int = HISTORY_WINDOW_TOKENS, system: str = DEFAULT_SYSTEM
+    ) -> None:
         """window: history is kept, newest first, while it and the system prompt stay below so many tokens."""
         self._tokenizer = tokenizer
         self._window = window
@@ -28,7 +30,7 @@ class QwenChat:
         self._newline = tokenizer.encode("\n", bos=False)
         self.stop_ids: tuple[int, ...] = (self._end, self._start)
         self.stop_strings: tuple[str, ...] = ()
-        self.tool_style = REACT
+        self.tool_style = REACT_STYLE
         self.writes_calls = False
 
     def encode(
@@ -41,7 +43,7 @@ class QwenChat:
     ) -> list[int]:
         """Prompt ids; raises RequestError for an order of roles that this format has not, and for options."""
         blocks, goes_on = self._blocks(messages, tools, options)
-        ids = [id for role, content in blocks for id in self._newline + self._block(role, content)][
+        ids = [id for role, content in blocks for id in self._newline + self._encode_block(role, content)][
             len(self._newline) :
         ]
         if not add_generation_prompt:
@@ -74,20 +76,24 @@ class QwenChat:
         """(role and text of each block that is kept, whether the last one is an answer to go on with)."""
         if options:
             raise RequestError("Qwen's chat format has no template options")
-        talk = checked(messages)
-        if not react.needed(talk, tools):
-            system, history, query = self._parts(talk)
-            return [("system", system), *(pair for turn in self._kept(system, history) for pair in turn), *query], False
-        told = react.arranged(talk, tools)
+        talk = validate_messages(messages)
+        if not react.uses_tools(talk, tools):
+            system, history, query = self._split_turns(talk)
+            return [
+                ("system", system),
+                *(pair for turn in self._history_in_window(system, history) for pair in turn),
+                *query,
+            ], False
+        told = react.parse_conversation(talk, tools)
         system = self._system if told.system is None else told.system
         turns = [[("user", question), ("assistant", answer)] for question, answer in told.turns]
         if told.question is None:
             # as the original: of an answer that goes on, nothing of the history is left out
             return [("system", system), *(pair for turn in turns for pair in turn)], True
-        kept = [pair for turn in self._kept(system, turns) for pair in turn]
+        kept = [pair for turn in self._history_in_window(system, turns) for pair in turn]
         return [("system", system), *kept, ("user", told.question)], False
 
-    def _parts(
+    def _split_turns(
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[list[tuple[str, str]]], list[tuple[str, str]]]:
         """(system prompt, finished turns oldest first, the open question)."""
@@ -109,18 +115,18 @@ class QwenChat:
         open_question = bool(turns) and turns[-1][-1][0] == "user"
         return (system, turns[:-1], turns[-1]) if open_question else (system, turns, [])
 
-    def _kept(self, system: str, history: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
-        size = len(self._block("system", system))
+    def _history_in_window(self, system: str, history: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
+        size = len(self._encode_block("system", system))
         for count, turn in enumerate(reversed(history)):
-            size += len(self._turn(turn))
+            size += len(self._encode_turn(turn))
             if size >= self._window:
                 return history[len(history) - count :]
         return history
 
-    def _turn(self, turn: list[tuple[str, str]]) -> list[int]:
-        return [id for role, content in turn for id in self._newline + self._block(role, content)]
+    def _encode_turn(self, turn: list[tuple[str, str]]) -> list[int]:
+        return [id for role, content in turn for id in self._newline + self._encode_block(role, content)]
 
-    def _block(self, role: str, content: str) -> list[int]:
+    def _encode_block(self, role: str, content: str) -> list[int]:
         encode = self._tokenizer.encode
         words = encode(role, bos=False) + self._newline + encode(content, bos=False)
         return [self._start, *words, self._end]

@@ -8,25 +8,31 @@ from typing import Any
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.files import Settings, is_id, read_json, read_settings
 from modelmill.text.hf import byte_level_core, from_core
-from modelmill.text.spm import build
-from modelmill.text.spm_proto import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Piece, SpmModel
-from modelmill.text.tokens import Tokenizer
+from modelmill.text.spm import build_spm
+from modelmill.text.spm_proto import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SpmModel, SpmPiece
+from modelmill.text.tokenizer_base import Tokenizer
+from modelmill.text.tokenizer_files import TokenizerSettings, is_token_id, read_json, read_settings
 
-FILE = "gguf_vocab.json"
+GGUF_VOCAB_FILE = "gguf_vocab.json"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+WHITESPACE_PATTERN = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # how text is cut before merging, by the file's tokenizer.ggml.pre
-SPLITS = {
-    "llama3": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}",
-    "qwen2": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}",
+SPLIT_PATTERNS = {
+    "llama3": (
+        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        rf"|{WHITESPACE_PATTERN}"
+    ),
+    "qwen2": (
+        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        rf"|{WHITESPACE_PATTERN}"
+    ),
     "qwen35": (
         rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{TAIL}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{WHITESPACE_PATTERN}"
     ),
 }
-SAME = {
+PRE_TOKENIZER_ALIASES = {
     "": "gpt-2",
     "default": "gpt-2",
     "gpt2": "gpt-2",
@@ -35,8 +41,8 @@ SAME = {
     "deepseek-r1-qwen": "qwen2",
     "smollm2": "smollm",
 }
-PLAIN = ("gpt-2", "smollm")
-ROLES = {
+PLAIN_PRE_TOKENIZERS = ("gpt-2", "smollm")
+SPECIAL_TOKEN_ROLES = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -46,12 +52,12 @@ ROLES = {
 
 def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer of gguf_vocab.json; raises TokenizerError for broken or unknown vocabularies."""
-    data = vocabulary(files)
+    data = read_vocabulary(files)
     tokens = data.get("tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(text, str) for text in tokens):
         raise TokenizerError("the GGUF file's tokenizer.ggml.tokens must be a list of texts")
     types = data.get("token_type", [NORMAL] * len(tokens))
-    if not isinstance(types, list) or len(types) != len(tokens) or not all(map(is_id, types)):
+    if not isinstance(types, list) or len(types) != len(tokens) or not all(map(is_token_id, types)):
         raise TokenizerError("the GGUF file's tokenizer.ggml.token_type must hold one number a token")
     model = data.get("model")
     if model == "gpt2":
@@ -63,9 +69,9 @@ def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
     )
 
 
-def vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
+def read_vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
     """The metadata with short keys: "tokens" for tokenizer.ggml.tokens, "chat_template" and so on."""
-    data = read_json(files, FILE)
+    data = read_json(files, GGUF_VOCAB_FILE)
     short = {key.removeprefix("tokenizer.").removeprefix("ggml."): value for key, value in data.items()}
     nested = short.pop("ids", None)
     return short | (nested if isinstance(nested, dict) else {})
@@ -73,9 +79,9 @@ def vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _byte_level(data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]) -> Tokenizer:
     pre = str(data.get("pre", ""))
-    pre = SAME.get(pre, pre)
-    if pre not in SPLITS and pre not in PLAIN:
-        known = ", ".join(sorted({*SPLITS, *PLAIN, *SAME} - {""}))
+    pre = PRE_TOKENIZER_ALIASES.get(pre, pre)
+    if pre not in SPLIT_PATTERNS and pre not in PLAIN_PRE_TOKENIZERS:
+        known = ", ".join(sorted({*SPLIT_PATTERNS, *PLAIN_PRE_TOKENIZERS, *PRE_TOKENIZER_ALIASES} - {""}))
         raise TokenizerError(f"the GGUF file's pre-tokenizer {pre[:40]!r} is not supported (known: {known})")
     vocab = {text: id for id, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
@@ -99,7 +105,7 @@ def _byte_level(data: Mapping[str, Any], tokens: list[str], types: list[int], fi
     user = [tokens[id] for id, type_ in enumerate(types) if type_ == USER_DEFINED and id not in control]
     core.add_tokens([AddedToken(text, normalized=False) for text in user if text])
     settings = _settings(data, files, add_bos=pre == "llama3", tokens=tokens)
-    return from_core(core, settings, kind="gguf-bpe", file="the GGUF file", ids=ids)
+    return from_core(core, settings, tokenizer_type="gguf-bpe", file="the GGUF file", special_ids=ids)
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
@@ -108,7 +114,7 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     if pre == "smollm":
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    split = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERNS[pre]), behavior="isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, letters])
 
@@ -126,7 +132,7 @@ def _sentencepiece(
     kinds = [NORMAL if type_ == UNKNOWN else type_ for type_ in types]
     for key, id in ids.items():
         kinds[id] = UNKNOWN if key == "unk_token" else kinds[id] if kinds[id] == UNKNOWN else CONTROL
-    pieces = [Piece(text, float(score), kind) for text, score, kind in zip(tokens, scores, kinds, strict=True)]
+    pieces = [SpmPiece(text, float(score), kind) for text, score, kind in zip(tokens, scores, kinds, strict=True)]
     model = SpmModel(
         pieces,
         dummy_prefix=data.get("add_space_prefix") is not False,
@@ -136,31 +142,33 @@ def _sentencepiece(
         pad_id=ids.get("pad_token", -1),
     )
     settings = _settings(data, files, add_bos=True, tokens=tokens)
-    return build(model, settings, kind="gguf-spm", file="the GGUF file's vocabulary")
+    return build_spm(model, settings, tokenizer_type="gguf-spm", file="the GGUF file's vocabulary")
 
 
 def _role_ids(data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | None = None) -> dict[str, int]:
     """bos_token → id, … for those that the file names; TokenizerError for an id outside the vocabulary."""
     ids: dict[str, int] = {}
-    for name, key in ROLES.items():
+    for name, key in SPECIAL_TOKEN_ROLES.items():
         id = data.get(key, (defaults or {}).get(name))
         if id is None:
             continue
-        if not is_id(id) or id >= size:
+        if not is_token_id(id) or id >= size:
             raise TokenizerError(f"the GGUF file's {key} {str(id)[:20]} is outside its vocabulary of {size}")
         ids[name] = id
     return ids
 
 
-def _settings(data: Mapping[str, Any], files: Mapping[str, bytes], *, add_bos: bool, tokens: list[str]) -> Settings:
+def _settings(
+    data: Mapping[str, Any], files: Mapping[str, bytes], *, add_bos: bool, tokens: list[str]
+) -> TokenizerSettings:
     """What tokenizer_config.json would say: whether to add BOS and EOS, and further end-of-turn ids."""
     beside = read_settings(files)
     add = data.get("add_bos_token", data.get("add_bos"))
-    ends = [int(data[key]) for key in ("eot_token_id", "eom_token_id") if is_id(data.get(key))]
-    return Settings(
-        names=beside.names,
-        extra=beside.extra,
-        added={},
+    ends = [int(data[key]) for key in ("eot_token_id", "eom_token_id") if is_token_id(data.get(key))]
+    return TokenizerSettings(
+        special_tokens=beside.special_tokens,
+        extra_special_tokens=beside.extra_special_tokens,
+        added_tokens={},
         add_bos=add if isinstance(add, bool) else add_bos,
         add_eos=data.get("add_eos_token") is True,
         legacy=True,

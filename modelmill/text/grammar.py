@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from modelmill.core.errors import MissingDependency, RequestError
-from modelmill.core.quote import one_line
+from modelmill.core.quoting import one_line
 from modelmill.core.types import Grammar
 from modelmill.text.messages import check_data
-from modelmill.text.tokens import Tokenizer, well_formed
+from modelmill.text.tokenizer_base import Tokenizer, replace_surrogates
 
-LONGEST = 1 << 18
+MAX_GRAMMAR_CHARS = 1 << 18
 """Most characters of a schema, pattern or grammar."""
-CHOICES = 1024
-SAID = 200
+MAX_CHOICES = 1024
+MAX_MESSAGE_CHARS = 200
 """Most characters told of what the library said."""
-NAMES = {
+GRAMMAR_TYPE_NAMES = {
     "json": "JSON schema",
     "regex": "regex",
     "choice": "choice",
@@ -37,28 +37,30 @@ BLANK = r"BLANK: /\n?[ ]{1,12}|\n/"
 """The same where it is not empty, as Lark writes it."""
 
 
-def check(grammar: Grammar) -> None:
+def check_grammar(grammar: Grammar) -> None:
     """Raises RequestError, one line, for what is no grammar or is too large for one."""
     lib = _library()
-    with _refusing(grammar):
-        problem = lib.LLMatcher.validate_grammar(_form(grammar, lib), limits=_limits(lib))
+    with _grammar_errors(grammar):
+        problem = lib.LLMatcher.validate_grammar(_to_llguidance(grammar, lib), limits=_parser_limits(lib))
     # warnings are about annotations that change nothing (format: …)
     if problem and not problem.startswith("WARNING"):
-        if grammar.kind == "calls":
-            _check_each(grammar)
-        raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {one_line(problem, SAID)}")
+        if grammar.grammar_type == "calls":
+            _check_functions(grammar)
+        raise RequestError(
+            f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: {one_line(problem, MAX_MESSAGE_CHARS)}"
+        )
 
 
-def _check_each(grammar: Grammar) -> None:
+def _check_functions(grammar: Grammar) -> None:
     """Raises RequestError that names the function at fault, where one alone is."""
     for function in json.loads(grammar.text)["functions"]:
         try:
-            check(Grammar("json", json.dumps(function["arguments"])))
+            check_grammar(Grammar("json", json.dumps(function["arguments"])))
         except RequestError as error:
             raise RequestError(f"the parameters of {function['name']}: {error}") from None
 
 
-class Guides:
+class GuideFactory:
     """Makes guides for one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Iterable[int]) -> None:
@@ -68,33 +70,38 @@ class Guides:
         self._ends = sorted({id for id in (*ends, *tokenizer.eos_ids) if 0 <= id < vocab})
         if not self._ends:
             raise RequestError("structured output needs an end-of-text token, which this engine has not")
-        words = _Words(tokenizer, vocab, self._ends[0])
+        words = _LlguidanceVocab(tokenizer, vocab, self._ends[0])
         self._tokens = lib.LLTokenizer(words, n_vocab=vocab, eos_token=self._ends)
 
-    def make(self, grammar: Grammar, ends: Iterable[int]) -> Guide:
+    def make(self, grammar: Grammar, ends: Iterable[int]) -> GrammarGuide:
         """A guide for one answer that ends at ``ends``. Raises RequestError."""
-        with _refusing(grammar):
-            form = _form(grammar, self._lib)
-            matcher = self._lib.LLMatcher(self._tokens, form, limits=_limits(self._lib), log_level=0)
+        with _grammar_errors(grammar):
+            form = _to_llguidance(grammar, self._lib)
+            matcher = self._lib.LLMatcher(self._tokens, form, limits=_parser_limits(self._lib), log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: {one_line(matcher.get_error(), SAID)}")
+            raise RequestError(
+                f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: "
+                f"{one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
+            )
         # the costly part of the first token, done here and not in a step; it also tells what has no text at all
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise RequestError(f"the {NAMES[grammar.kind]} cannot be used: it has no text, or takes too much work")
+            raise RequestError(
+                f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: it has no text, or takes too much work"
+            )
         mine = set(ends)
         if not mine.intersection(self._ends):
             raise RequestError("structured output needs an end of the answer; leave ignore_eos out")
-        return Guide(matcher, self._vocab, [id for id in self._ends if id not in mine], sorted(mine))
+        return GrammarGuide(matcher, self._vocab, [id for id in self._ends if id not in mine], sorted(mine))
 
 
-class Guide:
+class GrammarGuide:
     """What may follow in one answer."""
 
     def __init__(self, matcher: Any, vocab: int, foreign: list[int], ends: list[int]) -> None:
         self._matcher, self._vocab = matcher, vocab
         self._foreign, self._ends = foreign, ends
-        self.lost = False
+        self.failed = False
 
     def mask(self) -> np.ndarray:
         """[ceil(V / 8)] uint8: bit t % 8 of byte t // 8 is set where token t may come next; never all zero."""
@@ -104,12 +111,12 @@ class Guide:
             found = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             size = min(len(found), len(bits))
             bits[:size] = found[:size]
-            _clear(bits, self._foreign)
+            _clear_bits(bits, self._foreign)
         if matcher.is_stopped() or matcher.is_error() or not bits.any():
             # the text is complete, or the grammar can say no more: the answer ends
-            self.lost = matcher.is_error() or not (matcher.is_stopped() or matcher.is_accepting())
+            self.failed = matcher.is_error() or not (matcher.is_stopped() or matcher.is_accepting())
             bits[:] = 0
-            _set(bits, self._ends)
+            _set_bits(bits, self._ends)
         return bits
 
     def accept(self, token: int) -> None:
@@ -117,12 +124,12 @@ class Guide:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
-    def copy(self) -> Guide:
+    def copy(self) -> GrammarGuide:
         """Another one in the same state."""
-        return Guide(self._matcher.deep_copy(), self._vocab, self._foreign, self._ends)
+        return GrammarGuide(self._matcher.deep_copy(), self._vocab, self._foreign, self._ends)
 
 
-class _Words:
+class _LlguidanceVocab:
     """A vocabulary as llguidance reads it."""
 
     is_tokenizer_wrapper = True
@@ -158,15 +165,15 @@ class _Words:
 
 
 @contextlib.contextmanager
-def _refusing(grammar: Grammar) -> Iterator[None]:
+def _grammar_errors(grammar: Grammar) -> Iterator[None]:
     """What the library cannot even read is the grammar's fault: a RequestError."""
-    what = NAMES[grammar.kind]
+    what = GRAMMAR_TYPE_NAMES[grammar.grammar_type]
     try:
         yield
     except UnicodeError:
         raise RequestError(f"the {what} holds half of a surrogate pair, which is no character") from None
     except ValueError as error:  # a number beyond its 64 bits
-        raise RequestError(f"the {what} cannot be used: {one_line(str(error), SAID)}") from None
+        raise RequestError(f"the {what} cannot be used: {one_line(str(error), MAX_MESSAGE_CHARS)}") from None
     except BaseException as error:
         # a panic of Rust is no Exception in Python: it would end more than this request
         if type(error).__name__ != "PanicException":
@@ -174,25 +181,28 @@ def _refusing(grammar: Grammar) -> Iterator[None]:
         raise RequestError(f"the {what} cannot be used: its reader gave up") from None
 
 
-def _form(grammar: Grammar, lib: Any) -> str:
+def _to_llguidance(grammar: Grammar, lib: Any) -> str:
     """llguidance's own form."""
-    if len(grammar.text) > LONGEST:
-        raise RequestError(f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters, up to {LONGEST} are taken")
-    if grammar.kind == "regex":
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} has {len(grammar.text)} characters, "
+            f"up to {MAX_GRAMMAR_CHARS} are taken"
+        )
+    if grammar.grammar_type == "regex":
         return str(lib.LLMatcher.grammar_from_regex(grammar.text))
-    if grammar.kind == "lark":
+    if grammar.grammar_type == "lark":
         return str(lib.LLMatcher.grammar_from_lark(grammar.text))
-    value = _loaded(grammar)
-    if grammar.kind == "choice":
+    value = _parse_json(grammar)
+    if grammar.grammar_type == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
             raise RequestError("a choice is a list of texts that are not empty")
-        if len(value) > CHOICES:
-            raise RequestError(f"a choice has up to {CHOICES} texts")
-        if any(well_formed(each) != each for each in value):
+        if len(value) > MAX_CHOICES:
+            raise RequestError(f"a choice has up to {MAX_CHOICES} texts")
+        if any(replace_surrogates(each) != each for each in value):
             raise RequestError("the choice holds half of a surrogate pair, which is no character")
         return str(lib.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value)))
-    if grammar.kind == "calls":
-        return _calls(value, lib)
+    if grammar.grammar_type == "calls":
+        return _tool_call_grammar(value, lib)
     if not isinstance(value, dict):
         raise RequestError("a JSON schema is an object")
     return _schema(value, lib)
@@ -203,7 +213,7 @@ def _schema(value: dict[str, Any], lib: Any) -> str:
     return str(lib.LLMatcher.grammar_from_json_schema(value, overrides={"whitespace_pattern": SPACE}))
 
 
-def _calls(value: dict[str, Any], lib: Any) -> str:
+def _tool_call_grammar(value: dict[str, Any], lib: Any) -> str:
     """Grammars of the library in one: the calls around the arguments, whose schemas stay documents of their own.
 
     So a reference in a schema ("#", "#/properties/x", an $anchor) finds what it finds in the schema alone.
@@ -221,16 +231,16 @@ def _calls(value: dict[str, Any], lib: Any) -> str:
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}, *grammars]})
 
 
-def _loaded(grammar: Grammar) -> Any:
+def _parse_json(grammar: Grammar) -> Any:
     try:
         value = json.loads(grammar.text)
     except (ValueError, RecursionError):
-        raise RequestError(f"the {NAMES[grammar.kind]} is not JSON") from None
-    check_data(value, f"the {NAMES[grammar.kind]}")
+        raise RequestError(f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} is not JSON") from None
+    check_data(value, f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]}")
     return value
 
 
-def _limits(lib: Any) -> Any:
+def _parser_limits(lib: Any) -> Any:
     """Less than the library allows by itself: about 20 ms for the start, 5 ms a token."""
     return lib.LLParserLimits(
         initial_lexer_fuel=500_000,
@@ -250,11 +260,11 @@ def _library() -> Any:
     return llguidance
 
 
-def _set(bits: np.ndarray, ids: Iterable[int]) -> None:
+def _set_bits(bits: np.ndarray, ids: Iterable[int]) -> None:
     for id in ids:
         bits[id >> 3] |= 1 << (id & 7)
 
 
-def _clear(bits: np.ndarray, ids: Iterable[int]) -> None:
+def _clear_bits(bits: np.ndarray, ids: Iterable[int]) -> None:
     for id in ids:
         bits[id >> 3] &= 255 - (1 << (id & 7))

@@ -12,19 +12,19 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.added_tokens import add_tokens, reflagged
-from modelmill.text.byte_level import alphabet
-from modelmill.text.files import Settings, read_json, read_settings, unique
+from modelmill.text.added_tokens import add_tokens, update_token_flags
+from modelmill.text.byte_level import byte_level_alphabet
 from modelmill.text.hf_spec import check_spec, check_vocab
-from modelmill.text.tokens import Tokenizer, Traits
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
+from modelmill.text.tokenizer_files import TokenizerSettings, read_json, read_settings, unique_ids
 
 # Qwen lists <|fim_prefix|> and its like as ordinary added tokens; they steer the model all the same.
-CONTROL_SHAPE = re.compile(r"<[|｜][^<>]*[|｜]>")
+CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜][^<>]*[|｜]>")
 SPACE = "▁"
-SHORT = 2048
+MAX_UNSPLIT_CHARS = 2048
 """Characters that take a millisecond or two."""
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-ALPHABET = alphabet()
+BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+ALPHABET = byte_level_alphabet()
 
 
 def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
@@ -32,10 +32,10 @@ def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
     spec = read_json(files, "tokenizer.json")
     check_spec(spec)
     settings = read_settings(files)
-    text = json.dumps(spec) if reflagged(spec, settings) else files["tokenizer.json"].decode()
-    core = _built("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
+    text = json.dumps(spec) if update_token_flags(spec, settings) else files["tokenizer.json"].decode()
+    core = _call_library("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
     core.model.dropout = None  # of training: the same text must give the same ids
-    return from_core(core, settings, kind="hf", file="tokenizer.json")
+    return from_core(core, settings, tokenizer_type="hf", file="tokenizer.json")
 
 
 def load_vocab_merges(files: Mapping[str, bytes]) -> Tokenizer:
@@ -55,14 +55,16 @@ def load_vocab_merges(files: Mapping[str, bytes]) -> Tokenizer:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     known = [text for text in ("<|endoftext|>",) if text in vocab]
     core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in known])
-    return from_core(core, settings, kind="hf", file="vocab.json")
+    return from_core(core, settings, tokenizer_type="hf", file="vocab.json")
 
 
 def byte_level_core(
     vocab: dict[str, int], merges: list[tuple[str, str]], file: str, ignore_merges: bool = False
 ) -> tokenizers.Tokenizer:
     """A bare byte-level BPE without pre-tokenizer or added tokens; TokenizerError when merges do not fit."""
-    model = _built(file, lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False))
+    model = _call_library(
+        file, lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False)
+    )
     core = tokenizers.Tokenizer(model)
     core.decoder = decoders.ByteLevel()
     return core
@@ -70,18 +72,18 @@ def byte_level_core(
 
 def from_core(
     core: tokenizers.Tokenizer,
-    settings: Settings,
+    settings: TokenizerSettings,
     *,
-    kind: str,
+    tokenizer_type: str,
     file: str,
-    ids: Mapping[str, int] | None = None,
+    special_ids: Mapping[str, int] | None = None,
 ) -> HfTokenizer:
-    """Wraps a finished tokenizers.Tokenizer. ids: bos_token, eos_token, … by id, where the file has ids."""
+    """Wraps a finished tokenizers.Tokenizer. special_ids: bos_token, eos_token, … by id, where the file has ids."""
     core.no_truncation()
     core.no_padding()
     add_tokens(core, settings)
-    names = dict(settings.names)
-    for key, id in (ids or {}).items():
+    names = dict(settings.special_tokens)
+    for key, id in (special_ids or {}).items():
         text = core.id_to_token(id)
         if text is None:
             raise TokenizerError(f"{file}: the id {id} of {key} is outside the vocabulary")
@@ -92,16 +94,16 @@ def from_core(
     by_id = {key: core.token_to_id(text) for key, text in names.items()}
     added = core.get_added_tokens_decoder()
     flagged = {id for id, token in added.items() if token.special}
-    control = flagged | {id for id, token in added.items() if CONTROL_SHAPE.fullmatch(token.content)}
+    control = flagged | {id for id, token in added.items() if CONTROL_TOKEN_PATTERN.fullmatch(token.content)}
     # transformers takes a tokenizer.json's own post-processor, whatever tokenizer_config.json says beside it
     prefix, suffix = _affixes(core, settings if file != "tokenizer.json" else None, by_id)
-    traits = Traits(
-        kind=kind,
+    traits = VocabInfo(
+        tokenizer_type=tokenizer_type,
         vocab_size=max(core.get_vocab(with_added_tokens=True).values()) + 1,
         special={added[id].content: id for id in sorted(control)},
-        skipped=frozenset(flagged),
+        skipped_ids=frozenset(flagged),
         bos_id=by_id.get("bos_token"),
-        eos_ids=unique([by_id.get("eos_token"), *settings.eos_ids]),
+        eos_ids=unique_ids([by_id.get("eos_token"), *settings.eos_ids]),
         pad_id=by_id.get("pad_token"),
         prefix=prefix,
         suffix=suffix,
@@ -114,7 +116,7 @@ def from_core(
 class HfTokenizer(Tokenizer):
     """A tokenizers.Tokenizer behind our interface; its normalizer and pre-tokenizer are used as they are."""
 
-    def __init__(self, core: tokenizers.Tokenizer, traits: Traits) -> None:
+    def __init__(self, core: tokenizers.Tokenizer, traits: VocabInfo) -> None:
         super().__init__(traits)
         self._core = core
         self._control = frozenset(traits.special.values())
@@ -125,14 +127,14 @@ class HfTokenizer(Tokenizer):
         self.each_byte = not self._byte_level
         self._drops_space = not self._byte_level and _drops_leading_space(spec)
 
-    def _ordinary(self, text: str, at_start: bool) -> list[int]:
-        core = self._core if at_start else self._inner
-        encoded = _encoded(core, text)
+    def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
+        core = self._core if at_start else self._no_prefix_core
+        encoded = _encode(core, text)
         ids: list[int] = encoded.ids
         if self._control.isdisjoint(ids):
             return ids
         # The usual case above costs nothing; only text that spells a control token comes here.
-        encoded = _encoded(self._guarded if at_start else self._guarded_inner, text)
+        encoded = _encode(self._no_control_core if at_start else self._no_control_inner_core, text)
         ids = encoded.ids
         for index, id in enumerate(ids):
             if id in self._control:
@@ -141,36 +143,40 @@ class HfTokenizer(Tokenizer):
                 cut = start + 1
                 if stop <= cut:
                     raise TokenizerError(f"the text cannot be encoded without control token {id}")
-                return self._ordinary(text[:cut], at_start) + self._ordinary(text[cut:], False)
+                return self._encode_ordinary(text[:cut], at_start) + self._encode_ordinary(text[cut:], False)
         return ids
 
     @cached_property
-    def _guarded(self) -> tokenizers.Tokenizer:
-        return _guarded_core(self._core, self._control)
+    def _no_control_core(self) -> tokenizers.Tokenizer:
+        return _make_no_control_core(self._core, self._control)
 
     @cached_property
-    def _guarded_inner(self) -> tokenizers.Tokenizer:
-        return self._guarded if self._inner is self._core else _guarded_core(self._inner, self._control)
+    def _no_control_inner_core(self) -> tokenizers.Tokenizer:
+        return (
+            self._no_control_core
+            if self._no_prefix_core is self._core
+            else _make_no_control_core(self._no_prefix_core, self._control)
+        )
 
     @cached_property
-    def _inner(self) -> tokenizers.Tokenizer:
+    def _no_prefix_core(self) -> tokenizers.Tokenizer:
         """For text that does not start the prompt: a Metaspace "first" adds no space there."""
         pre = self._core.pre_tokenizer
-        return self._core if pre is None or b'"first"' not in pre.__getstate__() else _inner_core(self._core)
+        return self._core if pre is None or b'"first"' not in pre.__getstate__() else _make_no_prefix_core(self._core)
 
     def token_bytes(self, id: int) -> bytes:
         data = self._bytes.get(id)
         if data is None:
-            data = self._bytes[id] = self._spell(id)
+            data = self._bytes[id] = self._token_to_bytes(id)
         return data
 
-    def opening_bytes(self, id: int) -> bytes:
+    def first_token_bytes(self, id: int) -> bytes:
         data = self.token_bytes(id)
         if self._drops_space and id not in self._added and data.startswith(b" "):
             return data[1:]
         return data
 
-    def _spell(self, id: int) -> bytes:
+    def _token_to_bytes(self, id: int) -> bytes:
         if id in self._added:
             return self._added[id].encode("utf-8")
         token = self._core.id_to_token(id) if 0 <= id < self.vocab_size else None
@@ -181,7 +187,7 @@ class HfTokenizer(Tokenizer):
                 return bytes(ALPHABET[char] for char in token)
             except KeyError:
                 return token.encode("utf-8")
-        byte = BYTE.fullmatch(token)
+        byte = BYTE_TOKEN_PATTERN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode("utf-8")
 
 
@@ -206,7 +212,7 @@ def _drops_leading_space(spec: dict[str, Any]) -> bool:
     return False
 
 
-def _guarded_core(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizers.Tokenizer:
+def _make_no_control_core(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizers.Tokenizer:
     """The same model, shared, behind a front that reads no `control` token out of text."""
     guarded = tokenizers.Tokenizer(core.model)
     if core.normalizer is not None:
@@ -217,13 +223,13 @@ def _guarded_core(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokeni
         token.special = token.special or id in control
         guarded.add_tokens([token])
         if guarded.token_to_id(token.content) != id:
-            return _rewritten(core, control)  # ids with gaps cannot be given one by one
+            return _no_control_core_via_json(core, control)  # ids with gaps cannot be given one by one
     guarded.encode_special_tokens = True
     return guarded
 
 
-def _rewritten(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizers.Tokenizer:
-    """_guarded_core by way of the whole file, which takes seconds for a large vocabulary."""
+def _no_control_core_via_json(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizers.Tokenizer:
+    """_make_no_control_core by way of the whole file, which takes seconds for a large vocabulary."""
     spec = json.loads(core.to_str())
     for token in spec["added_tokens"]:
         token["special"] = token["special"] or token["id"] in control
@@ -232,7 +238,7 @@ def _rewritten(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizer
     return copy
 
 
-def _inner_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+def _make_no_prefix_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """A copy that adds no space in front of a text."""
     spec = json.loads(core.to_str())
     pre = spec["pre_tokenizer"]
@@ -243,7 +249,7 @@ def _inner_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _affixes(
-    core: tokenizers.Tokenizer, settings: Settings | None, by_id: Mapping[str, int | None]
+    core: tokenizers.Tokenizer, settings: TokenizerSettings | None, by_id: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the library puts before and after a text, unless settings say it with add_bos/add_eos."""
     plain = core.encode("x", add_special_tokens=False).ids
@@ -261,30 +267,30 @@ def _affixes(
     return prefix, suffix
 
 
-def _built(file: str, build: Any) -> Any:
+def _call_library(file: str, build: Any) -> Any:
     """The result of `build`; the library's exceptions (plain Exception, TypeError, …) name the file instead."""
     try:
         return build()
     except BaseException as error:
-        if not isinstance(error, Exception) and not _panicked(error):
+        if not isinstance(error, Exception) and not _is_rust_panic(error):
             raise
         reason = " ".join(str(error).split())[:160]
         raise TokenizerError(f"{file} cannot be read as a tokenizer: {reason}") from None
 
 
-def _encoded(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+def _encode(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     """The library's encoding; TokenizerError where its regular expressions give up on the text."""
     try:
-        if len(text) <= SHORT:
+        if len(text) <= MAX_UNSPLIT_CHARS:
             return core.encode(text, add_special_tokens=False)
         # of a batch, even of one, the library gives the interpreter to other threads while it works
         return core.encode_batch([text], add_special_tokens=False)[0]
     except BaseException as error:
-        if not _panicked(error):
+        if not _is_rust_panic(error):
             raise
         raise TokenizerError("the tokenizer's rules cannot split this text in reasonable time; shorten it") from None
 
 
-def _panicked(error: BaseException) -> bool:
+def _is_rust_panic(error: BaseException) -> bool:
     """Whether the library crashed inside, which Python code would otherwise let pass as if it were an interrupt."""
     return type(error).__name__ == "PanicException"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.files import is_id
+from modelmill.text.tokenizer_files import is_token_id
 
 MAX_GROWTH = 64
 """Times longer that replacements may make a text. Real files replace one character by one; a chain of long ones
@@ -29,7 +29,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     if not isinstance(added, list):
         raise TokenizerError("tokenizer.json: added_tokens must be a list")
     for token in added:
-        if not isinstance(token, dict) or not is_id(token.get("id")) or not token.get("content"):
+        if not isinstance(token, dict) or not is_token_id(token.get("id")) or not token.get("content"):
             raise TokenizerError("tokenizer.json: every added token needs an id and a content")
         if by_id.setdefault(token["id"], token["content"]) != token["content"]:
             raise TokenizerError(f"tokenizer.json: two tokens share the id {token['id']}")
@@ -41,7 +41,7 @@ def check_vocab(vocab: object, file: str) -> None:
     """Raises TokenizerError unless it maps tokens to different ids from 0."""
     if not isinstance(vocab, dict) or not vocab:
         raise TokenizerError(f"{file}: the vocabulary is missing or empty")
-    if not all(is_id(id) for id in vocab.values()):
+    if not all(is_token_id(id) for id in vocab.values()):
         raise TokenizerError(f"{file}: token ids must be integers from 0")
     if len(set(vocab.values())) != len(vocab):
         raise TokenizerError(f"{file}: two tokens share an id")

@@ -14,80 +14,81 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.files import read_json
-from modelmill.text.messages import checked
-from modelmill.text.tokens import Tokenizer
-from modelmill.text.tools import TOLD
+from modelmill.text.messages import validate_messages
+from modelmill.text.tokenizer_base import Tokenizer
+from modelmill.text.tokenizer_files import read_json
+from modelmill.text.tool_prompts import DESCRIBED_STYLE
 
-FILE = "image_chat.json"
+IMAGE_CHAT_FILE = "image_chat.json"
 SYSTEM = (
     "Give the following image: <Img>ImageContent</Img>. You will be able to see the image once I provide it to you. "
     "Please answer my questions."
 )
-END = "###"
-OPEN, CLOSE, HERE = "<Img>", "</Img>", "<ImageHere>"
+TURN_END = "###"
+IMAGE_OPEN, IMAGE_CLOSE, IMAGE_PLACEHOLDER = "<Img>", "</Img>", "<ImageHere>"
 # what stands at the end for the model to go on: the first release, and upstream's later one with a space more
-ASKS = {"first": "Assistant:", "current": "Assistant: "}
-MOST_IMAGES = 32
+PROMPT_STYLES = {"first": "Assistant:", "current": "Assistant: "}
+MAX_IMAGES = 32
 MINIGPT4, BLIP2 = "minigpt4", "blip-2"
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture in a conversation. source: what the caller gave for it; url: it is a URL's text. where: for errors."""
+class ImagePart:
+    """A picture in a conversation. source: what the caller gave for it; is_url: it is a URL's text. location: for
+    errors."""
 
     source: Any
-    where: str
-    url: bool = False
+    location: str
+    is_url: bool = False
 
 
-class Said(NamedTuple):
+class ImageChatMessage(NamedTuple):
     """A message. text: its texts as one; parts: texts and pictures in the order given."""
 
     role: str
     text: str
-    parts: Sequence[str | Picture]
+    parts: Sequence[str | ImagePart]
 
 
 class ImageChat:
-    """tokens: places that a picture takes. prompt: "first" or "current"."""
+    """image_tokens: places that a picture takes. prompt_style: "first" or "current"."""
 
-    prompt_counts = False  # whether penalties of the original see the prompt's ids
+    penalize_prompt = False  # whether penalties of the original see the prompt's ids
 
-    def __init__(self, tokenizer: Tokenizer, tokens: int, prompt: str = "first") -> None:
+    def __init__(self, tokenizer: Tokenizer, image_tokens: int, prompt_style: str = "first") -> None:
         self._tokenizer = tokenizer
-        self.tokens, self._asks = tokens, ASKS[prompt]
+        self.image_tokens, self._answer_prefix = image_tokens, PROMPT_STYLES[prompt_style]
         self.stop_ids: tuple[int, ...] = tuple(tokenizer.eos_ids)
         # two tokenizations give ###, and one of their parts is ## alone: the text decides
-        self.stop_strings: tuple[str, ...] = (END,)
-        self.tool_style = TOLD
+        self.stop_strings: tuple[str, ...] = (TURN_END,)
+        self.tool_style = DESCRIBED_STYLE
         self.writes_calls = False
 
-    def place(
+    def encode_with_images(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[list[int], list[tuple[int, Picture]]]:
+    ) -> tuple[list[int], list[tuple[int, ImagePart]]]:
         """Prompt ids, and the pictures with the position at which each one's places begin.
 
         A message's content may hold {"type": "image_url", "image_url": {"url": …}} and {"type": "image", "image": …}.
-        Raises RequestError for wrong messages, tools, or more than MOST_IMAGES pictures.
+        Raises RequestError for wrong messages, tools, or more than MAX_IMAGES pictures.
         """
         ids: list[int] = []
-        pictures: list[tuple[int, Picture]] = []
+        pictures: list[tuple[int, ImagePart]] = []
         begun = False
-        for piece in self._pieces(messages, add_generation_prompt, tools, options):
-            if isinstance(piece, Picture):
+        for piece in self._segments(messages, add_generation_prompt, tools, options):
+            if isinstance(piece, ImagePart):
                 pictures.append((len(ids), piece))
-                ids += [0] * self.tokens
+                ids += [0] * self.image_tokens
             else:
                 ids += self._tokenizer.encode(piece, bos=not begun)
                 begun = True
-        if len(pictures) > MOST_IMAGES:
-            raise RequestError(f"{len(pictures)} pictures are more than the {MOST_IMAGES} that a conversation may hold")
+        if len(pictures) > MAX_IMAGES:
+            raise RequestError(f"{len(pictures)} pictures are more than the {MAX_IMAGES} that a conversation may hold")
         return ids, pictures
 
     def encode(
@@ -99,7 +100,7 @@ class ImageChat:
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """As ChatFormat.encode; a picture's places hold 0."""
-        return self.place(messages, add_generation_prompt, tools=tools, options=options)[0]
+        return self.encode_with_images(messages, add_generation_prompt, tools=tools, options=options)[0]
 
     def render(
         self,
@@ -110,53 +111,59 @@ class ImageChat:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """As ChatFormat.render; a picture is ``<ImageHere>``."""
-        pieces = self._pieces(messages, add_generation_prompt, tools, options)
-        return "".join(HERE if isinstance(piece, Picture) else piece for piece in pieces)
+        pieces = self._segments(messages, add_generation_prompt, tools, options)
+        return "".join(IMAGE_PLACEHOLDER if isinstance(piece, ImagePart) else piece for piece in pieces)
 
     def close(self) -> None:
         """There is no template process."""
 
-    def _pieces(
+    def _segments(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any] | None,
-    ) -> list[str | Picture]:
+    ) -> list[str | ImagePart]:
         """Texts and pictures in turn. Raises RequestError as ``place``."""
         if tools:
             raise RequestError("this model's conversations have no tools")
         if options:
             raise RequestError(f"this model's conversations have no option {sorted(options)[0][:40]!r}")
-        return _merged(self._written(_heard(messages), add_generation_prompt))
+        return _merge_texts(self._format(_parse_messages(messages), add_generation_prompt))
 
-    def _written(self, told: Sequence[Said], add_generation_prompt: bool) -> list[str | Picture]:
+    def _format(self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool) -> list[str | ImagePart]:
         """The pieces of a conversation that may be had here."""
-        system, pieces = SYSTEM, list[str | Picture]()
-        for role, text, parts in told:
+        system, pieces = SYSTEM, list[str | ImagePart]()
+        for role, text, parts in messages:
             if role == "system":
                 system = text
             else:
-                pieces += ["Human: " if role == "user" else "Assistant: ", *_turn(parts, role == "assistant"), END]
-        return [system + END, *pieces, *([self._asks] if add_generation_prompt else [])]
+                pieces += [
+                    "Human: " if role == "user" else "Assistant: ",
+                    *_format_turn(parts, role == "assistant"),
+                    TURN_END,
+                ]
+        return [system + TURN_END, *pieces, *([self._answer_prefix] if add_generation_prompt else [])]
 
 
-class Questions(ImageChat):
+class Blip2Chat(ImageChat):
     """BLIP-2 was trained on a picture with words behind it, and is asked "Question: … Answer:" (Li et al. 2023, §4).
 
     All pictures stand in front, then BOS and the turns; a picture without words is described.
     """
 
-    prompt_counts = True
+    penalize_prompt = True
 
-    def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
-        super().__init__(tokenizer, tokens)
+    def __init__(self, tokenizer: Tokenizer, image_tokens: int) -> None:
+        super().__init__(tokenizer, image_tokens)
         self.stop_strings = ("\n",)
 
-    def _written(self, told: Sequence[Said], add_generation_prompt: bool) -> list[str | Picture]:
-        pictures: list[str | Picture] = [part for said in told for part in said.parts if isinstance(part, Picture)]
+    def _format(self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool) -> list[str | ImagePart]:
+        pictures: list[str | ImagePart] = [
+            part for said in messages for part in said.parts if isinstance(part, ImagePart)
+        ]
         turns: list[str] = []
-        for role, text, _ in told:
+        for role, text, _ in messages:
             text = text.strip()
             if role == "user" and text:
                 turns.append(f"Question: {text}")
@@ -171,43 +178,45 @@ class Questions(ImageChat):
 
 def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageChat:
     """From image_chat.json beside the tokenizer's files. Raises TemplateError where it says nothing that is known."""
-    told = read_json(files, FILE)
+    told = read_json(files, IMAGE_CHAT_FILE)
     tokens, prompt = told.get("tokens"), told.get("prompt")
-    known = told.get("format") == BLIP2 or (told.get("format") == MINIGPT4 and prompt in ASKS)
+    known = told.get("format") == BLIP2 or (told.get("format") == MINIGPT4 and prompt in PROMPT_STYLES)
     if not known or type(tokens) is not int or not 0 < tokens < 65536:
-        raise TemplateError(f"{FILE} describes no known format of conversations with pictures; rebuild the engine")
-    return Questions(tokenizer, tokens) if told["format"] == BLIP2 else ImageChat(tokenizer, tokens, prompt)
+        raise TemplateError(
+            f"{IMAGE_CHAT_FILE} describes no known format of conversations with pictures; rebuild the engine"
+        )
+    return Blip2Chat(tokenizer, tokens) if told["format"] == BLIP2 else ImageChat(tokenizer, tokens, prompt)
 
 
-def with_prompt(files: Mapping[str, bytes], prompt: str) -> bytes:
+def with_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes:
     """image_chat.json with the other way of asking. Raises TemplateError where there is only one."""
-    told = read_json(files, FILE)
+    told = read_json(files, IMAGE_CHAT_FILE)
     if told.get("format") != MINIGPT4:
-        raise TemplateError(f"this model is asked in one way only; leave out the template {prompt!r}")
-    return json.dumps({**told, "prompt": prompt}).encode()
+        raise TemplateError(f"this model is asked in one way only; leave out the template {prompt_style!r}")
+    return json.dumps({**told, "prompt": prompt_style}).encode()
 
 
-def _heard(messages: object) -> list[Said]:
+def _parse_messages(messages: object) -> list[ImageChatMessage]:
     """The messages, of roles and with parts that these formats have. Raises RequestError for others."""
-    contents, plain = _split(messages)
+    contents, plain = _split_parts(messages)
     told = []
-    for index, (message, parts) in enumerate(zip(checked(plain), contents, strict=True)):
+    for index, (message, parts) in enumerate(zip(validate_messages(plain), contents, strict=True)):
         role = message["role"]
         if role not in ("user", "assistant", "system") or message.get("tool_calls"):
             raise RequestError(f"messages[{index}]: this model's conversations know system, user and assistant")
         if role == "system" and index:
             raise RequestError(f"messages[{index}]: the system message comes first")
-        if role != "user" and any(isinstance(part, Picture) for part in parts):
+        if role != "user" and any(isinstance(part, ImagePart) for part in parts):
             raise RequestError(f"messages[{index}]: pictures come from the user")
-        told.append(Said(role, message["content"], parts))
+        told.append(ImageChatMessage(role, message["content"], parts))
     return told
 
 
-def _split(messages: object) -> tuple[list[list[str | Picture]], Any]:
+def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
     """(each message's parts, the messages with texts alone, for everything else to be checked as usual)."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return [], messages  # which ``checked`` refuses
-    contents: list[list[str | Picture]] = []
+    contents: list[list[str | ImagePart]] = []
     plain: list[Any] = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -215,50 +224,50 @@ def _split(messages: object) -> tuple[list[list[str | Picture]], Any]:
             contents.append([content] if isinstance(content, str) else [])
             plain.append(message)
             continue
-        parts = [_picture(part, f"messages[{index}].content[{place}]") for place, part in enumerate(content)]
+        parts = [_image_part(part, f"messages[{index}].content[{place}]") for place, part in enumerate(content)]
         texts = [part for part, picture in zip(content, parts, strict=True) if picture is None]
         contents.append(
-            [_text(part) if picture is None else picture for part, picture in zip(content, parts, strict=True)]
+            [_part_text(part) if picture is None else picture for part, picture in zip(content, parts, strict=True)]
         )
         plain.append({**message, "content": texts})
     return contents, plain
 
 
-def _picture(part: Any, where: str) -> Picture | None:
+def _image_part(part: Any, location: str) -> ImagePart | None:
     """The picture that a part of a message is; None for other parts."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image" and part.get("image") is not None and set(part) == {"type", "image"}:
-        return Picture(part["image"], where)
+        return ImagePart(part["image"], location)
     if kind == "image_url":
         given = part.get("image_url")
         url = given.get("url") if isinstance(given, Mapping) else given
         if not isinstance(url, str):
-            raise RequestError(f'{where}: image_url must be {{"url": "data:image/png;base64,…"}}')
-        return Picture(url, where, url=True)
+            raise RequestError(f'{location}: image_url must be {{"url": "data:image/png;base64,…"}}')
+        return ImagePart(url, location, is_url=True)
     return None
 
 
-def _text(part: Any) -> str:
+def _part_text(part: Any) -> str:
     """A text part's text; what is none is named by ``checked`` afterwards."""
     text = part.get("text") if isinstance(part, Mapping) else None
     return text if isinstance(text, str) else ""
 
 
-def _turn(content: Sequence[str | Picture], answer: bool) -> list[str | Picture]:
+def _format_turn(content: Sequence[str | ImagePart], answer: bool) -> list[str | ImagePart]:
     """A turn's pieces: a picture between its marks, a space between it and its neighbours, a line between texts."""
-    out: list[str | Picture] = []
-    before: str | Picture | None = None
+    out: list[str | ImagePart] = []
+    before: str | ImagePart | None = None
     for part in content:
         if before is not None:
             out.append("\n" if isinstance(part, str) and isinstance(before, str) else " ")
         # upstream strips an answer before it becomes history
-        out += [OPEN, part, CLOSE] if isinstance(part, Picture) else [part.strip() if answer else part]
+        out += [IMAGE_OPEN, part, IMAGE_CLOSE] if isinstance(part, ImagePart) else [part.strip() if answer else part]
         before = part
     return out
 
 
-def _merged(pieces: Sequence[str | Picture]) -> list[str | Picture]:
-    out: list[str | Picture] = []
+def _merge_texts(pieces: Sequence[str | ImagePart]) -> list[str | ImagePart]:
+    out: list[str | ImagePart] = []
     for piece in pieces:
         if isinstance(piece, str) and out and isinstance(out[-1], str):
             out[-1] += piece

@@ -10,33 +10,33 @@ from typing import Any
 from modelmill.core.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 MAX_DEPTH = 64
 MAX_BITS = 1024  # Python refuses to print much longer ones
 
 
-def checked(messages: object, *, as_sent: bool = False) -> list[dict[str, Any]]:
+def validate_messages(messages: object, *, as_sent: bool = False) -> list[dict[str, Any]]:
     """A copy of the conversation; raises RequestError naming the message that is wrong.
 
     "developer" becomes "system". Unless as_sent, a list of text parts becomes one text, a line each, null beside calls
     an empty text, and arguments of calls that are JSON text become objects.
     """
-    found = _checked(messages)
-    return found if as_sent else [_plain(message) for message in found]
+    found = _validate(messages)
+    return found if as_sent else [_normalize(message) for message in found]
 
 
-def _checked(messages: object) -> list[dict[str, Any]]:
+def _validate(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError("messages must be a list of at least one message")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def joined(parts: Sequence[Mapping[str, Any]]) -> str:
+def join_text_parts(parts: Sequence[Mapping[str, Any]]) -> str:
     """Text parts as one text, a line each, as vLLM and llama.cpp give them to templates that read no lists."""
     return "\n".join(str(part["text"]) for part in parts)
 
 
-def parsed(arguments: str) -> Any:
+def parse_arguments(arguments: str) -> Any:
     """The object that the text describes, or the text itself where it is none that JSON allows (models write such)."""
     try:
         value = json.loads(arguments)
@@ -46,93 +46,93 @@ def parsed(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def check_data(value: object, where: str, depth: int = 0) -> None:
+def check_data(value: object, location: str, depth: int = 0) -> None:
     """Raises RequestError unless `value` is made of JSON's types and not nested beyond reason."""
     if depth > MAX_DEPTH:
-        raise RequestError(f"{where} is nested more than {MAX_DEPTH} deep")
+        raise RequestError(f"{location} is nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise RequestError(f"{where} holds a key that is not a text")
-            check_data(item, where, depth + 1)
+                raise RequestError(f"{location} holds a key that is not a text")
+            check_data(item, location, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            check_data(item, where, depth + 1)
+            check_data(item, location, depth + 1)
     elif not isinstance(value, str | int | float | None):
-        raise RequestError(f"{where} holds a {type(value).__name__}, which JSON cannot express")
+        raise RequestError(f"{location} holds a {type(value).__name__}, which JSON cannot express")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise RequestError(f"{where} holds a number that is not finite, which JSON cannot express")
+        raise RequestError(f"{location} holds a number that is not finite, which JSON cannot express")
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise RequestError(f"{where} holds a whole number of more than {MAX_BITS} bits")
+        raise RequestError(f"{location} holds a whole number of more than {MAX_BITS} bits")
 
 
-def _message(message: object, where: str) -> dict[str, Any]:
+def _check_message(message: object, location: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be an object with role and content")
-    check_data(message, where)
+        raise RequestError(f"{location} must be an object with role and content")
+    check_data(message, location)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}: role must be one of {', '.join(ROLES)}")
-    unknown = sorted(key for key, value in message.items() if key not in KEYS and value)
+        raise RequestError(f"{location}: role must be one of {', '.join(ROLES)}")
+    unknown = sorted(key for key, value in message.items() if key not in MESSAGE_KEYS and value)
     if unknown:
-        raise RequestError(f"{where}: unknown key {unknown[0][:40]!r}")
+        raise RequestError(f"{location}: unknown key {unknown[0][:40]!r}")
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    result["content"] = _content(message, where)
+    result["content"] = _check_content(message, location)
     for key in ("name", "tool_call_id", "reasoning_content"):
         value = message.get(key)
         if value is None:
             continue
         if not isinstance(value, str):
-            raise RequestError(f"{where}: {key} must be a text")
+            raise RequestError(f"{location}: {key} must be a text")
         result[key] = value
     if message.get("tool_calls"):
         if role != "assistant":
-            raise RequestError(f"{where}: only an assistant message may hold tool_calls")
-        result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+            raise RequestError(f"{location}: only an assistant message may hold tool_calls")
+        result["tool_calls"] = _check_tool_calls(message["tool_calls"], f"{location}.tool_calls")
     return result
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
+def _normalize(message: dict[str, Any]) -> dict[str, Any]:
     """Every content a text, arguments of calls objects."""
     content = message["content"]
-    message["content"] = joined(content) if isinstance(content, list) else content or ""
+    message["content"] = join_text_parts(content) if isinstance(content, list) else content or ""
     for call in message.get("tool_calls", ()):
         function = call["function"]
         if isinstance(function["arguments"], str):
-            function["arguments"] = parsed(function["arguments"])
+            function["arguments"] = parse_arguments(function["arguments"])
     return message
 
 
-def _content(message: Mapping[str, Any], where: str) -> str | list[dict[str, str]] | None:
+def _check_content(message: Mapping[str, Any], location: str) -> str | list[dict[str, str]] | None:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
         return None
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where}: content must be a text or a list of text parts")
+        raise RequestError(f"{location}: content must be a text or a list of text parts")
     parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if isinstance(part, Mapping) and part.get("type") == "image_url":
-            raise RequestError(f"{where}.content[{index}]: this model reads no pictures; give text parts only")
+            raise RequestError(f"{location}.content[{index}]: this model reads no pictures; give text parts only")
         if not isinstance(text, str):
-            raise RequestError(f'{where}.content[{index}] must be {{"type": "text", "text": …}}')
+            raise RequestError(f'{location}.content[{index}] must be {{"type": "text", "text": …}}')
         parts.append({"type": "text", "text": text})
     return parts
 
 
-def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+def _check_tool_calls(calls: object, location: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple):
-        raise RequestError(f"{where} must be a list")
+        raise RequestError(f"{location} must be a list")
     result: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{where}[{index}] must hold a function with a name")
+            raise RequestError(f"{location}[{index}] must hold a function with a name")
         arguments = function.get("arguments", {})
         if not isinstance(arguments, str | Mapping):
-            raise RequestError(f"{where}[{index}]: arguments must be JSON text or an object")
+            raise RequestError(f"{location}[{index}]: arguments must be JSON text or an object")
         kept = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
         result.append({**kept, "function": {"name": function["name"], "arguments": arguments}})
     return result

@@ -9,20 +9,20 @@ from functools import cached_property
 import sentencepiece
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.files import Settings, is_id, read_json, read_settings, unique
 from modelmill.text.spm_proto import (
     BYTE,
     CONTROL,
     UNKNOWN,
     USER_DEFINED,
-    Piece,
     SpmModel,
+    SpmPiece,
     check_pieces,
     read_model,
-    without_prefix,
+    without_dummy_prefix,
     write_model,
 )
-from modelmill.text.tokens import Tokenizer, Traits
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
+from modelmill.text.tokenizer_files import TokenizerSettings, is_token_id, read_json, read_settings, unique_ids
 
 SPACE = "▁"
 BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
@@ -34,13 +34,13 @@ def load_spm(files: Mapping[str, bytes]) -> Tokenizer:
     model = read_model(proto, "tokenizer.model")
     listed = read_json(files, "added_tokens.json")
     settings = read_settings(files)
-    return from_proto(proto, model, settings, listed, kind="sentencepiece", file="tokenizer.model")
+    return from_proto(proto, model, settings, listed, tokenizer_type="sentencepiece", file="tokenizer.model")
 
 
 def load_pieces(files: Mapping[str, bytes]) -> Tokenizer:
     """pieces.json: [{"piece", "score"}, …], spaces written plainly and "\\n<s>\\n" for <s>, as llama2.c has it."""
     rows = read_json(files, "pieces.json", list)
-    pieces: list[Piece] = []
+    pieces: list[SpmPiece] = []
     for id, row in enumerate(rows):
         good = isinstance(row, dict) and isinstance(row.get("piece"), str)
         score = row.get("score") if good else None
@@ -49,50 +49,56 @@ def load_pieces(files: Mapping[str, bytes]) -> Tokenizer:
         text = row["piece"]
         name = text.strip("\n") or text
         if name in ("<unk>", "<s>", "</s>") and id < 3:
-            pieces.append(Piece(name, float(score), UNKNOWN if name == "<unk>" else CONTROL))
+            pieces.append(SpmPiece(name, float(score), UNKNOWN if name == "<unk>" else CONTROL))
         elif BYTE_NAME.fullmatch(text):
-            pieces.append(Piece(text, float(score), BYTE))
+            pieces.append(SpmPiece(text, float(score), BYTE))
         else:
-            pieces.append(Piece(text.replace(" ", SPACE), float(score)))
-    return build(SpmModel(pieces), read_settings(files), kind="sentencepiece", file="pieces.json")
+            pieces.append(SpmPiece(text.replace(" ", SPACE), float(score)))
+    return build_spm(SpmModel(pieces), read_settings(files), tokenizer_type="sentencepiece", file="pieces.json")
 
 
-def build(model: SpmModel, settings: Settings, *, kind: str, file: str) -> SpmTokenizer:
+def build_spm(model: SpmModel, settings: TokenizerSettings, *, tokenizer_type: str, file: str) -> SpmTokenizer:
     """A tokenizer from a vocabulary in memory; raises TokenizerError when it cannot work."""
     if not model.pieces:
         raise TokenizerError(f"{file}: the vocabulary is empty")
     check_pieces(model.pieces, file)
     if not 0 <= model.unk_id < len(model.pieces) or model.pieces[model.unk_id].type != UNKNOWN:
         raise TokenizerError(f"{file}: token {model.unk_id} must be <unk>")
-    return from_proto(write_model(model), model, settings, {}, kind=kind, file=file)
+    return from_proto(write_model(model), model, settings, {}, tokenizer_type=tokenizer_type, file=file)
 
 
 def from_proto(
-    proto: bytes, model: SpmModel, settings: Settings, listed: dict[str, int], *, kind: str, file: str
+    proto: bytes,
+    model: SpmModel,
+    settings: TokenizerSettings,
+    added_tokens: dict[str, int],
+    *,
+    tokenizer_type: str,
+    file: str,
 ) -> SpmTokenizer:
     """Wraps a serialized model, with the added tokens and names that the other files give."""
     processor = _processor(proto, file)
-    added = _added(listed, settings, model, file)
+    added = _added_tokens(added_tokens, settings, model, file)
     known = {piece.text: id for id, piece in enumerate(model.pieces)} | added
     control = {p.text: id for id, p in enumerate(model.pieces) if p.type in (CONTROL, UNKNOWN)} | added
     names = {
         key: model.pieces[id].text
         for key, id in (("bos_token", model.bos_id), ("eos_token", model.eos_id), ("unk_token", model.unk_id))
         if 0 <= id < len(model.pieces)
-    } | dict(settings.names)
+    } | dict(settings.special_tokens)
     for key in ("bos_token", "eos_token"):
         if key in names and names[key] not in known:
             raise TokenizerError(f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}")
     by_id = {key: known.get(text) for key, text in names.items()}
-    control |= {text: known[text] for text in (*names.values(), *settings.extra) if text in known}
+    control |= {text: known[text] for text in (*names.values(), *settings.extra_special_tokens) if text in known}
     bos, eos = by_id.get("bos_token"), by_id.get("eos_token")
-    traits = Traits(
-        kind=kind,
+    traits = VocabInfo(
+        tokenizer_type=tokenizer_type,
         vocab_size=max(known.values()) + 1,
         special=control,
-        skipped=frozenset(control.values()),
+        skipped_ids=frozenset(control.values()),
         bos_id=bos,
-        eos_ids=unique([eos, *settings.eos_ids]),
+        eos_ids=unique_ids([eos, *settings.eos_ids]),
         pad_id=by_id.get("pad_token", model.pad_id if model.pad_id >= 0 else None),
         prefix=(bos,) if bos is not None and settings.add_bos is not False else (),
         suffix=(eos,) if eos is not None and settings.add_eos else (),
@@ -110,7 +116,7 @@ class SpmTokenizer(Tokenizer):
         self,
         processor: sentencepiece.SentencePieceProcessor,
         model: SpmModel,
-        traits: Traits,
+        traits: VocabInfo,
         added: Mapping[str, int],
         *,
         prefix_everywhere: bool,
@@ -121,22 +127,22 @@ class SpmTokenizer(Tokenizer):
         self._prefix_everywhere = prefix_everywhere
         self._control = frozenset(traits.special.values())
         self._leading = {id for id, piece in enumerate(model.pieces) if piece.text.startswith(SPACE)}
-        self._bytes = {id: _spell(piece) for id, piece in enumerate(model.pieces)}
+        self._bytes = {id: _piece_to_bytes(piece) for id, piece in enumerate(model.pieces)}
         self._bytes |= {id: text.encode("utf-8") for text, id in added.items()}
 
-    def _ordinary(self, text: str, at_start: bool) -> list[int]:
+    def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
         prefixed = at_start or self._prefix_everywhere
-        processor = self._processor if prefixed else self._inner
+        processor = self._processor if prefixed else self._no_prefix_processor
         ids: list[int] = processor.encode(text)
         if self._control.isdisjoint(ids):
             return ids
         # a piece that the config calls special but the model holds as ordinary text: spell it out
         out: list[int] = []
         for id in ids:
-            out.extend(self._spelled(id) if id in self._control else [id])
+            out.extend(self._encode_control_text(id) if id in self._control else [id])
         return out
 
-    def _spelled(self, id: int) -> list[int]:
+    def _encode_control_text(self, id: int) -> list[int]:
         """Ids for the text of a control token, character by character, bytes where there is no piece."""
         out: list[int] = []
         for char in self._bytes[id].decode("utf-8"):
@@ -149,18 +155,18 @@ class SpmTokenizer(Tokenizer):
         return out
 
     @cached_property
-    def _inner(self) -> sentencepiece.SentencePieceProcessor:
-        return _processor(without_prefix(self._processor.serialized_model_proto()), "tokenizer.model")
+    def _no_prefix_processor(self) -> sentencepiece.SentencePieceProcessor:
+        return _processor(without_dummy_prefix(self._processor.serialized_model_proto()), "tokenizer.model")
 
     def token_bytes(self, id: int) -> bytes:
         return self._bytes.get(id, b"")
 
-    def opening_bytes(self, id: int) -> bytes:
+    def first_token_bytes(self, id: int) -> bytes:
         data = self.token_bytes(id)
         return data[1:] if self._dummy_prefix and id in self._leading else data
 
 
-def _spell(piece: Piece) -> bytes:
+def _piece_to_bytes(piece: SpmPiece) -> bytes:
     byte = BYTE_NAME.fullmatch(piece.text) if piece.type == BYTE else None
     return bytes([int(byte[1], 16)]) if byte else piece.text.replace(SPACE, " ").encode("utf-8")
 
@@ -173,19 +179,21 @@ def _processor(proto: bytes, file: str) -> sentencepiece.SentencePieceProcessor:
         raise TokenizerError(f"{file} cannot be read as a SentencePiece model: {reason}") from None
 
 
-def _added(listed: dict[str, int], settings: Settings, model: SpmModel, file: str) -> dict[str, int]:
+def _added_tokens(
+    added_tokens: dict[str, int], settings: TokenizerSettings, model: SpmModel, file: str
+) -> dict[str, int]:
     """Tokens beyond the model's pieces: added_tokens.json (`listed`) and added_tokens_decoder."""
-    for text, id in listed.items():
-        if not is_id(id) or not text:
+    for text, id in added_tokens.items():
+        if not is_token_id(id) or not text:
             raise TokenizerError("added_tokens.json must map token texts to ids")
-    listed = {entry["content"]: id for id, entry in settings.added.items()} | listed
+    added_tokens = {entry["content"]: id for id, entry in settings.added_tokens.items()} | added_tokens
     by_id: dict[int, str] = {}
-    for text, id in listed.items():
+    for text, id in added_tokens.items():
         if id < len(model.pieces) and model.pieces[id].text != text:
             raise TokenizerError(f"{text!r} and {model.pieces[id].text!r} of {file} share the id {id}")
         if by_id.setdefault(id, text) != text:
             raise TokenizerError(f"added_tokens.json: {by_id[id]!r} and {text!r} share the id {id}")
-    return {text: id for text, id in listed.items() if id >= len(model.pieces) or _is_control(model, id)}
+    return {text: id for text, id in added_tokens.items() if id >= len(model.pieces) or _is_control(model, id)}
 
 
 def _is_control(model: SpmModel, id: int) -> bool:

@@ -23,7 +23,7 @@ BPE = 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class SpmPiece:
     """One row of the vocabulary; the row's index is the token id."""
 
     text: str
@@ -35,7 +35,7 @@ class Piece:
 class SpmModel:
     """The parts of a model that decide how text becomes ids. -1: that token does not exist."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[SpmPiece]
     dummy_prefix: bool = True
     unk_id: int = 0
     bos_id: int = 1
@@ -48,33 +48,35 @@ def write_model(model: SpmModel) -> bytes:
     parts = []
     for piece in model.pieces:
         text = piece.text.encode("utf-8")
-        body = _bytes(PIECE_TEXT, text) + _key(PIECE_SCORE, FIXED32) + struct.pack("<f", piece.score)
-        parts.append(_bytes(PIECES, body + _int(PIECE_TYPE, piece.type)))
+        body = _bytes_field(PIECE_TEXT, text) + _field_key(PIECE_SCORE, FIXED32) + struct.pack("<f", piece.score)
+        parts.append(_bytes_field(PIECES, body + _int_field(PIECE_TYPE, piece.type)))
     fallback = sum(piece.type == BYTE for piece in model.pieces) == 256
-    trainer = _int(MODEL_TYPE, BPE) + _int(BYTE_FALLBACK, fallback) + _int(UNK_ID, model.unk_id)
-    trainer += _int(BOS_ID, model.bos_id) + _int(EOS_ID, model.eos_id) + _int(PAD_ID, model.pad_id)
-    normalizer = _int(DUMMY_PREFIX, model.dummy_prefix) + _int(EXTRA_SPACES, 0) + _int(ESCAPE_SPACES, 1)
-    return b"".join(parts) + _bytes(TRAINER, trainer) + _bytes(NORMALIZER, normalizer)
+    trainer = _int_field(MODEL_TYPE, BPE) + _int_field(BYTE_FALLBACK, fallback) + _int_field(UNK_ID, model.unk_id)
+    trainer += _int_field(BOS_ID, model.bos_id) + _int_field(EOS_ID, model.eos_id) + _int_field(PAD_ID, model.pad_id)
+    normalizer = (
+        _int_field(DUMMY_PREFIX, model.dummy_prefix) + _int_field(EXTRA_SPACES, 0) + _int_field(ESCAPE_SPACES, 1)
+    )
+    return b"".join(parts) + _bytes_field(TRAINER, trainer) + _bytes_field(NORMALIZER, normalizer)
 
 
-def without_prefix(proto: bytes) -> bytes:
+def without_dummy_prefix(proto: bytes) -> bytes:
     """The same model without the dummy space; a later message field of a protocol buffer amends the earlier."""
-    return proto + _bytes(NORMALIZER, _int(DUMMY_PREFIX, 0))
+    return proto + _bytes_field(NORMALIZER, _int_field(DUMMY_PREFIX, 0))
 
 
 def read_model(proto: bytes, file: str) -> SpmModel:
     """Raises TokenizerError naming `file` when the bytes are not such a model."""
-    pieces: list[Piece] = []
+    pieces: list[SpmPiece] = []
     ids = {UNK_ID: 0, BOS_ID: 1, EOS_ID: 2, PAD_ID: -1}  # the format's defaults
     dummy_prefix = True
     try:
-        for field, value in _fields(proto):
+        for field, value in _iter_fields(proto):
             if field == PIECES and isinstance(value, bytes):
-                pieces.append(_piece(value))
+                pieces.append(_parse_piece(value))
             elif field == TRAINER and isinstance(value, bytes):
-                ids |= {f: _signed(v) for f, v in _fields(value) if f in ids and isinstance(v, int)}
+                ids |= {f: _to_signed(v) for f, v in _iter_fields(value) if f in ids and isinstance(v, int)}
             elif field == NORMALIZER and isinstance(value, bytes):
-                for inner, flag in _fields(value):
+                for inner, flag in _iter_fields(value):
                     dummy_prefix = bool(flag) if inner == DUMMY_PREFIX else dummy_prefix
     except (ValueError, IndexError, struct.error):
         raise TokenizerError(f"{file} is not a SentencePiece model, or is truncated; copy the file again") from None
@@ -84,7 +86,7 @@ def read_model(proto: bytes, file: str) -> SpmModel:
     return SpmModel(pieces, dummy_prefix, ids[UNK_ID], ids[BOS_ID], ids[EOS_ID], ids[PAD_ID])
 
 
-def check_pieces(pieces: Sequence[Piece], file: str) -> None:
+def check_pieces(pieces: Sequence[SpmPiece], file: str) -> None:
     """Raises TokenizerError for empty or repeated pieces and for scores that are not finite numbers."""
     seen: dict[str, int] = {}
     for id, piece in enumerate(pieces):
@@ -96,30 +98,30 @@ def check_pieces(pieces: Sequence[Piece], file: str) -> None:
             raise TokenizerError(f"{file}: the score of token {id} is not a finite number")
 
 
-def _piece(data: bytes) -> Piece:
+def _parse_piece(data: bytes) -> SpmPiece:
     text, score, type_ = "", 0.0, NORMAL
-    for field, value in _fields(data):
+    for field, value in _iter_fields(data):
         if field == PIECE_TEXT and isinstance(value, bytes):
             text = value.decode("utf-8")
         elif field == PIECE_SCORE and isinstance(value, bytes):
             score = struct.unpack("<f", value)[0]
         elif field == PIECE_TYPE and isinstance(value, int):
             type_ = value
-    return Piece(text, score, type_)
+    return SpmPiece(text, score, type_)
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _iter_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """(field number, value) in turn; ValueError or IndexError where the bytes end early."""
     at = 0
     while at < len(data):
-        key, at = _varint(data, at)
+        key, at = _read_varint(data, at)
         kind = key & 7
         if kind == VARINT:
-            value, at = _varint(data, at)
+            value, at = _read_varint(data, at)
             yield key >> 3, value
             continue
         if kind == BYTES:
-            size, at = _varint(data, at)
+            size, at = _read_varint(data, at)
         else:
             size = {FIXED64: 8, FIXED32: 4}.get(kind, len(data) + 1)
         if size > len(data) - at:
@@ -128,7 +130,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         at += size
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 70:
         byte = data[at]
@@ -139,23 +141,23 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("a number without end")
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _key(field: int, kind: int) -> bytes:
-    return _raw_varint(field << 3 | kind)
+def _field_key(field: int, wire_type: int) -> bytes:
+    return _encode_varint(field << 3 | wire_type)
 
 
-def _int(field: int, value: int) -> bytes:
-    return _key(field, VARINT) + _raw_varint(value & (1 << 64) - 1)
+def _int_field(field: int, value: int) -> bytes:
+    return _field_key(field, VARINT) + _encode_varint(value & (1 << 64) - 1)
 
 
-def _bytes(field: int, value: bytes) -> bytes:
-    return _key(field, BYTES) + _raw_varint(len(value)) + value
+def _bytes_field(field: int, value: bytes) -> bytes:
+    return _field_key(field, BYTES) + _encode_varint(len(value)) + value
 
 
-def _raw_varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -28,28 +28,28 @@ class StopMatcher:
             self._insert(stop)
         self._link()
         self._state = 0
-        self._held = ""  # always as long as the state is deep: what may still become a stop string
-        self._matched: str | None = None
+        self._pending = ""  # always as long as the state is deep: what may still become a stop string
+        self._stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, bool, str | None]:
         """(text to give out, whether a stop string is complete, which); after a stop, nothing comes out."""
-        if self._matched is not None:
-            return "", True, self._matched
-        buffer = self._held + text
+        if self._stopped is not None:
+            return "", True, self._stopped
+        buffer = self._pending + text
         state = self._state
-        for index in range(len(self._held), len(buffer)):
+        for index in range(len(self._pending), len(buffer)):
             state = self._step(state, buffer[index])
             matched = self._match[state]
             if matched is not None:
-                self._matched, self._held = matched, ""
+                self._stopped, self._pending = matched, ""
                 return buffer[: index + 1 - len(matched)], True, matched
         keep = len(buffer) - self._depth[state]
-        self._state, self._held = state, buffer[keep:]
+        self._state, self._pending = state, buffer[keep:]
         return buffer[:keep], False, None
 
     def flush(self) -> str:
         """What was held back, when the text ends without a stop string; "" after a stop."""
-        rest, self._held, self._state = self._held, "", 0
+        rest, self._pending, self._state = self._pending, "", 0
         return rest
 
     def _step(self, state: int, char: str) -> int:

@@ -26,7 +26,7 @@ START_SECONDS = 60.0
 WALL_FACTOR, WALL_GRACE = 15.0, 10.0
 
 
-class _Died(Exception):
+class _WorkerDied(Exception):
     """The worker ended; code as Popen.returncode has it."""
 
     def __init__(self, code: int) -> None:
@@ -39,7 +39,7 @@ class RefusedMessages(TemplateError, RequestError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemplateLimits:
     """What one rendering may use."""
 
     seconds: float = 2.0  # CPU time
@@ -53,8 +53,8 @@ class TemplateProcess:
     Renderings take turns: calls from several threads are safe.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: TemplateLimits | None = None) -> None:
+        self.limits = limits or TemplateLimits()
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
         self._closing: weakref.finalize[..., TemplateProcess] | None = None
@@ -72,26 +72,26 @@ class TemplateProcess:
         }
         line = json.dumps(request).encode("ascii") + b"\n"
         with self._lock:
-            reply = self._asked(line)
+            reply = self._request(line)
             if reply.get("failed") == "memory":
                 self._stop()  # a heap that hit its limit is not worth keeping
         if "text" in reply:
             return str(reply["text"])
-        raise self._error(reply)
+        raise self._template_error(reply)
 
     def close(self) -> None:
         """Ends the worker, if one runs."""
         with self._lock:
             self._stop()
 
-    def _asked(self, line: bytes) -> dict[str, Any]:
+    def _request(self, line: bytes) -> dict[str, Any]:
         """The worker's reply; a worker that died without the clock's doing gets one successor."""
         for _ in range(2):
             try:
-                worker = self._started()
+                worker = self._ensure_worker()
                 self._send(worker, line)
                 return self._receive(worker, self.limits.seconds * WALL_FACTOR + WALL_GRACE)
-            except _Died as death:
+            except _WorkerDied as death:
                 self._stop()
                 if death.code == -signal.SIGPROF:
                     raise TemplateError(
@@ -106,7 +106,7 @@ class TemplateProcess:
             f"the chat template's process ended with status {code}: too much memory, or jinja2 is not installed"
         )
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_worker(self) -> subprocess.Popen[bytes]:
         if self._worker is not None and self._worker.poll() is None:
             return self._worker
         self._stop()
@@ -121,7 +121,7 @@ class TemplateProcess:
             stderr=subprocess.DEVNULL,
             cwd="/",
         )
-        self._closing = weakref.finalize(self, _end, self._worker)
+        self._closing = weakref.finalize(self, _kill_worker, self._worker)
         self._receive(self._worker, START_SECONDS)
         return self._worker
 
@@ -131,7 +131,7 @@ class TemplateProcess:
             worker.stdin.write(line)
             worker.stdin.flush()
         except OSError:
-            raise _Died(worker.wait()) from None
+            raise _WorkerDied(worker.wait()) from None
 
     def _receive(self, worker: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         """The worker's next line; TemplateError when it hangs or writes without end, _Died when it is gone."""
@@ -143,20 +143,20 @@ class TemplateProcess:
         chunks: list[bytes] = []
         size = 0
         while not (chunks and chunks[-1].endswith(b"\n")):
-            if not _readable(descriptor, deadline - time.monotonic()):
+            if not _wait_readable(descriptor, deadline - time.monotonic()):
                 raise TemplateError(f"the chat template was stopped after {seconds:.0f} s; use a simpler template")
             chunk = os.read(descriptor, 1 << 16)
             size += len(chunk)
             if not chunk:
-                raise _Died(worker.wait())
+                raise _WorkerDied(worker.wait())
             if size > most:
-                raise self._error({"failed": "output"})
+                raise self._template_error({"failed": "output"})
             chunks.append(chunk)
         reply = json.loads(b"".join(chunks))
         assert isinstance(reply, dict)
         return reply
 
-    def _error(self, reply: Mapping[str, Any]) -> TemplateError:
+    def _template_error(self, reply: Mapping[str, Any]) -> TemplateError:
         failed, detail = reply.get("failed"), str(reply.get("detail", ""))
         if failed == "refused":
             return RefusedMessages(f"the chat template refused these messages: {detail}")
@@ -174,14 +174,14 @@ class TemplateProcess:
         self._worker = self._closing = None
 
 
-def _readable(descriptor: int, seconds: float) -> bool:
+def _wait_readable(descriptor: int, seconds: float) -> bool:
     # poll, not select: a server may hold more than 1024 descriptors
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | select.POLLHUP)
     return bool(poll.poll(max(seconds, 0.0) * 1000))
 
 
-def _end(worker: subprocess.Popen[bytes]) -> None:
+def _kill_worker(worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:

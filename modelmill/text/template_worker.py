@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any, BinaryIO
 
 
-class TooLong(Exception):
+class OutputTooLong(Exception):
     """The template wrote more than it may."""
 
 
@@ -26,7 +26,7 @@ def make_environment() -> Any:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """{% generation %} marks what the model wrote, for training; rendering just passes it through."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -50,7 +50,7 @@ def make_environment() -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
@@ -60,7 +60,7 @@ def make_environment() -> Any:
 
 
 def render(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) -> str:
-    """The rendered text; raises whatever the template raises, or TooLong."""
+    """The rendered text; raises whatever the template raises, or OutputTooLong."""
     source = request["template"]
     if source not in compiled:
         compiled.clear()
@@ -70,19 +70,19 @@ def render(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) 
     for chunk in compiled[source].generate(**request["variables"]):
         size += len(chunk)
         if size > request["max_chars"]:
-            raise TooLong
+            raise OutputTooLong
         chunks.append(chunk)
     return "".join(chunks)
 
 
-def answer(environment: Any, compiled: dict[str, Any], line: bytes) -> dict[str, Any]:
+def handle_request(environment: Any, compiled: dict[str, Any], line: bytes) -> dict[str, Any]:
     """{"text"} or {"failed": reason, "detail"}; the reasons are those template.py knows."""
     try:
         request = json.loads(line)
         # Counts CPU seconds of this process, in C code too; the signal's default is death.
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         return {"text": render(environment, compiled, request)}
-    except TooLong:
+    except OutputTooLong:
         return {"failed": "output"}
     except MemoryError:
         return {"failed": "memory"}
@@ -113,7 +113,7 @@ def serve(stdin: BinaryIO, stdout: BinaryIO, max_memory: int) -> None:
         line = stdin.readline()
         if not line:
             return
-        reply = answer(environment, compiled, line)
+        reply = handle_request(environment, compiled, line)
         del line
 
 

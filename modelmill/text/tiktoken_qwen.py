@@ -11,42 +11,42 @@ from collections.abc import Iterator, Mapping
 import tiktoken
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.files import read_settings, unique
-from modelmill.text.tokens import Tokenizer, Traits
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
+from modelmill.text.tokenizer_files import read_settings, unique_ids
 
-SPLIT = (
+SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 ENDOFTEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CONTROL = (ENDOFTEXT, IM_START, IM_END, *(f"<|extra_{i}|>" for i in range(205)))
+CONTROL_TOKENS = (ENDOFTEXT, IM_START, IM_END, *(f"<|extra_{i}|>" for i in range(205)))
 # The library's regex engine keeps one backtracking state per space and gives up near a million of them.
-LONGEST_BLANK = 50_000
+MAX_BLANK_RUN = 50_000
 # Canonical ordering is quadratic in a run of combining marks; natural text has runs of a few.
-LONGEST_MARKS = 256
-BLANKS = re.compile(rf"\s{{{LONGEST_BLANK + 1},}}")
+MAX_MARK_RUN = 256
+LONG_BLANK_RUN = re.compile(rf"\s{{{MAX_BLANK_RUN + 1},}}")
 # U+0300 is the first combining mark
-MARKS = re.compile(rf"[^\x00-\u02ff]{{{LONGEST_MARKS + 1},}}")
+LONG_MARK_RUN = re.compile(rf"[^\x00-\u02ff]{{{MAX_MARK_RUN + 1},}}")
 
 
 def load_tiktoken(files: Mapping[str, bytes]) -> Tokenizer:
     """The one *.tiktoken among `files`; raises TokenizerError naming it when it is broken."""
     name = next(name for name in sorted(files) if name.endswith(".tiktoken"))
     ranks = read_ranks(files[name], name)
-    special = {text: len(ranks) + i for i, text in enumerate(CONTROL)}
+    special = {text: len(ranks) + i for i, text in enumerate(CONTROL_TOKENS)}
     settings = read_settings(files)
     try:
-        encoding = tiktoken.Encoding(name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
+        encoding = tiktoken.Encoding(name, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special)
     except Exception as error:
         raise TokenizerError(f"{name} cannot be read as a tokenizer: {' '.join(str(error).split())[:160]}") from None
     end = special[ENDOFTEXT]
-    traits = Traits(
-        kind="tiktoken",
+    traits = VocabInfo(
+        tokenizer_type="tiktoken",
         vocab_size=len(ranks) + len(special),
         special=special,
-        skipped=frozenset(special.values()),
+        skipped_ids=frozenset(special.values()),
         bos_id=end,
-        eos_ids=unique([end, *settings.eos_ids]),
+        eos_ids=unique_ids([end, *settings.eos_ids]),
         pad_id=end,
         template_names={"bos_token": ENDOFTEXT, "eos_token": ENDOFTEXT, "pad_token": ENDOFTEXT},
     )
@@ -56,14 +56,14 @@ def load_tiktoken(files: Mapping[str, bytes]) -> Tokenizer:
 class QwenTokenizer(Tokenizer):
     """tiktoken's BPE with Qwen's split, normalisation and control tokens."""
 
-    def __init__(self, encoding: tiktoken.Encoding, traits: Traits) -> None:
+    def __init__(self, encoding: tiktoken.Encoding, traits: VocabInfo) -> None:
         super().__init__(traits)
         self._encoding = encoding
 
-    def _ordinary(self, text: str, at_start: bool) -> list[int]:
+    def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
         del at_start  # byte-level: a text means the same wherever it stands
         ids: list[int] = []
-        for part in _bounded(compose(text)):
+        for part in _split_blank_runs(normalize_nfc(text)):
             ids.extend(self._encoding.encode_ordinary(part))
         return ids
 
@@ -73,26 +73,26 @@ class QwenTokenizer(Tokenizer):
         return self._encoding.decode_single_token_bytes(id)
 
 
-def compose(text: str) -> str:
+def normalize_nfc(text: str) -> str:
     """NFC of `text` in linear time: runs of hundreds of combining marks are normalised part by part."""
-    if text.isascii() or not MARKS.search(text):
+    if text.isascii() or not LONG_MARK_RUN.search(text):
         return unicodedata.normalize("NFC", text)
     parts: list[str] = []
     start, marks = 0, 0
     for index, char in enumerate(text):
         marks = marks + 1 if unicodedata.combining(char) else 0
-        if marks == LONGEST_MARKS:
+        if marks == MAX_MARK_RUN:
             parts.append(unicodedata.normalize("NFC", text[start : index + 1]))
             start, marks = index + 1, 0
     parts.append(unicodedata.normalize("NFC", text[start:]))
     return "".join(parts)
 
 
-def _bounded(text: str) -> Iterator[str]:
+def _split_blank_runs(text: str) -> Iterator[str]:
     """`text` cut inside blank runs that the library could not take; any other text in one part."""
     start = 0
-    for run in BLANKS.finditer(text):
-        for cut in range(run.start() + LONGEST_BLANK, run.end() - 1, LONGEST_BLANK):
+    for run in LONG_BLANK_RUN.finditer(text):
+        for cut in range(run.start() + MAX_BLANK_RUN, run.end() - 1, MAX_BLANK_RUN):
             yield text[start:cut]
             start = cut
     yield text[start:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.tokens import Tokenizer
+from modelmill.text.tokenizer_base import Tokenizer
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 

@@ -18,18 +18,18 @@ import PIL.Image
 from PIL.Image import Image
 
 from modelmill.core.errors import RequestError
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
 if TYPE_CHECKING:
     import torch
 
-MOST_PIXELS = 100_000_000
-MOST_BYTES = 64 << 20
+MAX_PIXELS = 100_000_000
+MAX_BYTES = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 WHITE, BLACK = 255, 0
-_ORIENTATION = 0x0112
+_EXIF_ORIENTATION = 0x0112
 # what that note says has been done to the picture, undone
-_TURNS = {
+_ORIENTATION_TRANSFORMS = {
     2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
     3: PIL.Image.Transpose.ROTATE_180,
     4: PIL.Image.Transpose.FLIP_TOP_BOTTOM,
@@ -41,60 +41,60 @@ _TURNS = {
 
 
 def open_image(
-    source: Path | str | bytes, name: str = "the image", most: int | None = None, behind: int = WHITE
+    source: Path | str | bytes, name: str = "the image", max_pixels: int | None = None, background: int = WHITE
 ) -> Image:
-    """One upright RGB picture. source: a path, or the file's bytes. most: pixels that it may have, if not MOST_PIXELS.
+    """One upright RGB picture. source: a path, or the file's bytes. max_pixels: what it may have, if not MAX_PIXELS.
 
-    behind: the grey that transparent parts show. Raises RequestError for what is none.
+    background: the grey that transparent parts show. Raises RequestError for what is none.
     """
     data = source if isinstance(source, bytes) else read_bytes(Path(source))
     if not isinstance(source, bytes):
         name = str(source)
-    if len(data) > MOST_BYTES:
-        raise RequestError(f"{name}: {len(data)} bytes are more than the {MOST_BYTES} allowed; send a smaller file")
-    return _decoded(lambda: PIL.Image.open(io.BytesIO(data), formats=FORMATS), name, most, behind)
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"{name}: {len(data)} bytes are more than the {MAX_BYTES} allowed; send a smaller file")
+    return _decode(lambda: PIL.Image.open(io.BytesIO(data), formats=FORMATS), name, max_pixels, background)
 
 
-def _decoded(opened: Callable[[], Image], name: str, most: int | None, behind: int = WHITE) -> Image:
-    """``upright`` of what ``opened`` gives. Raises RequestError for what is too large or cannot be decoded."""
-    most = MOST_PIXELS if most is None else most
+def _decode(opened: Callable[[], Image], name: str, max_pixels: int | None, background: int = WHITE) -> Image:
+    """``to_upright_rgb`` of what ``opened`` gives. Raises RequestError for what is too large or cannot be decoded."""
+    max_pixels = MAX_PIXELS if max_pixels is None else max_pixels
     try:
         with warnings.catch_warnings():
             # PIL warns of large pictures; the limit below is ours
             warnings.simplefilter("ignore")
             picture = opened()
             width, height = picture.size
-            if width * height > most:
-                raise RequestError(f"{name}: {width} × {height} pixels are more than {most}; make it smaller")
+            if width * height > max_pixels:
+                raise RequestError(f"{name}: {width} × {height} pixels are more than {max_pixels}; make it smaller")
             if width * height == 0:
                 raise RequestError(f"{name}: {width} × {height} pixels are none")
-            return upright(picture, behind)
+            return to_upright_rgb(picture, background)
     except (RequestError, MemoryError):
         raise
     except PIL.Image.DecompressionBombError:
-        raise RequestError(f"{name} claims more than {most} pixels; make it smaller") from None
+        raise RequestError(f"{name} claims more than {max_pixels} pixels; make it smaller") from None
     except Exception as error:  # decoders raise anything for broken files
-        kinds = ", ".join(FORMATS)
-        kind = "cannot be read as an image" if isinstance(error, PIL.UnidentifiedImageError) else "is a broken image"
-        raise RequestError(f"{name} {kind}; known formats: {kinds}") from None
+        formats = ", ".join(FORMATS)
+        problem = "cannot be read as an image" if isinstance(error, PIL.UnidentifiedImageError) else "is a broken image"
+        raise RequestError(f"{name} {problem}; known formats: {formats}") from None
 
 
-def upright(picture: Image, behind: int = WHITE) -> Image:
+def to_upright_rgb(picture: Image, background: int = WHITE) -> Image:
     """RGB of 8 bits, turned as its orientation note says; transparent parts on a grey; of several frames the current.
 
-    behind: that grey, 0 … 255. Raises what PIL raises for broken pictures.
+    background: that grey, 0 … 255. Raises what PIL raises for broken pictures.
     """
     picture.load()
-    turn = _TURNS.get(_orientation(picture))
+    turn = _ORIENTATION_TRANSFORMS.get(_orientation(picture))
     if turn is not None:
         picture = picture.transpose(turn)
     if picture.mode.startswith(("I", "F")):
-        return _from_deep(picture)
+        return _to_8_bits(picture)
     if picture.mode in ("La", "RGBa"):  # colours that the alpha has been multiplied into
         picture = picture.convert("LA" if picture.mode == "La" else "RGBA")
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         clear = picture if picture.mode == "RGBA" else picture.convert("RGBA")
-        ground = PIL.Image.new("RGB", clear.size, (behind, behind, behind))
+        ground = PIL.Image.new("RGB", clear.size, (background, background, background))
         ground.paste(clear, mask=clear)
         return ground
     plain = picture.convert("RGB")
@@ -105,65 +105,66 @@ def upright(picture: Image, behind: int = WHITE) -> Image:
 def _orientation(picture: Image) -> Any:
     """EXIF's note on which side is up, if it has one that can be read: a broken note is no broken picture."""
     try:
-        return picture.getexif().get(_ORIENTATION)
+        return picture.getexif().get(_EXIF_ORIENTATION)
     except Exception:  # its reader raises anything for broken notes
         return None
 
 
-def as_image(given: Any, name: str = "the image", most: int | None = None) -> Image:
+def as_image(source: Any, name: str = "the image", max_pixels: int | None = None) -> Image:
     """A picture of ours from whatever a caller holds: path, bytes, PIL image, or array [H, W] or [H, W, 3 or 4] uint8.
 
-    name: of bytes and of what has none, in errors. most: as for ``open_image``. Raises RequestError.
+    name: of bytes and of what has none, in errors. max_pixels: as for ``open_image``. Raises RequestError.
     """
-    if isinstance(given, (str, Path, bytes)):
-        return open_image(given, name, most)
-    if isinstance(given, Image):
-        return _decoded(lambda: given, name, most)
-    tensor = hasattr(given, "detach") and hasattr(given, "dtype")  # of torch, which need not be here
-    if tensor and str(given.dtype) == "torch.uint8":
-        given = given.detach().cpu().numpy()
-    if tensor or isinstance(given, np.ndarray):
-        shaped = given.ndim == 2 or (given.ndim == 3 and given.shape[2] in (3, 4))
-        if given.dtype != np.uint8 or not shaped or 0 in given.shape:
+    if isinstance(source, (str, Path, bytes)):
+        return open_image(source, name, max_pixels)
+    if isinstance(source, Image):
+        return _decode(lambda: source, name, max_pixels)
+    tensor = hasattr(source, "detach") and hasattr(source, "dtype")  # of torch, which need not be here
+    if tensor and str(source.dtype) == "torch.uint8":
+        source = source.detach().cpu().numpy()
+    if tensor or isinstance(source, np.ndarray):
+        shaped = source.ndim == 2 or (source.ndim == 3 and source.shape[2] in (3, 4))
+        if source.dtype != np.uint8 or not shaped or 0 in source.shape:
             raise RequestError(
-                f"an image array is uint8 of [H, W] or [H, W, 3], not {given.dtype} of {list(given.shape)}"
+                f"an image array is uint8 of [H, W] or [H, W, 3], not {source.dtype} of {list(source.shape)}"
             )
-        return _decoded(lambda: PIL.Image.fromarray(given), name, most)
-    raise RequestError(f"an image is a path, bytes, a PIL image or an array, not {quoted(type(given).__name__)}")
+        return _decode(lambda: PIL.Image.fromarray(source), name, max_pixels)
+    raise RequestError(f"an image is a path, bytes, a PIL image or an array, not {quote(type(source).__name__)}")
 
 
-def fitted(size: tuple[int, int], longest: int) -> tuple[int, int]:
-    """(width, height) of a picture whose longer side becomes ``longest``; halves are rounded up, nothing vanishes."""
-    scale = longest / max(size)
+def fit_longest_side(size: tuple[int, int], longest_side: int) -> tuple[int, int]:
+    """(width, height) of a picture whose longer side becomes ``longest_side``; halves are rounded up, nothing
+    vanishes."""
+    scale = longest_side / max(size)
     return max(1, int(size[0] * scale + 0.5)), max(1, int(size[1] * scale + 0.5))
 
 
-def pixels(picture: Image, size: tuple[int, int], how: str = "bilinear") -> torch.Tensor:
+def resize_pixels(picture: Image, size: tuple[int, int], resample: str = "bilinear") -> torch.Tensor:
     """Resized to (width, height) with antialiasing, as PIL does it: [3, height, width] uint8."""
     import torch  # the API's process reads pictures without it
 
-    resampling = PIL.Image.Resampling.BICUBIC if how == "bicubic" else PIL.Image.Resampling.BILINEAR
+    resampling = PIL.Image.Resampling.BICUBIC if resample == "bicubic" else PIL.Image.Resampling.BILINEAR
     if picture.size != size:
         picture = picture.resize(size, resampling)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's bytes, up to MOST_BYTES. Raises RequestError."""
+    """A file's bytes, up to MAX_BYTES. Raises RequestError."""
     try:
         with path.open("rb") as file:
             # a device or a pipe tells no size, and may never end
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
     except ValueError:  # a NUL, or half a surrogate pair
-        raise RequestError(f"{quoted(str(path))} is no path; give the name of a file") from None
-    if len(data) > MOST_BYTES:
-        raise RequestError(f"{path}: its bytes are more than the {MOST_BYTES} allowed; give a smaller file")
+        raise RequestError(f"{quote(str(path))} is no path; give the name of a file") from None
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"{path}: its bytes are more than the {MAX_BYTES} allowed; give a smaller file")
     return data
 
 
-def _from_deep(picture: Image) -> Image:
+def _to_8_bits(picture: Image) -> Image:
     """16 or 32 bits a pixel: scaled by what the format can hold, not by what this picture happens to hold."""
     values = np.array(picture)
     if picture.mode.startswith("F"):

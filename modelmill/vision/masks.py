@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def box_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """IoU of boxes a [N, 4] and b [M, 4], float: [N, M]. A box's area is width times height of its corners."""
     area_a = (a[:, 2] - a[:, 0]) * (a[:, 3] - a[:, 1])
     area_b = (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
@@ -19,22 +19,22 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return common / (area_a[:, None] + area_b[None] - common)
 
 
-def suppressed(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
+def nms(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
     """Indices of the boxes kept by greedy non-maximum suppression, best first; equal scores keep their order.
 
     boxes: [N, 4]. A box goes where it overlaps a better one by more than the threshold.
     """
-    order = torch.argsort(scores, descending=True, stable=True)
-    near = overlap(boxes.float(), boxes.float()) > _floor(threshold)
-    close = near[order][:, order].cpu().numpy()
-    alive = np.ones(len(order), dtype=bool)
-    for i in range(len(order)):
+    by_score = torch.argsort(scores, descending=True, stable=True)
+    near = box_iou(boxes.float(), boxes.float()) > _floor_float32(threshold)
+    close = near[by_score][:, by_score].cpu().numpy()
+    alive = np.ones(len(by_score), dtype=bool)
+    for i in range(len(by_score)):
         if alive[i]:
             alive[i + 1 :] &= ~close[i, i + 1 :]
-    return order[torch.from_numpy(alive).to(order.device)]
+    return by_score[torch.from_numpy(alive).to(by_score.device)]
 
 
-def _floor(threshold: float) -> float:
+def _floor_float32(threshold: float) -> float:
     """The largest float32 that is not more: torch rounds a threshold, and 0.3 as a float32 is more than 0.3."""
     near = np.float32(threshold)
     return float(near if float(near) <= threshold else np.nextafter(near, np.float32(-np.inf)))
@@ -47,7 +47,7 @@ def mask_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(union > 0, common / union.clamp(min=1), torch.ones_like(union, dtype=torch.float32))
 
 
-def runs_of(mask: torch.Tensor, corner: Sequence[int] = (0, 0), size: tuple[int, int] | None = None) -> list[int]:
+def encode_rle(mask: torch.Tensor, corner: Sequence[int] = (0, 0), size: tuple[int, int] | None = None) -> list[int]:
     """COCO's uncompressed run lengths of a mask [h, w] bool: column by column, background first.
 
     corner, size: the mask is a part of one of ``size`` (height, width), with its first pixel at ``corner`` (x, y), and
@@ -70,7 +70,7 @@ def runs_of(mask: torch.Tensor, corner: Sequence[int] = (0, 0), size: tuple[int,
     return found
 
 
-def mask_of(runs: Sequence[int], height: int, width: int) -> torch.Tensor:
+def decode_rle(runs: Sequence[int], height: int, width: int) -> torch.Tensor:
     """The mask [H, W] bool of uncompressed run lengths. Raises ValueError where they do not fill it."""
     if sum(runs) != height * width or any(r < 0 for r in runs):
         raise ValueError(f"run lengths cover {sum(runs)} of {height * width} pixels")
@@ -79,7 +79,7 @@ def mask_of(runs: Sequence[int], height: int, width: int) -> torch.Tensor:
     return torch.from_numpy(flat.reshape(width, height).T.copy())
 
 
-def coco(runs: Sequence[int], height: int, width: int) -> dict[str, Any]:
+def to_coco_rle(runs: Sequence[int], height: int, width: int) -> dict[str, Any]:
     """COCO's compressed form: {"size": [H, W], "counts": text}.
 
     Each run but the first two is written as the difference to the run before the last; five bits a character, low
@@ -96,7 +96,7 @@ def coco(runs: Sequence[int], height: int, width: int) -> dict[str, Any]:
     return {"size": [height, width], "counts": text}
 
 
-def from_coco(packed: dict[str, Any]) -> list[int]:
+def from_coco_rle(packed: dict[str, Any]) -> list[int]:
     """The run lengths of COCO's compressed form."""
     runs: list[int] = []
     value = shift = 0

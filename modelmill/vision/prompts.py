@@ -1,4 +1,4 @@
-"""What a person points at, arranged as the prompt encoder reads it."""
+"""What a person points at, as the prompt encoder reads it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from modelmill.core.errors import RequestError
-from modelmill.core.quote import quoted
+from modelmill.core.quoting import quote
 
-NOTHING, CORNERS = -1, (2, 3)
-MOST_POINTS = 256
+PAD_LABEL, BOX_CORNER_LABELS = -1, (2, 3)
+MAX_POINTS = 256
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Prompt:
             raise RequestError("a prompt needs a point, a box or a mask")
         if len(self.points) != len(self.labels):
             raise RequestError(f"{len(self.points)} points have {len(self.labels)} labels; give one label a point")
-        if len(self.points) > MOST_POINTS:
-            raise RequestError(f"{len(self.points)} points are more than {MOST_POINTS}; give fewer")
+        if len(self.points) > MAX_POINTS:
+            raise RequestError(f"{len(self.points)} points are more than {MAX_POINTS}; give fewer")
         if any(label not in (0, 1) for label in self.labels):
-            raise RequestError(f"a label is 1 (the object) or 0 (the background), not {quoted(list(self.labels), 80)}")
+            raise RequestError(f"a label is 1 (the object) or 0 (the background), not {quote(list(self.labels), 80)}")
         numbers = [*(c for point in self.points for c in point), *(self.box or ())]
         if not all(math.isfinite(n) for n in numbers):
             raise RequestError("coordinates must be finite numbers")
         if self.box is not None and (self.box[0] > self.box[2] or self.box[1] > self.box[3]):
-            raise RequestError(f"a box is x0,y0,x1,y1 with x0 <= x1 and y0 <= y1, not {quoted(self.box, 80)}")
+            raise RequestError(f"a box is x0,y0,x1,y1 with x0 <= x1 and y0 <= y1, not {quote(self.box, 80)}")
 
 
-def make(
+def make_prompt(
     points: Sequence[Sequence[float]] | None = (),
     labels: Sequence[int] | None = None,
     box: Sequence[float] | None = None,
@@ -75,7 +75,7 @@ def check_mask(prompt: Prompt, side: int) -> None:
     """Raise RequestError for a mask that is no logits [side, side]."""
     mask = prompt.mask
     if mask is not None and not (isinstance(mask, torch.Tensor) and tuple(mask.shape) == (side, side)):
-        found = list(mask.shape) if hasattr(mask, "shape") else quoted(type(mask).__name__)
+        found = list(mask.shape) if hasattr(mask, "shape") else quote(type(mask).__name__)
         raise RequestError(f"a prompt's mask is logits [{side}, {side}], as a former answer's, not {found}")
 
 
@@ -88,15 +88,16 @@ def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:
                 raise RequestError(f"the {what} {x:g},{y:g} is outside the picture of {size[0]} × {size[1]} pixels")
 
 
-def arranged(
-    prompts: Sequence[Prompt], size: tuple[int, int], fitted: tuple[int, int]
+def prompt_tensors(
+    prompts: Sequence[Prompt], size: tuple[int, int], encoder_size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points [N, P, 2] in the encoder's pixels and labels [N, P], of prompts that are ``alike``.
+    """Points [N, P, 2] in the encoder's pixels and labels [N, P], of prompts of one shape (``group_by_shape``).
 
-    size, fitted: (width, height) of the picture and of what the encoder saw; each axis has its own scale. Corners of a
-    box come last, as two points; a prompt without a box ends with a point that is not there, as the original pads it.
+    size, encoder_size: (width, height) of the picture and of what the encoder saw; each axis has its own scale. Corners
+    of a box come last, as two points; a prompt without a box ends with a point that is not there, as the original pads
+    it.
     """
-    scale = (fitted[0] / size[0], fitted[1] / size[1])
+    scale = (encoder_size[0] / size[0], encoder_size[1] / size[1])
     rows, marks = [], []
     for prompt in prompts:
         row = [(x * scale[0], y * scale[1]) for x, y in prompt.points]
@@ -104,17 +105,17 @@ def arranged(
         if prompt.box is not None:
             x0, y0, x1, y1 = prompt.box
             row += [(x0 * scale[0], y0 * scale[1]), (x1 * scale[0], y1 * scale[1])]
-            mark += CORNERS
+            mark += BOX_CORNER_LABELS
         elif row:
             row.append((0.0, 0.0))
-            mark.append(NOTHING)
+            mark.append(PAD_LABEL)
         rows.append(row)
         marks.append(mark)
     shape = (len(rows), len(rows[0]))
     return torch.tensor(rows, dtype=torch.float32).view(*shape, 2), torch.tensor(marks, dtype=torch.int64).view(shape)
 
 
-def alike(prompts: Sequence[Prompt]) -> list[list[int]]:
+def group_by_shape(prompts: Sequence[Prompt]) -> list[list[int]]:
     """Indices of the prompts by their form: only those of one form are decoded together.
 
     Filling the shorter ones up with points that are not there would change their masks a little.

@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 
-def without_small_regions(mask: np.ndarray, least: int) -> tuple[np.ndarray, bool]:
-    """mask [H, W] bool without holes, then islands, of fewer than ``least`` pixels; and whether that changed it.
+def remove_small_regions(mask: np.ndarray, min_pixels: int) -> tuple[np.ndarray, bool]:
+    """mask [H, W] bool without holes, then islands, of fewer than ``min_pixels`` pixels; and whether that changed it.
 
     Pixels that touch at a corner belong together. Where all islands are small the largest stays.
     """
-    labels, sizes = regions(~mask)
-    small = sizes < least
+    labels, sizes = label_regions(~mask)
+    small = sizes < min_pixels
     filled = mask | np.append(False, small)[labels]
-    labels, sizes = regions(filled)
-    kept = sizes >= least
-    islands_go = not kept.all()
-    if len(sizes) and not kept.any():
-        kept[sizes.argmax()] = True
-    return (np.append(False, kept)[labels] if islands_go else filled), bool(small.any()) or islands_go
+    labels, sizes = label_regions(filled)
+    keep = sizes >= min_pixels
+    islands_go = not keep.all()
+    if len(sizes) and not keep.any():
+        keep[sizes.argmax()] = True
+    return (np.append(False, keep)[labels] if islands_go else filled), bool(small.any()) or islands_go
 
 
-def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def label_regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """([H, W] int64, 0 outside of the mask and 1 … R inside it, by region; pixels of each region [R]).
 
     Regions are numbered by their first pixel, row by row. Rows are cut into runs, runs that touch are joined.
@@ -34,7 +34,7 @@ def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ends = np.nonzero(edges == -1)[1]
     if not len(rows):
         return np.zeros(mask.shape, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    joined = _joined(len(rows), *_touching(rows, starts, ends))
+    joined = _merge_runs(len(rows), *_adjacent_runs(rows, starts, ends))
     _, region = np.unique(joined, return_inverse=True)
     sizes = np.bincount(region, weights=ends - starts).astype(np.int64)
     labels = np.zeros(mask.shape, dtype=np.int64)
@@ -42,7 +42,7 @@ def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return labels, sizes
 
 
-def _touching(rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _adjacent_runs(rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of runs in neighbouring rows that touch: indices of the lower and of the upper one."""
     wide = int(ends.max()) + 2
     # places in one long line, so that the runs above are found by bisection; a corner is one pixel to each side
@@ -54,7 +54,7 @@ def _touching(rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[n
     return lower, upper
 
 
-def _joined(count: int, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
+def _merge_runs(count: int, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
     """For each of ``count`` runs the first run of its region."""
     root = np.arange(count)
     while True:

@@ -7,24 +7,26 @@ from typing import ClassVar
 
 import torch
 
-from modelmill.ops.eight_bit import Quantized
-from modelmill.ops.shelf import Ops
+from modelmill.ops.quant_types import QuantizedInput
+from modelmill.ops.registry import Ops
 from modelmill.weights import w8a8
-from modelmill.weights.held import Expansion
+from modelmill.weights.base import UnpackSpec
 
 
 @dataclass(frozen=True)
-class Held(w8a8.Held):
-    """As ``w8a8.Held`` with weight [N, K] e4m3."""
+class Fp8Weight(w8a8.W8A8Weight):
+    """As ``W8A8Weight`` with weight [N, K] e4m3."""
 
-    kind: str = "fp8"
+    format: str = "fp8"
 
-    VALUES: ClassVar[torch.dtype] = torch.float8_e4m3fn
-    EXPANDS: ClassVar[Expansion] = Expansion("fp8_linear", torch.float32)
-    EXPANDS_FLOATS: ClassVar[Expansion] = EXPANDS
+    VALUE_DTYPE: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("fp8_linear", torch.float32)
+    UNPACKS_FLOAT_INPUT: ClassVar[UnpackSpec] = UNPACKS
 
-    def multiplied(self, x: Quantized, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+    def matmul_quantized(
+        self, x: QuantizedInput, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops
+    ) -> torch.Tensor:
         return ops.fp8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
 
-    def multiplied_floats(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+    def matmul_float_input(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         return ops.fp8_linear(x, self.weight, self.scale, None, x.dtype, bias)

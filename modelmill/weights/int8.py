@@ -9,37 +9,38 @@ from typing import ClassVar
 import torch
 
 from modelmill.core.errors import CorruptArtifact
-from modelmill.ops.int8_linear import quantize
-from modelmill.ops.shelf import Ops
-from modelmill.weights.held import Expansion, Layout, cut, filled
+from modelmill.ops.int8_linear import packable, quantize, takes_packed
+from modelmill.ops.registry import Ops
+from modelmill.weights.base import TensorLayout, UnpackSpec, pad_columns, slice_tensor
 
 
 @dataclass(frozen=True)
-class Held:
-    """weight: [N, K] int8 in [−127, 127]; scale: [N] float32."""
+class Int8Weight:
+    """weight: [N, K] int8 in [−127, 127]; scale: [N] float32. packed: the former where weight is expanded."""
 
     weight: torch.Tensor
     scale: torch.Tensor
-    kind: str = "int8"
-    grain: int = 1
+    format: str = "int8"
+    alignment: int = 1
+    packed: torch.Tensor | None = None
 
-    LAYOUT: ClassVar[Layout] = {"weight": (2, (torch.int8,)), "scale": (1, (torch.float32,))}
-    EXPANDS: ClassVar[Expansion] = Expansion("int8_linear", None)
+    LAYOUT: ClassVar[TensorLayout] = {"weight": (2, (torch.int8,)), "scale": (1, (torch.float32,))}
+    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("int8_linear", None)
 
     @staticmethod
-    def pack(weight: torch.Tensor, dtype: torch.dtype) -> Held:  # noqa: ARG004  int8 is the same for every dtype
-        return Held(*quantize(weight))
+    def pack(weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:  # noqa: ARG004  int8 is the same for every dtype
+        return Int8Weight(*quantize(weight))
 
     @staticmethod
     def packed_info(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # noqa: ARG004
         return {"weight": (shape, torch.int8), "scale": ((shape[0],), torch.float32)}
 
     @staticmethod
-    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Held:
+    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Int8Weight:
         weight, scale = tensors["weight"], tensors["scale"]
         if len(scale) != len(weight):
             raise CorruptArtifact(f"an int8 weight has {len(weight)} rows and {len(scale)} scales; rebuild the engine")
-        return Held(weight, scale)
+        return Int8Weight(weight, scale)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,19 +50,21 @@ class Held:
         return {"weight": self.weight, "scale": self.scale}
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
-        return ops.int8_linear(x, self.weight, self.scale, bias)
+        weight = self.packed if self.packed is not None and takes_packed(x) else self.weight
+        return ops.int8_linear(x, weight, self.scale, bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
-        return None if ops.gated_int8_linear is None else ops.gated_int8_linear(x, self.weight, self.scale, bias)
+    def try_linear_swiglu(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
+        return None if ops.int8_linear_swiglu is None else ops.int8_linear_swiglu(x, self.weight, self.scale, bias)
 
     def dense(self) -> torch.Tensor:
         return self.weight.float() * self.scale[:, None]
 
-    def expanded(self, dtype: torch.dtype) -> Held:
-        return replace(self, weight=filled(self.weight.to(dtype)))
+    def unpack(self, dtype: torch.dtype) -> Int8Weight:
+        packed = self.weight if dtype is torch.bfloat16 and packable(self.shape[1]) else None
+        return replace(self, weight=pad_columns(self.weight.to(dtype)), packed=packed)
 
-    def to(self, device: str) -> Held:
-        return Held(self.weight.to(device), self.scale.to(device))
+    def to(self, device: str) -> Int8Weight:
+        return Int8Weight(self.weight.to(device), self.scale.to(device))
 
-    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Held:
-        return Held(cut(self.weight, rows, columns), cut(self.scale, rows))
+    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Int8Weight:
+        return Int8Weight(slice_tensor(self.weight, rows, columns), slice_tensor(self.scale, rows))

@@ -11,43 +11,45 @@ from typing import ClassVar
 
 import torch
 
-from modelmill.ops.groups import RUN
-from modelmill.ops.int8_group_linear import filled, unpacked
-from modelmill.ops.shelf import Ops
-from modelmill.weights._grouped import Grouped, in_order
-from modelmill.weights.held import Expansion
+from modelmill.ops.groupwise import PACK_COLUMNS
+from modelmill.ops.int8_group_linear import dequantize_weight, pad_codes
+from modelmill.ops.registry import Ops
+from modelmill.weights._groupwise import GroupwiseWeight, apply_perm
+from modelmill.weights.base import UnpackSpec
 
 
 @dataclass(frozen=True)
-class Held(Grouped):
+class Int8GroupWeight(GroupwiseWeight):
     """weight: [N, ⌈K/32⌉·32] int8; offset None: zero."""
 
-    kind: str = "int8_group"
+    format: str = "int8_group"
 
-    STORED: ClassVar[torch.dtype] = torch.int8
-    EXPANDS: ClassVar[Expansion] = Expansion("int8_group_linear", torch.float32)
+    CODE_DTYPE: ClassVar[torch.dtype] = torch.int8
+    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("int8_group_linear", torch.float32)
 
     @staticmethod
     def from_codes(
         codes: torch.Tensor,
         scale: torch.Tensor,
         offset: torch.Tensor | None,
-        group: int,
-        order: torch.Tensor | None = None,
-    ) -> Held:
+        group_size: int,
+        perm: torch.Tensor | None = None,
+    ) -> Int8GroupWeight:
         """codes: [N, K] int8."""
-        return Held(filled(codes), scale, offset, codes.shape[1], group, order)
+        return Int8GroupWeight(pad_codes(codes), scale, offset, codes.shape[1], group_size, perm)
 
     @staticmethod
     def row_width(columns: int) -> int:
-        return -(-columns // RUN) * RUN
+        return -(-columns // PACK_COLUMNS) * PACK_COLUMNS
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
-        return ops.int8_group_linear(in_order(x, self.order), self.weight, self.scale, self.offset, self.group, bias)
+        return ops.int8_group_linear(
+            apply_perm(x, self.perm), self.weight, self.scale, self.offset, self.group_size, bias
+        )
 
     def codes(self) -> torch.Tensor:
         """[N, K] int8, columns as held."""
         return self.weight[:, : self.columns]
 
-    def _wide(self) -> torch.Tensor:
-        return unpacked(self.weight, self.scale, self.offset, self.group, self.columns)
+    def _dequantize(self) -> torch.Tensor:
+        return dequantize_weight(self.weight, self.scale, self.offset, self.group_size, self.columns)

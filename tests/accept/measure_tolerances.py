@@ -17,13 +17,13 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from modelmill.accept.metrics import centred, compare_logits  # noqa: E402
-from modelmill.accept.reference import Reference, open_reference  # noqa: E402
-from modelmill.accept.tolerances import DTYPES, RECIPES, kind_of  # noqa: E402
-from tests.accept.faults import FAULTS, fault_rows  # noqa: E402
-from tests.accept.honest import Honest  # noqa: E402
+from modelmill.accept.metrics import center_logits, compare_logits  # noqa: E402
+from modelmill.accept.reference import ReferenceModel, open_reference  # noqa: E402
+from modelmill.accept.tolerances import DTYPES, RECIPES, module_type  # noqa: E402
+from tests.accept.faultless_modules import FaultlessModules  # noqa: E402
 from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint  # noqa: E402
-from tests.accept.seeded import seeded_decoder  # noqa: E402
+from tests.accept.reference_faults import FAULTS, fault_rows  # noqa: E402
+from tests.accept.seeded_checkpoint import seeded_decoder  # noqa: E402
 
 SETTINGS = [(getattr(torch, dtype), recipe) for dtype in DTYPES for recipe in RECIPES]
 
@@ -50,24 +50,24 @@ def text_ids(reader: Any, text: str) -> list[int]:
     return tokenizer.encode(text).ids
 
 
-def honest_lines(reference: Reference, ids: Tensor) -> Iterator[str]:
+def honest_lines(reference: ReferenceModel, ids: Tensor) -> Iterator[str]:
     worst: dict[Any, list[Any]] = {}
-    honest = {s: Honest(reference, *s) for s in SETTINGS}
+    honest = {s: FaultlessModules(reference, *s) for s in SETTINGS}
     exact = reference.embed(ids)
     streams = {s: exact.to(s[0]) for s in SETTINGS}
     for index in range(reference.num_layers):
         weights = reference.layer_weights(index)
         trace = reference.run_layer(index, weights, exact, len(ids))
         for s in SETTINGS:
-            for name, row in honest[s].local(index, weights, trace):
-                now = worst.setdefault((s, kind_of(name)), [0.0, 0.0, 0.0])
+            for name, row in honest[s].module_errors(index, weights, trace):
+                now = worst.setdefault((s, module_type(name)), [0.0, 0.0, 0.0])
                 now[:] = [max(a, b) for a, b in zip(now, (row.rel_l2, row.max_rel, abs(row.gain - 1)), strict=True)]
             streams[s] = honest[s].layer(index, weights, streams[s], trace)
         exact = trace["output"].output
     for (s, kind), values in worst.items():
         yield f"{str(s[0])[6:]:9} {s[1]:5} {kind:11} l2 {values[0]:.1e} max {values[1]:.1e} gain {values[2]:.1e}"
     final = reference.head(exact)["logits"].output
-    wide = centred(final)
+    wide = center_logits(final)
     best = wide.topk(2).values
     margins = (best[:, 0] - best[:, 1]) / wide.std(-1)
     for s in SETTINGS:
@@ -80,7 +80,7 @@ def honest_lines(reference: Reference, ids: Tensor) -> Iterator[str]:
         )
 
 
-def fault_lines(reference: Reference, ids: Tensor) -> Iterator[str]:
+def fault_lines(reference: ReferenceModel, ids: Tensor) -> Iterator[str]:
     for fault in FAULTS:
         for s in SETTINGS:
             rows = list(fault_rows(reference, fault, ids, *s))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.run import LENGTH, SEQUENCES, compare_engine, sample_ids
+from modelmill.accept.run import NUM_SEQUENCES, SEQUENCE_LENGTH, compare_engine, sample_ids
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import RunConfig
-from modelmill.runtime.loop import Loop
-from tests.accept.judged import judged, save_tiny
+from modelmill.runtime.engine_core import EngineCore
+from tests.accept.build_and_accept import build_and_accept, save_tiny
 
 ROW = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"}
 
@@ -24,7 +24,7 @@ ROW = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolera
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
     root = tmp_path_factory.mktemp("built")
     checkpoint = save_tiny("llama", root / "hf")
-    report, _ = judged(checkpoint, root / "e", "float32", "none")
+    report, _ = build_and_accept(checkpoint, root / "e", "float32", "none")
     return checkpoint, root / "e", report
 
 
@@ -41,8 +41,8 @@ def test_the_report_has_what_scripts_rely_on(built: tuple[Path, Path, dict[str, 
 def test_every_module_of_every_layer_is_judged(built: tuple[Path, Path, dict[str, Any]]) -> None:
     judged_modules = {row["name"] for row in built[2]["layers"]}
     for layer in range(3):
-        inner = ("attn_norm", "attn_norm.eps", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.rotate.q",
-                 "attn.rotate.k", "attn.rotate.v", "attn.mix", "attn.o_proj", "attn.residual", "mlp_norm",
+        inner = ("attn_norm", "attn_norm.eps", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.rope_cache.q",
+                 "attn.rope_cache.k", "attn.rope_cache.v", "attn.core", "attn.o_proj", "attn.residual", "mlp_norm",
                  "mlp_norm.eps", "mlp.gate_proj", "mlp.up_proj", "mlp.act", "mlp.down_proj", "output")  # fmt: skip
         assert {f"layers.{layer}.{name}" for name in inner} <= judged_modules
         assert f"layers.{layer}" in judged_modules, "the layer as a whole"
@@ -51,7 +51,7 @@ def test_every_module_of_every_layer_is_judged(built: tuple[Path, Path, dict[str
 
 def test_two_judgements_are_equal(built: tuple[Path, Path, dict[str, Any]]) -> None:
     checkpoint, engine, report = built
-    again = Loop.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    again = EngineCore.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert again.artifact is not None
     second = compare_engine(again, open_checkpoint(checkpoint), sample_ids(again.artifact))
     assert second == report
@@ -60,13 +60,13 @@ def test_two_judgements_are_equal(built: tuple[Path, Path, dict[str, Any]]) -> N
 def test_progress_is_told(built: tuple[Path, Path, dict[str, Any]]) -> None:
     checkpoint, engine, _ = built
     told: list[tuple[str, int, int]] = []
-    loop = Loop.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    loop = EngineCore.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
-    compare_engine(loop, open_checkpoint(checkpoint), [list(range(20))], progress=lambda *a: told.append(a))
+    compare_engine(loop, open_checkpoint(checkpoint), [list(range(20))], on_progress=lambda *a: told.append(a))
     assert list(dict.fromkeys(stage.removeprefix("acceptance: ") for stage, _, _ in told)) == [
         "modules of layers", "wiring", "norms", "sequences", "done",
     ]  # fmt: skip
-    depth = len(loop.runner.model.layers)  # type: ignore[arg-type]
+    depth = len(loop.model_runner.model.layers)  # type: ignore[arg-type]
     assert [each[1:] for each in told if "modules" in each[0]] == [(layer, depth) for layer in range(depth)]
 
 
@@ -74,13 +74,13 @@ def test_ids_without_a_tokenizer_are_seeded(built: tuple[Path, Path, dict[str, A
     artifact = open_artifact(built[1])
     ids = sample_ids(artifact)
     assert ids == sample_ids(artifact)
-    assert [len(one) for one in ids] == [LENGTH] * SEQUENCES
+    assert [len(one) for one in ids] == [SEQUENCE_LENGTH] * NUM_SEQUENCES
     assert all(0 <= id < 160 for one in ids for id in one)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_short_contexts_are_judged_too(built: tuple[Path, Path, dict[str, Any]], tmp_path: Path, length: int) -> None:
-    report, written = judged(built[0], tmp_path / "e", "float32", "none", max_model_len=length)
+    report, written = build_and_accept(built[0], tmp_path / "e", "float32", "none", max_model_len=length)
     assert written, report.get("refusal")
 
 
@@ -92,10 +92,10 @@ def test_what_connects_the_modules_is_judged(built: tuple[Path, Path, dict[str, 
 
     def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any, last: Any = None) -> Any:
         branch, residual = honest(self, x, residual, rope, step, last)
-        return (branch * 2 if step.kv.k[2] is step.kv.k[self.attn.mix.layer] else branch), residual
+        return (branch * 2 if step.kv.k[2] is step.kv.k[self.attn.core.layer] else branch), residual
 
     monkeypatch.setattr(DecoderLayer, "forward", doubled)
-    loop = Loop.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
     assert not report["accepted"]
@@ -104,9 +104,9 @@ def test_what_connects_the_modules_is_judged(built: tuple[Path, Path, dict[str, 
 
 def test_a_fault_of_decode_alone_is_found(built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any) -> None:
     """Modules see prefill only; what goes wrong with one token at a time shows in the sequences."""
-    from modelmill.runtime.score import Score
+    from modelmill.runtime.scorer import TokenScorer
 
-    honest = Score._decode
+    honest = TokenScorer._decode
 
     def late(self: Any, seqs: Any, *more: Any) -> None:
         for seq in seqs:
@@ -115,8 +115,8 @@ def test_a_fault_of_decode_alone_is_found(built: tuple[Path, Path, dict[str, Any
                 cache[seq.pages[0]] = 0
         honest(self, seqs, *more)
 
-    monkeypatch.setattr(Score, "_decode", late)
-    loop = Loop.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    monkeypatch.setattr(TokenScorer, "_decode", late)
+    loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
     assert not report["accepted"]
@@ -125,7 +125,7 @@ def test_a_fault_of_decode_alone_is_found(built: tuple[Path, Path, dict[str, Any
 
 
 def test_nan_in_the_engine_is_refused(built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any) -> None:
-    loop = Loop.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     norm = loop.model.get_submodule("layers.1.mlp_norm")
     norm.weight = torch.full_like(norm.weight, float("nan"))
@@ -136,7 +136,7 @@ def test_nan_in_the_engine_is_refused(built: tuple[Path, Path, dict[str, Any]], 
 
 def test_accept_takes_the_kernels_of_the_build(tmp_path: Path) -> None:
     checkpoint = save_tiny("llama", tmp_path / "hf")
-    report, written = judged(checkpoint, tmp_path / "e", "float32", "none", kernels={"linear": "torch"})
+    report, written = build_and_accept(checkpoint, tmp_path / "e", "float32", "none", kernels={"linear": "torch"})
     assert written
     assert report["kernels"]["linear"] == "torch"
 
@@ -147,8 +147,8 @@ def test_the_eps_of_a_head_norm_is_judged(tmp_path: Path, monkeypatch: Any, dtyp
     from modelmill.nn.decoder import DecoderConfig
 
     checkpoint = save_tiny("qwen3", tmp_path / "hf")
-    honest = DecoderConfig.attention
-    monkeypatch.setattr(DecoderConfig, "attention", lambda self, i: replace(honest(self, i), eps=self.eps * 10))
-    report, written = judged(checkpoint, tmp_path / "e", dtype, recipe)
+    honest = DecoderConfig.attention_spec
+    monkeypatch.setattr(DecoderConfig, "attention_spec", lambda self, i: replace(honest(self, i), eps=self.eps * 10))
+    report, written = build_and_accept(checkpoint, tmp_path / "e", dtype, recipe)
     assert not written
-    assert (report["layer"], report["module"]) in {(0, "attn.rotate.eps"), (0, "attn.rotate.q")}
+    assert (report["layer"], report["module"]) in {(0, "attn.rope_cache.eps"), (0, "attn.rope_cache.q")}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelmill.accept import run
-from tests.accept.judged import judged, save_tiny
+from tests.accept.build_and_accept import build_and_accept, save_tiny
 
 CALIBRATED = {"calibration_samples": 4, "calibration_length": 64}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -64,15 +64,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_bias_is_refused(case: str, recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     name, plant, modules = CASES[case]
-    honest = run.Loop.open
+    honest = run.EngineCore.open
 
     def opened(*args: Any, **options: Any) -> Any:
         loop = honest(*args, **options)
         plant(loop.model)
         return loop
 
-    with mock.patch.object(run.Loop, "open", opened):
-        report, written = judged(tiny[name], tmp_path / "e", "float32", recipe, **RECIPES[recipe])
+    with mock.patch.object(run.EngineCore, "open", opened):
+        report, written = build_and_accept(tiny[name], tmp_path / "e", "float32", recipe, **RECIPES[recipe])
     assert not written
     assert (report["layer"], report["module"] in modules) == (1, True), report["reason"]
     wrong = {row["name"] for row in report["layers"] if not row["ok"]}
@@ -82,6 +82,6 @@ def test_a_wrong_bias_is_refused(case: str, recipe: str, tiny: dict[str, Path], 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_honest_ones_are_accepted(recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     for name in ("llama-bias", "gpt2"):
-        report, written = judged(tiny[name], tmp_path / name, "float32", recipe, **RECIPES[recipe])
+        report, written = build_and_accept(tiny[name], tmp_path / name, "float32", recipe, **RECIPES[recipe])
         assert written, report["reason"]
         assert sum(row["name"].endswith(".bias") for row in report["layers"]) >= 3 * 7

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from modelmill.accept import metrics
 from modelmill.accept.metrics import (
-    centred,
+    center_logits,
     compare_logits,
     compare_tensors,
     kl_divergence,
@@ -46,12 +46,12 @@ def test_what_is_not_finite_is_infinitely_wrong(bad: float) -> None:
     for ours, reference in ((broken, fine), (fine, broken), (broken, broken)):
         row = compare_tensors("x", ours, reference)
         assert row.max_abs == row.mean_abs == row.median_abs == row.max_rel == row.rel_l2 == math.inf
-        assert (row.gain, row.cosine, row.finite) == (math.inf, 0.0, False)
+        assert (row.gain, row.cosine, row.is_finite) == (math.inf, 0.0, False)
     logits = torch.zeros(2, 5)
     logits[0, 2] = 9.0
     broken = logits.clone()
     broken[0, 1] = bad
-    assert top1_agreement(broken, logits, 0.1).first == 0
+    assert top1_agreement(broken, logits, 0.1).first_mismatch == 0
     assert not math.isfinite(float(kl_divergence(broken.fill_(math.nan), logits)[0]))
     assert perplexity(broken, torch.tensor([1, 1])) == math.inf
 
@@ -71,8 +71,8 @@ def test_logits_measures() -> None:
     assert compare_logits("l", reference + 7, reference).rel_l2 < 1e-12
     swapped = reference[:, [1, 0, 2, 3]]
     result = top1_agreement(swapped, reference, margin=0.1)
-    assert (result.rows, result.sure, result.agreed, result.first) == (2, 1, 0, 0)
-    assert top1_agreement(reference, reference, margin=0.0).complete
+    assert (result.num_rows, result.num_sure, result.num_agreed, result.first_mismatch) == (2, 1, 0, 0)
+    assert top1_agreement(reference, reference, margin=0.0).all_agree
     assert float(kl_divergence(reference + 3, reference).max()) < 1e-12
     assert float(kl_divergence(swapped, reference)[0]) > 1
     assert perplexity(torch.zeros(3, 8), torch.tensor([0, 5, 7])) == pytest.approx(8)
@@ -89,14 +89,18 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
     def told() -> list[float]:
         row, agreed = compare_logits("x", ours, right), top1_agreement(ours, right, 0.3)
         numbers = [row.max_abs, row.mean_abs, row.max_rel, row.rel_l2, row.cosine, row.gain, row.scale]
-        counts = [float(agreed.sure), float(agreed.agreed), float(-1 if agreed.first is None else agreed.first)]
+        counts = [
+            float(agreed.num_sure),
+            float(agreed.num_agreed),
+            float(-1 if agreed.first_mismatch is None else agreed.first_mismatch),
+        ]
         return [*numbers, *counts, *kl_divergence(ours, right).tolist(), perplexity(ours, targets)]
 
     whole = told()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "LOGITS_BLOCK", block)
         assert told() == pytest.approx(whole, rel=1e-12)
-    plain = compare_tensors("x", centred(ours), centred(right))
+    plain = compare_tensors("x", center_logits(ours), center_logits(right))
     row = compare_logits("x", ours, right)
     assert (row.rel_l2, row.gain, row.cosine) == pytest.approx((plain.rel_l2, plain.gain, plain.cosine), rel=1e-12)
     assert row.median_abs == pytest.approx(plain.median_abs, rel=1e-6)
@@ -111,6 +115,6 @@ def test_one_bad_logit_in_any_block_makes_the_rows_incomparable(
     right = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     ours = right.clone()
     ours[at, 1] = worst
-    assert not compare_logits("x", ours, right).finite
-    assert not top1_agreement(ours, right, -1.0).complete
+    assert not compare_logits("x", ours, right).is_finite
+    assert not top1_agreement(ours, right, -1.0).all_agree
     assert math.isinf(float(kl_divergence(ours, right)[at]))

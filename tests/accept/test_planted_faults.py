@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from modelmill.accept.run import compare_engine, sample_ids
-from modelmill.build.builder import build
-from modelmill.build.plan import make_plan
+from modelmill.builder.build_engine import build
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import TensorMismatch
-from modelmill.runtime.loop import Loop
-from tests.accept.judged import SETTINGS, judged, save_tiny
-from tests.accept.planted import faults, planted
+from modelmill.runtime.engine_core import EngineCore
+from tests.accept.build_and_accept import SETTINGS, build_and_accept, save_tiny
+from tests.accept.planted_faults import faults, plant_fault
 
 CASES = [(family, fault.name) for family in ("llama", "gpt2", "qwen") for fault in faults(family)]
 HONEST = ("gpt2", "llama", "llama-yarn", "llama-mqa", "qwen", "qwen2", "qwen2-window", "qwen3", "mistral")
@@ -30,8 +30,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_the_build_is_refused_in_every_dtype(family: str, name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     fault = next(f for f in faults(family) if f.name == name)
     for dtype, recipe in SETTINGS:
-        with planted(fault, family):
-            report, written = judged(tiny[family], tmp_path / "e", dtype, recipe)
+        with plant_fault(fault, family):
+            report, written = build_and_accept(tiny[family], tmp_path / "e", dtype, recipe)
         assert not written, f"{dtype} {recipe}"
         assert not list(tmp_path.iterdir()), "nothing is left behind"
         assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report["reason"]
@@ -42,7 +42,7 @@ def test_the_build_is_refused_in_every_dtype(family: str, name: str, tiny: dict[
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_engine_is_accepted_in_every_dtype(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     for number, (dtype, recipe) in enumerate(SETTINGS):
-        report, written = judged(tiny[name], tmp_path / str(number), dtype, recipe)
+        report, written = build_and_accept(tiny[name], tmp_path / str(number), dtype, recipe)
         assert written, f"{dtype} {recipe}: {report['reason']}"
         assert report["verdict"] == "numerical noise"
 
@@ -52,9 +52,9 @@ def test_compare_names_the_fault_of_an_unjudged_engine(family: str, tiny: dict[s
     """What ``modelmill compare`` computes, for an engine that was built without acceptance."""
     fault = next(f for f in faults(family) if f.name == "o_proj x 1.05")
     checkpoint = open_checkpoint(tiny[family])
-    with planted(fault, family):
+    with plant_fault(fault, family):
         build(make_plan(checkpoint, BuildConfig(dtype="bfloat16", quantization="int8")), tmp_path / "e", None)
-    loop = Loop.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     report = compare_engine(loop, checkpoint, sample_ids(loop.artifact))
     assert report["verdict"] == "bug at layer 1, module attn.o_proj"

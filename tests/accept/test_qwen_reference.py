@@ -12,7 +12,7 @@ from modelmill.accept.reference import open_reference
 from modelmill.accept.reference.qwen import QwenReference
 from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint
 from tests.accept.qwen_v1_plain import ntk_alpha, plain_qwen_logits, seeded_qwen
-from tests.accept.whole import logits
+from tests.accept.reference_forward import reference_logits
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen",
@@ -45,10 +45,10 @@ def test_prompts_around_and_beyond_seq_length(times: float, decoded: int) -> Non
     ids = random_ids(prompt + decoded)
     tensors = seeded_qwen(CONFIG, 1)
     expected = plain_qwen_logits(tensors, CONFIG, ids, prompt)
-    ours = logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=prompt)
+    ours = reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=prompt)
     torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=0)
     if times > 1:
-        other = logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=1)
+        other = reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=1)
         assert (other - ours).abs().max() > 1e-2
 
 
@@ -57,7 +57,7 @@ def test_either_can_be_off(off: str) -> None:
     config = CONFIG | {off: False, "rotary_emb_base": 100000, "layer_norm_epsilon": 1e-5}
     tensors, ids = seeded_qwen(config, 2), random_ids(40)
     expected = plain_qwen_logits(tensors, config, ids, 40)
-    ours = logits(open_reference(memory_checkpoint(tensors, config)), ids)
+    ours = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
     torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=0)
 
 
@@ -66,7 +66,7 @@ def test_alpha_of_the_published_sizes() -> None:
     reference = open_reference(memory_checkpoint(seeded_qwen(config, 1), config))
     assert isinstance(reference, QwenReference)
     known = {1: 1, 1024: 1, 2048: 1, 2049: 3, 4096: 3, 4097: 7, 8192: 7, 8193: 15, 16384: 15}
-    assert {length: reference.alpha(length) for length in known} == known
+    assert {length: reference.ntk_alpha(length) for length in known} == known
     assert {length: ntk_alpha(length, 2048) for length in known} == known
 
 
@@ -82,8 +82,8 @@ def test_old_config_keys() -> None:
     renamed = {v: k for k, v in old.items()}
     config = {renamed.get(key, key): value for key, value in CONFIG.items()}
     tensors, ids = seeded_qwen(CONFIG, 1), random_ids(20)
-    ours = logits(open_reference(memory_checkpoint(tensors, config)), ids)
-    assert torch.equal(ours, logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids))
+    ours = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
+    assert torch.equal(ours, reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids))
 
 
 def test_trace_tells_gate_from_up() -> None:
@@ -114,9 +114,9 @@ def test_gguf_container() -> None:
         "qwen.attention.layer_norm_rms_epsilon": 1e-6,
         "qwen.rope.freq_base": 10000.0,
     }
-    ours = logits(open_reference(MemoryCheckpoint(MemoryContainer(renamed, facts))), ids)
+    ours = reference_logits(open_reference(MemoryCheckpoint(MemoryContainer(renamed, facts))), ids)
     config = CONFIG | {"use_dynamic_ntk": False, "use_logn_attn": False}
-    assert torch.equal(ours, logits(open_reference(memory_checkpoint(tensors, config)), ids))
+    assert torch.equal(ours, reference_logits(open_reference(memory_checkpoint(tensors, config)), ids))
 
 
 def test_llama_relaid_as_qwen_computes_the_same() -> None:
@@ -155,5 +155,5 @@ def test_llama_relaid_as_qwen_computes_the_same() -> None:
         "use_logn_attn": False,
     }
     ids = torch.arange(3, 35)
-    ours = logits(open_reference(memory_checkpoint(tensors, config)), ids)
-    torch.testing.assert_close(ours, logits(reference_of(model), ids), atol=1e-5, rtol=0)
+    ours = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
+    torch.testing.assert_close(ours, reference_logits(reference_of(model), ids), atol=1e-5, rtol=0)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.reference import Reference, open_reference
+from modelmill.accept.reference import ReferenceModel, open_reference
 from modelmill.core.errors import TensorMismatch, UnknownArchitecture
 from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint
-from tests.accept.whole import logits
+from tests.accept.reference_forward import reference_logits
 
 SMALL = {
     "vocab_size": 97,
@@ -79,7 +79,7 @@ def original(kind: str, changes: dict[str, Any]) -> Any:
     return model
 
 
-def reference_of(model: Any, config: dict[str, Any] | None = None) -> Reference:
+def reference_of(model: Any, config: dict[str, Any] | None = None) -> ReferenceModel:
     return open_reference(memory_checkpoint(model.state_dict(), config or model.config.to_dict()))
 
 
@@ -107,7 +107,7 @@ def test_logits_equal_transformers(case: str, length: int) -> None:
     expected = logits_of(model, ids)
     assert expected.std() > 0.1
     for config in (model.config.to_dict(), raw_config(model, changes)):
-        torch.testing.assert_close(logits(reference_of(model, config), ids), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(reference_logits(reference_of(model, config), ids), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama-dynamic", "llama", "mistral-window", "gpt2"])
@@ -123,7 +123,7 @@ def test_decode_equals_transformers_with_its_cache(case: str) -> None:
         for place in range(prompt, len(ids)):
             out = model(ids[None, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
             rows.append(out.logits[0])
-    ours = logits(reference_of(model), ids, prompt_length=prompt)
+    ours = reference_logits(reference_of(model), ids, prompt_length=prompt)
     torch.testing.assert_close(ours, torch.cat(rows), atol=1e-4, rtol=0)
 
 
@@ -132,7 +132,7 @@ def test_names_without_the_outer_prefix() -> None:
     for kind, prefix in (("gpt2", "transformer."), ("llama", "model.")):
         model = original(kind, {})
         bare = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
-        ours = logits(open_reference(memory_checkpoint(bare, model.config.to_dict())), ids)
+        ours = reference_logits(open_reference(memory_checkpoint(bare, model.config.to_dict())), ids)
         torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
@@ -175,7 +175,7 @@ def test_gguf_names_and_layout(case: str) -> None:
     kind, changes = CASES[case]
     model = original(kind, changes)
     ids = torch.randint(3, 97, (15,), generator=torch.Generator().manual_seed(5))
-    ours = logits(open_reference(gguf_checkpoint(model, kind)), ids)
+    ours = reference_logits(open_reference(gguf_checkpoint(model, kind)), ids)
     torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
@@ -194,7 +194,7 @@ def test_gguf_rope_scaling(scaling: dict[str, Any]) -> None:
             "llama.rope.scaling.original_context_length": 24,
         }
     ids = torch.randint(3, 97, (30,), generator=torch.Generator().manual_seed(6))
-    ours = logits(open_reference(checkpoint), ids)
+    ours = reference_logits(open_reference(checkpoint), ids)
     torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
@@ -208,20 +208,20 @@ def test_gguf_yarn_keys_are_read_or_refused() -> None:
     idle = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
     plain = dict(checkpoint.raw.metadata)
 
-    def told(**keys: Any) -> Reference:
+    def told(**keys: Any) -> ReferenceModel:
         checkpoint.raw.metadata = plain | {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
         return open_reference(checkpoint)
 
     ids = torch.randint(3, 97, (30,), generator=torch.Generator().manual_seed(6))
-    ours = logits(told(**scaling, **idle), ids)
+    ours = reference_logits(told(**scaling, **idle), ids)
     torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
     for name in idle:
         with pytest.raises(UnknownArchitecture, match=f"{name} is 0.5"):
             told(**scaling | idle | {name: 0.5})
     with pytest.raises(UnknownArchitecture, match=r"yarn_ext_factor is 1\.0"):
         told(type="linear", factor=2.0, yarn_ext_factor=1.0)
-    assert told(type="none", factor=2.0).rope.kind == "default"
-    assert told(yarn_ext_factor=-1.0).rope.kind == "default"
+    assert told(type="none", factor=2.0).rope.rope_type == "default"
+    assert told(yarn_ext_factor=-1.0).rope.rope_type == "default"
 
 
 def test_what_a_config_leaves_out_is_the_original_classes() -> None:
@@ -239,11 +239,11 @@ def test_what_a_config_leaves_out_is_the_original_classes() -> None:
         ours = open_reference(memory_checkpoint({}, small | changes | {"model_type": kind}))
         layers = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 3
         size = getattr(theirs, "sliding_window", None)
-        assert ours.windows == [size if layer == "sliding_attention" else None for layer in layers]
+        assert ours.sliding_windows == [size if layer == "sliding_attention" else None for layer in layers]
         assert ours.num_kv_heads == theirs.num_key_value_heads
     model = original("llama", {"partial_rotary_factor": 0.5, "head_dim": 16})
     ids = torch.randint(3, 97, (15,), generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(logits(reference_of(model), ids), logits_of(model, ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(reference_logits(reference_of(model), ids), logits_of(model, ids), atol=1e-4, rtol=0)
     parts = {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     for changes in (parts, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}):
         with pytest.raises(UnknownArchitecture, match="not known here"):
@@ -266,7 +266,7 @@ def test_trace_names_order_and_shapes(case: str, modules: list[str]) -> None:
     reference = reference_of(model)
     ids = torch.tensor([3, 4, 5, 6, 7])
     seen: list[int] = []
-    logits(reference, ids, on_layer=lambda index, trace: seen.append(index))
+    reference_logits(reference, ids, on_layer=lambda index, trace: seen.append(index))
     assert seen == [0, 1, 2]
     trace = reference.run_layer(0, reference.layer_weights(0), reference.embed(ids), 5)
     assert list(trace) == modules
@@ -284,7 +284,7 @@ def test_one_layer_of_weights_at_a_time() -> None:
     checkpoint = memory_checkpoint(model.state_dict(), model.config.to_dict())
     reference = open_reference(checkpoint)
     edges: list[int] = []
-    logits(reference, [4, 5, 6], on_layer=lambda index, trace: edges.append(len(checkpoint.raw.reads)))
+    reference_logits(reference, [4, 5, 6], on_layer=lambda index, trace: edges.append(len(checkpoint.raw.reads)))
     reads = checkpoint.raw.reads
     for index, (start, stop) in enumerate(zip([1, *edges], edges, strict=False)):
         assert all(f"layers.{index}." in name for name in reads[start:stop])
@@ -307,9 +307,9 @@ def test_float64_agrees_with_float32() -> None:
     model = original("llama", {})
     checkpoint = memory_checkpoint(model.state_dict(), model.config.to_dict())
     ids = torch.arange(3, 30)
-    exact = logits(open_reference(checkpoint, torch.float64), ids)
+    exact = reference_logits(open_reference(checkpoint, torch.float64), ids)
     assert exact.dtype == torch.float64
-    torch.testing.assert_close(logits(open_reference(checkpoint), ids).double(), exact, atol=2e-5, rtol=0)
+    torch.testing.assert_close(reference_logits(open_reference(checkpoint), ids).double(), exact, atol=2e-5, rtol=0)
 
 
 def test_what_cannot_be_computed_says_so() -> None:
@@ -324,7 +324,7 @@ def test_what_cannot_be_computed_says_so() -> None:
     tensors = dict(model.state_dict())
     del tensors["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(TensorMismatch, match=r"layers\.1\.mlp\.up_proj"):
-        logits(open_reference(memory_checkpoint(tensors, model.config.to_dict())), [3])
+        reference_logits(open_reference(memory_checkpoint(tensors, model.config.to_dict())), [3])
 
 
 def test_stories_begin_as_known(shared: Path) -> None:
@@ -336,6 +336,6 @@ def test_stories_begin_as_known(shared: Path) -> None:
     reference = open_reference(memory_checkpoint(load_file(folder / "model.safetensors"), config))
     ids = [1]
     for _ in range(28):
-        ids.append(int(logits(reference, ids, prompt_length=1)[-1].argmax()))
+        ids.append(int(reference_logits(reference, ids, prompt_length=1)[-1].argmax()))
     text = "".join(pieces[token] for token in ids[1:]).replace("▁", " ").strip()
     assert text.startswith("Once upon a time, there was a little girl named Lily.")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from modelmill.quant import calibrate
-from modelmill.weights.clustered import Held
-from tests.accept.judged import judged, save_tiny
+from modelmill.weights.rptq import RptqWeight
+from tests.accept.build_and_accept import build_and_accept, save_tiny
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64}
 FAMILIES = ("gpt2", "llama", "llama-bias")
@@ -24,13 +24,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama-bias", "float32"), ("gpt2", "bfloat16")])
 def test_an_honest_engine_is_accepted(name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
-    report, written = judged(tiny[name], tmp_path / "e", dtype, "rptq", **SMALL)
+    report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, "rptq", **SMALL)
     assert written, report["reason"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32")])
 def test_so_is_one_of_four_bits(name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
-    report, written = judged(tiny[name], tmp_path / name, dtype, "rptq", bits="w4a4", **SMALL)
+    report, written = build_and_accept(tiny[name], tmp_path / name, dtype, "rptq", bits="w4a4", **SMALL)
     assert written, report["reason"]
 
 
@@ -38,22 +38,24 @@ def test_so_is_one_of_four_bits(name: str, dtype: str, tiny: dict[str, Path], tm
 def test_so_is_one_whose_heavy_inputs_have_several_columns(
     name: str, dtype: str, bits: str, tiny: dict[str, Path], tmp_path: Path
 ) -> None:
-    report, written = judged(tiny[name], tmp_path / name, dtype, "rptq", bits=bits, copies=3, **SMALL)
+    report, written = build_and_accept(
+        tiny[name], tmp_path / name, dtype, "rptq", bits=bits, splits_per_channel=3, **SMALL
+    )
     assert written, report["reason"]
 
 
-def _order(held: Held) -> Held:
-    return replace(held, order=held.order.roll(1))
+def _order(held: RptqWeight) -> RptqWeight:
+    return replace(held, perm=held.perm.roll(1))
 
 
-def _zero(held: Held) -> Held:
-    assert held.zero is not None
-    return replace(held, zero=held.zero + 3)
+def _zero(held: RptqWeight) -> RptqWeight:
+    assert held.input_zero_points is not None
+    return replace(held, input_zero_points=held.input_zero_points + 3)
 
 
-def _step(held: Held) -> Held:
-    assert held.step is not None
-    return replace(held, step=held.step.roll(1))
+def _step(held: RptqWeight) -> RptqWeight:
+    assert held.input_scales is not None
+    return replace(held, input_scales=held.input_scales.roll(1))
 
 
 @pytest.mark.parametrize("fault", [_order, _zero, _step], ids=lambda f: f.__name__)
@@ -61,15 +63,15 @@ def test_wrong_clusters_are_refused(fault: Any, tiny: dict[str, Path], tmp_path:
     """The permutation, a zero-point or a cluster's step, wrong in the middle layer."""
     real = calibrate.quantize_layer
 
-    def wrong(block: Any, *rest: Any, where: str, **more: Any) -> Any:
-        out = real(block, *rest, where=where, **more)
-        if where == "layers.1":
+    def wrong(block: Any, *rest: Any, layer_name: str, **more: Any) -> Any:
+        out = real(block, *rest, layer_name=layer_name, **more)
+        if layer_name == "layers.1":
             linear = block.linear("up")
-            linear.held = fault(linear.held)
+            linear.weight = fault(linear.weight)
         return out
 
-    monkeypatch.setattr("modelmill.build.layers.quantize_layer", wrong)
-    report, written = judged(tiny["llama"], tmp_path / "e", "float32", "rptq", **SMALL)
+    monkeypatch.setattr("modelmill.builder.layer_quantizer.quantize_layer", wrong)
+    report, written = build_and_accept(tiny["llama"], tmp_path / "e", "float32", "rptq", **SMALL)
     assert not written
     assert report["layer"] == 1
     assert report["module"].startswith(("mlp.gate", "mlp.up"))

@@ -7,31 +7,31 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from modelmill.accept.metrics import Row, compare_logits, compare_tensors, top1_agreement
-from modelmill.accept.reference import Reference, open_reference
+from modelmill.accept.metrics import ErrorMetrics, compare_logits, compare_tensors, top1_agreement
+from modelmill.accept.reference import ReferenceModel, open_reference
 from modelmill.accept.tolerances import DTYPES, RECIPES, logits_bound, module_bound
 from modelmill.core.errors import UsageError
-from tests.accept.faults import FAULTS, fault_rows, norm_probe
-from tests.accept.honest import Honest
+from tests.accept.faultless_modules import FaultlessModules
 from tests.accept.memory_checkpoint import memory_checkpoint
-from tests.accept.seeded import seeded_decoder
+from tests.accept.reference_faults import FAULTS, fault_rows, norm_probe
+from tests.accept.seeded_checkpoint import seeded_decoder
 
 SETTINGS = [(dtype, recipe) for dtype in DTYPES for recipe in RECIPES]
 IDS = torch.randint(0, 200, (48,), generator=torch.Generator().manual_seed(9))
 
 
 @pytest.fixture(scope="module", params=["gauss", "heavy"])
-def reference(request: pytest.FixtureRequest) -> Reference:
+def reference(request: pytest.FixtureRequest) -> ReferenceModel:
     return open_reference(memory_checkpoint(*seeded_decoder(layers=3, hidden=128, shape=request.param, seed=5)))
 
 
-def walk(reference: Reference, honest: Honest) -> Iterator[tuple[str, Row]]:
+def walk(reference: ReferenceModel, honest: FaultlessModules) -> Iterator[tuple[str, ErrorMetrics]]:
     """Every module-local row of an honest engine, its norm probes, and at the end its own logits."""
     exact, ours = reference.embed(IDS), reference.embed(IDS).to(honest.dtype)
     for index in range(reference.num_layers):
         weights = reference.layer_weights(index)
         trace = reference.run_layer(index, weights, exact, len(IDS))
-        yield from honest.local(index, weights, trace)
+        yield from honest.module_errors(index, weights, trace)
         for name in ("input_norm", "mlp_norm"):
             x = norm_probe(reference, index, name)
             right = reference.run_norm(index, name, x)
@@ -40,37 +40,37 @@ def walk(reference: Reference, honest: Honest) -> Iterator[tuple[str, Row]]:
         exact = trace["output"].output
     right = reference.head(exact)["logits"].output
     final = honest.head(ours)
-    bound = logits_bound(str(honest.dtype)[6:], honest.recipe, layers=reference.num_layers)
+    bound = logits_bound(str(honest.dtype)[6:], honest.recipe, num_layers=reference.num_layers)
     assert compare_logits("logits", final, right).rel_l2 <= bound.rel_l2
     agreement = top1_agreement(final, right, bound.margin)
-    assert agreement.complete
-    assert agreement.sure > len(IDS) // 4
+    assert agreement.all_agree
+    assert agreement.num_sure > len(IDS) // 4
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
-def test_honest_rounding_is_within(reference: Reference, dtype: str, recipe: str) -> None:
+def test_honest_rounding_is_within(reference: ReferenceModel, dtype: str, recipe: str) -> None:
     with torch.no_grad():
-        for name, row in walk(reference, Honest(reference, getattr(torch, dtype), recipe)):
-            assert not module_bound(name, dtype, recipe, length=len(IDS)).broken_by(row), name
+        for name, row in walk(reference, FaultlessModules(reference, getattr(torch, dtype), recipe)):
+            assert not module_bound(name, dtype, recipe, length=len(IDS)).violations(row), name
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_out_of_bounds(reference: Reference, fault: str, dtype: str, recipe: str) -> None:
+def test_every_fault_is_out_of_bounds(reference: ReferenceModel, fault: str, dtype: str, recipe: str) -> None:
     with torch.no_grad():
         for row in fault_rows(reference, fault, IDS, getattr(torch, dtype), recipe):
             bound = module_bound(row.name.split()[-1], dtype, recipe, length=len(IDS))
-            assert bound.broken_by(row), row
+            assert bound.violations(row), row
             assert bound.excess(row) > 2, row
 
 
 def test_nan_is_out_of_bounds() -> None:
     row = compare_tensors("q", torch.tensor([float("nan")]), torch.ones(1))
-    assert len(module_bound("q", "bfloat16", "int8").broken_by(row)) == 3
+    assert len(module_bound("q", "bfloat16", "int8").violations(row)) == 3
 
 
 def test_what_is_not_published_says_so() -> None:
     with pytest.raises(UsageError, match="float8"):
         module_bound("q", "float8")
     with pytest.raises(UsageError, match="int3"):
-        logits_bound("float16", "int3", layers=2)
+        logits_bound("float16", "int3", num_layers=2)

@@ -15,13 +15,13 @@ from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 def manifest(**more: Any) -> Manifest:
     base: dict[str, Any] = {
         "schema": SCHEMA,
-        "kind": "language",
+        "engine_type": "language",
         "model_type": "llama",
-        "packing": "rows/1",
+        "packing": "rows/2",
         "max_model_len": 8,
         "config": {"hidden_size": 4},
         "build": {"dtype": "float32", "kernels": {}},
-        "weights": {"head": "dense"},
+        "weight_formats": {"head": "dense"},
         "aliases": {},
         "generation": {},
         "source": {},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modelmill.artifact import store
-from modelmill.artifact.manifest import NAME
+from modelmill.artifact.manifest import MANIFEST_FILE
 from modelmill.artifact.store import Staging, open_artifact
 from modelmill.core.errors import ArtifactError, UsageError
 
@@ -21,7 +21,7 @@ def made(target: Path, text: str = OURS) -> Path:
     """A build that was finished."""
     staging = Staging(target, "key")
     staging.open()
-    (staging.path / NAME).write_text(text)
+    (staging.path / MANIFEST_FILE).write_text(text)
     staging.publish()
     staging.close()
     return target
@@ -32,7 +32,7 @@ def test_the_folder_of_another_program_is_left_alone(tmp_path: Path, manifest: s
     """Web apps and browser extensions have a manifest.json, too."""
     folder = tmp_path / "app"
     folder.mkdir()
-    (folder / NAME).write_text(manifest)
+    (folder / MANIFEST_FILE).write_text(manifest)
     (folder / "main.js").write_text("work of years")
     with pytest.raises(UsageError, match="is not an engine"):
         Staging(folder, "key").open()
@@ -44,9 +44,9 @@ def test_the_folder_of_another_program_is_left_alone(tmp_path: Path, manifest: s
 def test_an_engine_of_any_version_is_replaced(tmp_path: Path, manifest: str) -> None:
     folder = tmp_path / "e"
     (folder / "weights").mkdir(parents=True)
-    (folder / NAME).write_text(manifest)
+    (folder / MANIFEST_FILE).write_text(manifest)
     made(folder, OURS)
-    assert (folder / NAME).read_text() == OURS
+    assert (folder / MANIFEST_FILE).read_text() == OURS
     assert not (folder / "weights").exists()
 
 
@@ -61,7 +61,7 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path, there: s
     for _ in range(2):
         made(link)
         assert link.is_symlink()
-        assert (real / NAME).read_text() == OURS
+        assert (real / MANIFEST_FILE).read_text() == OURS
         assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v1"]
 
 
@@ -98,7 +98,7 @@ def test_a_place_that_cannot_be_taken_is_told_and_only_the_move_is_left(tmp_path
     staging.close()
     again = Staging(tmp_path / "e", "key")
     again.open()
-    assert set(again.done) == {"weights/a.bin"}
+    assert set(again.finished_files) == {"weights/a.bin"}
     again.close()
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import measured
 from benchmarks import quantization as bench
-from benchmarks.fidelity import Sums, kept_logits, measure, windows_of
+from benchmarks import result_rows
+from benchmarks.fidelity import FidelitySums, cached_logits, measure_fidelity, split_windows
 
 VOCAB = 11
 
@@ -26,12 +26,12 @@ class FakeLoop:
         generator = torch.Generator().manual_seed(3)
         self.table = torch.randn(VOCAB, 64, VOCAB, generator=generator)
         self.table += noise * torch.randn(self.table.shape, generator=generator)
-        self.runner = SimpleNamespace(sampler=SimpleNamespace(vocab=VOCAB))
+        self.model_runner = SimpleNamespace(sampler=SimpleNamespace(vocab=VOCAB))
         self.runs = 0
         files = {"manifest.json": {"bytes": 5}, "weights/a": {"bytes": 7}}
         build = {"quantization": "int4", "method": "gptq", "dtype": "float32", "group_size": 64, "symmetric": False}
         weights = {"layers.0.a": "int4", "head": "dense"}
-        manifest = SimpleNamespace(build=build, files=files, weights=weights, source={})
+        manifest = SimpleNamespace(build=build, files=files, weight_formats=weights, source={})
         self.artifact = SimpleNamespace(manifest=manifest, tokenizer_files=lambda: {})
 
     def logits(self, ids: list[int]) -> torch.Tensor:
@@ -49,17 +49,17 @@ class FakeLoop:
 
 
 def test_windows_do_not_overlap_and_leave_out_a_lone_token() -> None:
-    assert windows_of(list(range(7)), 3) == [[0, 1, 2], [3, 4, 5]]
-    assert windows_of(list(range(8)), 3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert split_windows(list(range(7)), 3) == [[0, 1, 2], [3, 4, 5]]
+    assert split_windows(list(range(8)), 3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_the_measures_are_those_of_the_formulas(tmp_path: Path) -> None:
     ids = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(5)).tolist()
-    windows = windows_of(ids, 64)
+    windows = split_windows(ids, 64)
     plain, other = FakeLoop(0.0), FakeLoop(0.5)
-    right = kept_logits(lambda: plain, windows, tmp_path / "r", lambda *_: None)
+    right = cached_logits(lambda: plain, windows, tmp_path / "r", lambda *_: None)
     assert torch.equal(right, torch.cat([plain.logits(w) for w in windows]))
-    found = measure(other, windows, right, lambda *_: None)
+    found = measure_fidelity(other, windows, right, lambda *_: None)
 
     nats, kl, same, scored = 0.0, [], 0, 0
     for window in windows:
@@ -77,7 +77,7 @@ def test_the_measures_are_those_of_the_formulas(tmp_path: Path) -> None:
 def test_an_engine_against_itself_differs_by_nothing() -> None:
     loop = FakeLoop(0.0)
     window = [1, 2, 3, 4]
-    found = measure(loop, [window], loop.logits(window), lambda *_: None)
+    found = measure_fidelity(loop, [window], loop.logits(window), lambda *_: None)
     assert found["mean_kl"] == 0.0
     assert found["agreement"] == 1.0
 
@@ -85,15 +85,15 @@ def test_an_engine_against_itself_differs_by_nothing() -> None:
 def test_kept_logits_are_not_computed_again(tmp_path: Path) -> None:
     loop = FakeLoop(0.0)
     windows = [[1, 2, 3]]
-    first = kept_logits(lambda: loop, windows, tmp_path / "r", lambda *_: None)
-    again = kept_logits(lambda: pytest.fail("computed again"), windows, tmp_path / "r", lambda *_: None)
+    first = cached_logits(lambda: loop, windows, tmp_path / "r", lambda *_: None)
+    again = cached_logits(lambda: pytest.fail("computed again"), windows, tmp_path / "r", lambda *_: None)
     assert torch.equal(first, again)
-    kept_logits(lambda: loop, [[1, 2, 4]], tmp_path / "r", lambda *_: None)
+    cached_logits(lambda: loop, [[1, 2, 4]], tmp_path / "r", lambda *_: None)
     assert loop.runs == 2
 
 
 def test_rows_of_a_lone_last_token_are_scored_by_no_target() -> None:
-    sums = Sums()
+    sums = FidelitySums()
     sums.add(torch.zeros(2, VOCAB), None, torch.tensor([3, -1]))
     assert sums.scored == 1
     assert sums.facts() == {"perplexity": pytest.approx(VOCAB)}
@@ -104,10 +104,16 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command line whose builds are fake."""
     text = tmp_path / "text.txt"
     text.write_text("x" * 90)
-    monkeypatch.setattr(bench, "built", lambda checkpoint, build, folder, fresh=False: (Path("-".join(build)), 1.0))
-    monkeypatch.setattr(bench, "content_of", lambda engine: engine.name)
-    monkeypatch.setattr(bench, "opened", lambda engine, *_: FakeLoop(0.0 if str(engine) == "--dtype-float32" else 0.5))
-    monkeypatch.setattr(bench, "tokens_of", lambda loop, text, count: [i * 7 % VOCAB for i in range(len(text))][:count])
+    monkeypatch.setattr(
+        bench, "build_or_reuse", lambda checkpoint, build, folder, fresh=False: (Path("-".join(build)), 1.0)
+    )
+    monkeypatch.setattr(bench, "engine_content_digest", lambda engine: engine.name)
+    monkeypatch.setattr(
+        bench, "open_engine_core", lambda engine, *_: FakeLoop(0.0 if str(engine) == "--dtype-float32" else 0.5)
+    )
+    monkeypatch.setattr(
+        bench, "encode_text", lambda loop, text, count: [i * 7 % VOCAB for i in range(len(text))][:count]
+    )
     folders = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "rows.jsonl")]
     return ["model.gguf", "--text", str(text), "--window", "32", "--tokens", "80", *folders]
 
@@ -128,7 +134,7 @@ def test_a_row_says_what_was_asked_and_is_written_once(
     assert {"device", "versions", "date", "mean_kl", "agreement"} <= set(row)
     told = capsys.readouterr().err
     assert "stands already: -q int4" in told
-    monkeypatch.setattr(bench, "sources", lambda: "later")
+    monkeypatch.setattr(bench, "source_digest", lambda: "later")
     assert bench.main(command) == 0
     assert "stands already, of other sources than today's: -q int4" in capsys.readouterr().err
     bench.main([*asked[:-2], "--again", *asked[-2:], "--", "-q", "int4", "--group-size", "64"])
@@ -144,7 +150,9 @@ def test_a_refused_engine_is_a_row_too(
     asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     plain = bench.FLOAT32
-    monkeypatch.setattr(bench, "built", lambda _, build, *more: (Path("e") if tuple(build) == plain else None, None))
+    monkeypatch.setattr(
+        bench, "build_or_reuse", lambda _, build, *more: (Path("e") if tuple(build) == plain else None, None)
+    )
     bench.main([*asked, "--", "-q", "int4"])
     (row,) = bench.read_rows(tmp_path / "rows.jsonl")
     assert row["accepted"] is False
@@ -152,10 +160,10 @@ def test_a_refused_engine_is_a_row_too(
 
 
 def test_another_kv_type_is_another_row(asked: list[str]) -> None:
-    plain, build = bench.parse([*asked, "--", "-q", "int8"])
-    other, same = bench.parse([*asked, "--kv-cache-dtype", "int8", "--", "-q", "int8"])
+    plain, build = bench.parse_args([*asked, "--", "-q", "int8"])
+    other, same = bench.parse_args([*asked, "--kv-cache-dtype", "int8", "--", "-q", "int8"])
     assert build == same
-    assert measured.key_of(plain, build) != measured.key_of(other, same)
+    assert result_rows.row_key(plain, build) != result_rows.row_key(other, same)
 
 
 def test_the_text_that_was_calibrated_on_is_refused(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +175,7 @@ def test_the_text_that_was_calibrated_on_is_refused(asked: list[str], monkeypatc
     digest = hashlib.sha256(Path(asked[2]).read_bytes()).hexdigest()
     facts = {"name": "text.txt", "sha256": digest, "samples": 1, "length": 1}
     loop.artifact.manifest.source = {"calibration": facts}
-    monkeypatch.setattr(bench, "opened", lambda *_: loop)
+    monkeypatch.setattr(bench, "open_engine_core", lambda *_: loop)
     with pytest.raises(UsageError, match="calibrated on"):
         bench.main([*asked, "--", "-q", "int4"])
 

@@ -8,8 +8,8 @@ from benchmarks import sam
 
 
 def test_a_click_and_an_embedding_become_rows() -> None:
-    spec = sam.VitSpec(width=32, depth=2, heads=2, whole=(1,), inner=32)
-    side = sam.ours("bfloat16", spec, "cpu", {})
+    spec = sam.SamVitSpec(width=32, depth=2, heads=2, global_attn_indexes=(1,), inner=32)
+    side = sam.modelmill_side("bfloat16", spec, "cpu", {})
     with torch.inference_mode():
         (told,) = sam.encoder_rows([side], [1], 1, "cpu")
         assert told["images_per_s"] == round(1e3 / told["value"], 2)
@@ -20,12 +20,12 @@ def test_a_click_and_an_embedding_become_rows() -> None:
 
 
 def test_a_rehearsal_keeps_one_layer_of_the_whole_picture() -> None:
-    assert sam.spec_of(None) is sam.VIT_H
-    assert (sam.spec_of(3).depth, sam.spec_of(3).whole) == (3, (2,))
+    assert sam.vit_h_spec(None) is sam.VIT_H
+    assert (sam.vit_h_spec(3).depth, sam.vit_h_spec(3).global_attn_indexes) == (3, (2,))
 
 
 def test_pictures_differ_by_seed() -> None:
-    first, again, other = (sam.picture(seed) for seed in (0, 0, 1))
+    first, again, other = (sam.random_image(seed) for seed in (0, 0, 1))
     assert first.shape == (1200, 1800, 3)
     assert (first == again).all()
     assert (first != other).any()

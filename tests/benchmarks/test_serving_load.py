@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving_load import Plan, at, steps, stream, summary
-from benchmarks.serving_side import QUIET, _burst
-from modelmill.eval.remote import Remote
+from benchmarks.serving_load import LoadPlan, quantile_at, step_figures, summary, time_stream
+from benchmarks.serving_processes import QUIET_STEPS, _burst
+from modelmill.eval.openai_client import OpenAIClient
 from tests.runtime import tiny
 
-PLAN = Plan(streams=4, prompt=8, tokens=10, burst=2, long=32, seed=0, vocab=500)
+PLAN = LoadPlan(streams=4, prompt=8, tokens=10, burst=2, long=32, seed=0, vocab=500)
 
 
 def test_no_round_shares_its_prompts_with_another() -> None:
@@ -43,7 +43,7 @@ def test_a_burst_is_told_by_its_slowest_gaps_over_the_quiet_median() -> None:
     gaps = {"quiet": [10.0] * 99 + [50.0], "during": [20.0] * 98 + [28.0] * 2, "first": [100.0]}
     told = summary(PLAN, [each(1.0, 1.0)], [gaps])["burst"]
     assert told["quiet_median_ms"] == 10.0
-    assert told["during_p99_ms"] == at(gaps["during"], 0.99) == 28.0
+    assert told["during_p99_ms"] == quantile_at(gaps["during"], 0.99) == 28.0
     assert told["p99_over_quiet_median"] == pytest.approx(2.8)
     assert told["rounds"] == [pytest.approx(2.8)]
 
@@ -63,7 +63,9 @@ def test_each_token_has_its_time(tokens: int) -> None:
     async def main() -> list[float]:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         try:
-            return await stream(Remote.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), [5, 6], tokens)
+            return await time_stream(
+                OpenAIClient.from_url(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), [5, 6], tokens
+            )
         finally:
             server.close()
 
@@ -78,19 +80,21 @@ def test_each_token_has_its_time(tokens: int) -> None:
 
 def test_steps_of_a_burst_are_told_beside_quiet_ones() -> None:
     quiet = [0.010] * 60
-    told = steps([{"quiet": quiet, "during": [0.020] * 98 + [0.025, 0.030]}, {"quiet": quiet, "during": [0.030]}])
+    told = step_figures(
+        [{"quiet": quiet, "during": [0.020] * 98 + [0.025, 0.030]}, {"quiet": quiet, "during": [0.030]}]
+    )
     assert told["quiet_median_ms"] == pytest.approx(10)
     assert told["during_median_ms"] == pytest.approx(20)
     assert told["rounds"] == pytest.approx([2.505, 3.0])
 
 
 def test_a_burst_is_scheduled_as_a_server_does_and_leaves_the_loop_as_it_was() -> None:
-    loop = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=512)
+    loop = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=512)
     before = loop.scheduler.limits
     found = _burst(loop, "x", [[5, 6, 7 + i] for i in range(4)], [list(range(5, 60)), list(range(60, 4, -1))])
-    assert len(found["quiet"]) == QUIET
+    assert len(found["quiet"]) == QUIET_STEPS
     # 111 tokens in pieces: more than a step, far less than one a token
     assert 2 < len(found["during"]) < 60
     assert min(found["quiet"] + found["during"]) > 0
-    assert (loop.scheduler.limits, loop.scheduler.pace) == (before, None)
-    tiny.idle(loop)
+    assert (loop.scheduler.limits, loop.scheduler.adaptive_chunk) == (before, None)
+    tiny.assert_idle(loop)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import stage as stages
+from benchmarks import peer_setup as stages
 from benchmarks import table
-from benchmarks.provenance import commit_of
-from benchmarks.side import Lengths, SideError
-from benchmarks.stage import Stage
-from benchmarks.statistic import Figure
+from benchmarks.figure_statistics import MeasuredFigure
+from benchmarks.peer_process import Lengths, PeerError
+from benchmarks.peer_setup import PeerSetup
+from benchmarks.provenance import git_commit
 
 TRACE = "ContextTokens,GeneratedTokens\n100,10\n200,20\n3,9\n50,5\n"
 
@@ -21,18 +21,18 @@ class Fake:
     """A side without a process."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.began = name, 0.0
+        self.name, self.start_time = name, 0.0
         self.facts = {"device": "card", "versions": {name: "1"}}
 
     def ready(self) -> dict[str, object]:
         if self.name == "vLLM" and Fake.broken:
-            raise SideError("vLLM: no such module")
+            raise PeerError("vLLM: no such module")
         return self.facts
 
     def generate(self, lengths: Lengths, seed: int) -> float:
         return sum(output for _, output in lengths) * (1.0 if self.name == "modelmill" else 2.0) / len(lengths)
 
-    def randomise(self, weights: str) -> None:
+    def randomize_weights(self, weights: str) -> None:
         self.facts = self.facts | {"drawn": weights}
 
     def close(self) -> None: ...
@@ -41,22 +41,22 @@ class Fake:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> table.Bench:
-    monkeypatch.setattr(Stage, "start", lambda _, name, *__: Fake(name))
-    monkeypatch.setattr(Stage, "engine", lambda _, shape: Path(shape))
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> table.SpeedTable:
+    monkeypatch.setattr(PeerSetup, "start_peer", lambda _, name, *__: Fake(name))
+    monkeypatch.setattr(PeerSetup, "engine", lambda _, shape: Path(shape))
     monkeypatch.setattr(Fake, "broken", False)
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
     options = ["trace", "--peer", "kit", "--work", str(tmp_path), "--out", str(tmp_path / "rows.jsonl")]
-    return table.Bench(table.parse([*options, "--trace", str(trace), "--rounds", "1", "--limit", "1000"]))
+    return table.SpeedTable(table.parse_args([*options, "--trace", str(trace), "--rounds", "1", "--limit", "1000"]))
 
 
-def rows(bench: table.Bench) -> list[dict[str, object]]:
+def rows(bench: table.SpeedTable) -> list[dict[str, object]]:
     return [json.loads(line) for line in bench.options.out.read_text().splitlines()]
 
 
-def test_a_line_gives_a_row_a_side_of_one_run(bench: table.Bench) -> None:
-    bench.together(["first"], "qwen-7b")
+def test_a_line_gives_a_row_a_side_of_one_run(bench: table.SpeedTable) -> None:
+    bench.run_parts(["first"], "qwen-7b")
     found = rows(bench)
     assert [(row["work"], row["subject"]) for row in found] == [
         ("first-1024", "modelmill"), ("first-1024", "vLLM"), ("first-4096", "modelmill"), ("first-4096", "vLLM"),
@@ -69,100 +69,100 @@ def test_a_line_gives_a_row_a_side_of_one_run(bench: table.Bench) -> None:
     assert found[1]["value"] == 2 * float(str(found[0]["value"]))
 
 
-def test_marks_give_rows_that_say_in_which_order_they_were_taken(bench: table.Bench) -> None:
-    bench.together(["marks"], "qwen-7b")
+def test_marks_give_rows_that_say_in_which_order_they_were_taken(bench: table.SpeedTable) -> None:
+    bench.run_parts(["marks"], "qwen-7b")
     found = rows(bench)
     assert len(found) == 2 * (7 + 4), "a line a block, and the first token of one sequence"
     assert all("3 of 144" in str(row["order"]) for row in found)
     assert {row["part"] for row in found} == {"marks"}
 
 
-def test_rows_say_where_weights_are_drawn_another_way(bench: table.Bench, tmp_path: Path) -> None:
+def test_rows_say_where_weights_are_drawn_another_way(bench: table.SpeedTable, tmp_path: Path) -> None:
     options = ["marks", "--peer", "kit", "--mark", "1x1024", "--work", str(tmp_path), "--out", str(bench.options.out)]
-    other = table.Bench(table.parse([*options, "--weights", "uniform"]))
-    other.together(["marks"], "qwen-7b")
+    other = table.SpeedTable(table.parse_args([*options, "--weights", "uniform"]))
+    other.run_parts(["marks"], "qwen-7b")
     assert {row["weights"] for row in rows(other)} == {"uniform"}
     assert {row["drawn"] for row in rows(other)} == {"uniform"}, "sides were told so"
     other.options.out.unlink()
-    bench.together(["first"], "qwen-7b")
+    bench.run_parts(["first"], "qwen-7b")
     assert not any("weights" in row for row in rows(bench))
     assert {row["drawn"] for row in rows(bench)} == {"normal"}
 
 
-def test_the_trace_is_served_by_ours_again_after_the_peer(bench: table.Bench) -> None:
-    bench.trace()
+def test_the_trace_is_served_by_ours_again_after_the_peer(bench: table.SpeedTable) -> None:
+    bench.run_trace()
     ours, peer = rows(bench)
     assert (ours["requests"], ours["input"], ours["output"]) == (3, 350, 35)
     assert (ours["spread"]["runs"], peer["spread"]["runs"]) == (3, 2)  # type: ignore[index]
     assert (ours["unit"], ours["subject"], peer["subject"]) == ("s", "modelmill", "vLLM")
 
 
-def test_both_sides_are_handed_the_trace_in_one_order(bench: table.Bench) -> None:
+def test_both_sides_are_handed_the_trace_in_one_order(bench: table.SpeedTable) -> None:
     lengths = [(5, 1), (9, 7), (2, 3)]
-    assert table.in_order(lengths, "arrival") == lengths
-    assert table.in_order(lengths, "longest-first") == [(9, 7), (2, 3), (5, 1)]
-    bench.trace()
+    assert table.order_requests(lengths, "arrival") == lengths
+    assert table.order_requests(lengths, "longest-first") == [(9, 7), (2, 3), (5, 1)]
+    bench.run_trace()
     assert {(row["work"], row["order"]) for row in rows(bench)} == {("trace-3", "arrival")}
     bench.options.out.unlink()
     bench.options.order = "longest-first"
-    bench.trace()
+    bench.run_trace()
     assert {(row["work"], row["order"]) for row in rows(bench)} == {("trace-3-longest-first", "longest-first")}
 
 
-def test_the_commit_is_told_where_there_is_no_checkout(bench: table.Bench, tmp_path: Path) -> None:
-    assert commit_of(tmp_path) is None
+def test_the_commit_is_told_where_there_is_no_checkout(bench: table.SpeedTable, tmp_path: Path) -> None:
+    assert git_commit(tmp_path) is None
     options = ["first", "--work", str(tmp_path), "--out", str(bench.options.out), "--commit", "0123abc"]
-    table.Bench(table.parse(options)).together(["first"], "qwen-7b")
+    table.SpeedTable(table.parse_args(options)).run_parts(["first"], "qwen-7b")
     assert {row["commit"] for row in rows(bench)} == {"0123abc"}
 
 
 def test_the_peer_captures_the_graphs_of_its_own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(stages, "Side", lambda name, command, log, env=None: commands.append(list(command)))
-    monkeypatch.setattr(Stage, "proxy", lambda self, shape: tmp_path)
-    Stage(tmp_path, peer=tmp_path).start("vLLM", "qwen-7b", 0.45, 256)
+    monkeypatch.setattr(stages, "PeerProcess", lambda name, command, log, env=None: commands.append(list(command)))
+    monkeypatch.setattr(PeerSetup, "synthetic_config", lambda self, shape: tmp_path)
+    PeerSetup(tmp_path, peer=tmp_path).start_peer("vLLM", "qwen-7b", 0.45, 256)
     limits = json.loads(commands[0][-1])["run"]
     assert limits.keys() == {"gpu_memory_utilization", "max_num_seqs", "max_model_len", "dtype"}
 
 
-def test_no_second_turn_where_the_time_is_over(bench: table.Bench) -> None:
+def test_no_second_turn_where_the_time_is_over(bench: table.SpeedTable) -> None:
     bench.options.limit = 0
-    bench.trace()
+    bench.run_trace()
     assert rows(bench)[0]["spread"]["runs"] == 2  # type: ignore[index]
 
 
-def test_a_variant_of_ours_takes_part_in_the_trace_and_says_its_options(bench: table.Bench) -> None:
+def test_a_variant_of_ours_takes_part_in_the_trace_and_says_its_options(bench: table.SpeedTable) -> None:
     bench.variants["modelmill-small"] = {"max_num_seqs": 8}
-    bench.trace()
+    bench.run_trace()
     assert [row["subject"] for row in rows(bench)] == ["modelmill", "modelmill-small", "vLLM"]
     assert rows(bench)[1]["options"] == {"max_num_seqs": 8}
-    assert table.variant('x={"max_num_seqs": 8}') == ("x", {"max_num_seqs": 8})
+    assert table.parse_variant('x={"max_num_seqs": 8}') == ("x", {"max_num_seqs": 8})
 
 
-def test_a_peer_that_does_not_start_leaves_ours(bench: table.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_start_leaves_ours(bench: table.SpeedTable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fake, "broken", True)
-    bench.together(["first"], "qwen-7b")
+    bench.run_parts(["first"], "qwen-7b")
     assert {row["subject"] for row in rows(bench)} == {"modelmill"}
 
 
-def test_starts_alternate_and_the_first_is_not_counted(bench: table.Bench) -> None:
+def test_starts_alternate_and_the_first_is_not_counted(bench: table.SpeedTable) -> None:
     bench.options.parts = ["startup"]
-    bench.startup()
+    bench.run_startup()
     assert [row["subject"] for row in rows(bench)] == ["modelmill", "vLLM"]
     assert rows(bench)[0]["spread"]["runs"] == 2  # type: ignore[index]
 
 
-def test_without_a_peer_only_ours_is_measured(bench: table.Bench) -> None:
+def test_without_a_peer_only_ours_is_measured(bench: table.SpeedTable) -> None:
     bench.options.peer = None
-    assert bench.names("decode") == ["modelmill"]
-    assert bench.names("gpt2") == ["modelmill", "transformers"]
+    assert bench.side_names("decode") == ["modelmill"]
+    assert bench.side_names("gpt2") == ["modelmill", "transformers"]
     bench.options.only = ["transformers"]
-    assert bench.names("gpt2") == ["transformers"]
+    assert bench.side_names("gpt2") == ["transformers"]
 
 
 def test_a_printed_line_has_the_target_both_sides_and_the_ratio() -> None:
-    ours, peer = Figure(3.7, 3.69, 3.72, 3), Figure(4.84, 4.8, 4.9, 3)
-    cells = table.line_of("decode-1x128", {"modelmill": ours, "vLLM": peer}, ["vLLM", "transformers"])
+    ours, peer = MeasuredFigure(3.7, 3.69, 3.72, 3), MeasuredFigure(4.84, 4.8, 4.9, 3)
+    cells = table.table_line("decode-1x128", {"modelmill": ours, "vLLM": peer}, ["vLLM", "transformers"])
     assert cells == [
         "decode, batch 1, prompt 128", "ms/token", "3.34", "3.8", "3.70 (3.69 … 3.72)", "4.84 (4.80 … 4.90)", "–",
         "1.31×",
@@ -172,20 +172,20 @@ def test_a_printed_line_has_the_target_both_sides_and_the_ratio() -> None:
 def test_a_cpu_line_has_both_speeds_their_ratio_and_what_must_be_reached() -> None:
     row = {"phase": "decode", "prompt": 16, "ours": 215.4, "ours_spread": [200.2, 230.0], "ratio": 1.605}
     row |= {"llamacpp": 134.2, "llamacpp_spread": [130.0, 140.0]}
-    assert table.cpu_line(row) == ["decode, prompt 16", "215 (200 … 230)", "134 (130 … 140)", "1.60", "1"]
-    assert table.cpu_line(row | {"phase": "prefill"})[-1] == "–", "the targets name no prefill of 16 tokens"
+    assert table.cpu_table_line(row) == ["decode, prompt 16", "215 (200 … 230)", "134 (130 … 140)", "1.60", "1"]
+    assert table.cpu_table_line(row | {"phase": "prefill"})[-1] == "–", "the targets name no prefill of 16 tokens"
 
 
 def test_a_recorded_command_names_no_folder_of_this_machine() -> None:
-    told = table.command_of(["trace", "--peer", "/tmp/some/where/kit", "--out", "rows.jsonl"])
+    told = table.portable_command(["trace", "--peer", "/tmp/some/where/kit", "--out", "rows.jsonl"])
     assert told == "python benchmarks/table.py trace --peer kit --out rows.jsonl"
 
 
 def test_the_peer_finds_its_packages(tmp_path: Path) -> None:
     (tmp_path / "kit" / "site").mkdir(parents=True)
-    python, env = Stage(tmp_path, peer=tmp_path / "kit")._vllm()
+    python, env = PeerSetup(tmp_path, peer=tmp_path / "kit")._vllm()
     assert env["PYTHONPATH"] == str(tmp_path / "kit" / "site")
     assert python == stages.sys.executable
-    python, env = Stage(tmp_path, peer_python=Path("/venv/bin/python"))._vllm()
+    python, env = PeerSetup(tmp_path, peer_python=Path("/venv/bin/python"))._vllm()
     assert python == "/venv/bin/python"
     assert "PYTHONPATH" not in env

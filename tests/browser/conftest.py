@@ -14,7 +14,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
 from tests.conftest import ROOT, shared_dir
 from tests.models.sam_seeded import small_file
-from tests.serve.process import Serving
+from tests.serve.server_process import ServerProcess
 
 OUT = ROOT / "out" / "browser"
 FLAGS = ("--device", "cpu", "--threads", "2", "--kv-cache-bytes", "200000000", "--port", "0")
@@ -46,15 +46,15 @@ def chromium() -> Iterator[Any]:
 class Engines:
     """Folders; real: whether they hold weights that mean something."""
 
-    writer: Path
-    viewer: Path
-    real_writer: bool
-    real_viewer: bool
+    language_engine: Path
+    segment_engine: Path
+    has_real_language: bool
+    has_real_segment: bool
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Of a server: 2,048 of SmolLM2's 8,192 tokens are enough here; the tiny LLaMA takes 512 in all."""
-        return (*FLAGS, "--max-model-len", "2048") if self.real_writer else FLAGS
+        return (*FLAGS, "--max-model-len", "2048") if self.has_real_language else FLAGS
 
 
 @pytest.fixture(scope="session")
@@ -85,9 +85,9 @@ def _built(checkpoint: Path, out: Path, config: BuildConfig) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(engines: Engines) -> Iterator[Serving]:
+def server(engines: Engines) -> Iterator[ServerProcess]:
     names = ("--served-model-name", "writer", "--served-model-name", "viewer")
-    with Serving(engines.writer, engines.viewer, *names, flags=engines.flags) as serving:
+    with ServerProcess(engines.language_engine, engines.segment_engine, *names, flags=engines.flags) as serving:
         yield serving
 
 
@@ -95,7 +95,7 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def opened(chromium: Any, server: Serving) -> Iterator[Open]:
+def opened(chromium: Any, server: ServerProcess) -> Iterator[Open]:
     """Opens the page in a fresh window; at the end nothing may have gone wrong in it, and nobody else been asked.
 
     sampling: what the page's settings hold. url: of another server. The rest: Playwright's options of a context.

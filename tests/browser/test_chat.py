@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import Engines
-from tests.browser.steps import FIGURES, WAIT, answered, ask, expect, ready
-from tests.serve.process import Serving
+from tests.browser.page_actions import STATS_PATTERN, WAIT, expect, last_answer, send_message, wait_ready
+from tests.serve.server_process import ServerProcess
 
 pytestmark = pytest.mark.browser
 SUGGESTED = {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
@@ -27,21 +27,21 @@ def endless(page: Any) -> None:
 
 def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
     page = opened('{"temperature": 0, "max_tokens": 160}')
-    ready(page)
+    wait_ready(page)
     shot(page, "welcome")
     sent: list[Any] = []
     page.on("request", lambda each: sent.append(each.post_data_json) if "chat/completions" in each.url else None)
-    ask(page, "Explain how a watermill works, with a list of its parts.")
+    send_message(page, "Explain how a watermill works, with a list of its parts.")
     said = page.get_by_role("article", name="Answer").locator(".said")
     expect(said).to_have_text(re.compile(r"\w"), timeout=WAIT)
     expect(page.get_by_role("button", name="Stop", exact=True)).to_be_visible()
     early = len(said.inner_text())
-    last = answered(page)
+    last = last_answer(page)
     assert len(last.locator(".said").inner_text()) > early
-    expect(last.locator(".figures")).to_have_text(FIGURES)
+    expect(last.locator(".figures")).to_have_text(STATS_PATTERN)
     first = last.locator(".said").inner_text()
-    ask(page, "Thanks. And three colours?")
-    answered(page, 2)
+    send_message(page, "Thanks. And three colours?")
+    last_answer(page, 2)
     shot(page, "conversation")
     assert [message["role"] for message in sent[1]["messages"]] == ["user", "assistant", "user"]
     assert sent[1]["messages"][1]["content"][:10] == first[:10]
@@ -56,20 +56,20 @@ def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["button", "Escape"])
-def test_an_answer_is_stopped(opened: Any, server: Serving, shot: Any, how: str) -> None:
+def test_an_answer_is_stopped(opened: Any, server: ServerProcess, shot: Any, how: str) -> None:
     page = opened(LONG)
     endless(page)
-    ready(page)
-    ask(page, "Count from one to five hundred in words.")
+    wait_ready(page)
+    send_message(page, "Count from one to five hundred in words.")
     expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(re.compile(r"\w"), timeout=WAIT)
     if how == "button":
         page.get_by_role("button", name="Stop", exact=True).click()
     else:
         page.keyboard.press("Escape")
-    last = answered(page)
+    last = last_answer(page)
     expect(last.locator(".note")).to_have_text("Stopped.")
     assert last.locator(".said").inner_text()
-    server.idle()  # the engine works for it no longer
+    server.wait_idle()  # the engine works for it no longer
     if how == "button":
         shot(page, "stopped")
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
@@ -77,14 +77,14 @@ def test_an_answer_is_stopped(opened: Any, server: Serving, shot: Any, how: str)
 
 def test_regenerate_and_edit(opened: Any) -> None:
     page = opened('{"temperature": 0, "max_tokens": 12}')
-    ready(page)
-    ask(page, "Say hello.")
-    first = answered(page).locator(".said").inner_text()
-    ask(page, "Say goodbye.")
-    answered(page, 2)
+    wait_ready(page)
+    send_message(page, "Say hello.")
+    first = last_answer(page).locator(".said").inner_text()
+    send_message(page, "Say goodbye.")
+    last_answer(page, 2)
     page.get_by_role("article", name="Answer").nth(0).get_by_role("button", name="Regenerate this answer").click()
     # what came after it is gone; greedy, the text is the same
-    assert answered(page, 1).locator(".said").inner_text() == first
+    assert last_answer(page, 1).locator(".said").inner_text() == first
     page.get_by_role("button", name="Edit this message").first.click()
     field = page.get_by_label("Edit the message")
     expect(field).to_have_value("Say hello.")
@@ -93,7 +93,7 @@ def test_regenerate_and_edit(opened: Any) -> None:
     page.get_by_role("button", name="Edit this message").first.click()
     page.get_by_label("Edit the message").fill("Say one word about rain.")
     page.get_by_role("button", name="Send the edited message").click()
-    answered(page, 1)
+    last_answer(page, 1)
     expect(page.get_by_role("article", name="You")).to_have_text(re.compile("^Say one word about rain."))
 
 
@@ -101,7 +101,7 @@ def test_with_the_keyboard_alone(opened: Any) -> None:
     """Nothing is clicked: the message, a stop, an edit, the settings, the tabs."""
     page = opened(LONG)
     endless(page)
-    ready(page)
+    wait_ready(page)
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="To the message field")).to_be_focused()
     page.keyboard.press("Enter")
@@ -115,7 +115,7 @@ def test_with_the_keyboard_alone(opened: Any) -> None:
     page.keyboard.press("Enter")
     expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(re.compile(r"\w"), timeout=WAIT)
     page.keyboard.press("Escape")
-    answered(page)
+    last_answer(page)
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
     page.keyboard.press("ArrowUp")
     expect(page.get_by_label("Edit the message")).to_be_focused()
@@ -142,7 +142,7 @@ def test_with_the_keyboard_alone(opened: Any) -> None:
 def test_the_settings_show_how_an_answer_is_drawn_by_default(opened: Any) -> None:
     """The checkpoint says nothing: people get our defaults, as a group, and see them."""
     page = opened(sampling='{"max_tokens": 5}')
-    ready(page)
+    wait_ready(page)
     page.get_by_role("button", name="Settings", exact=True).click()
     temperature = page.get_by_label("Temperature", exact=True)
     expect(temperature).to_have_attribute("placeholder", "0.6")
@@ -154,16 +154,16 @@ def test_the_settings_show_how_an_answer_is_drawn_by_default(opened: Any) -> Non
         expect(page.get_by_label("Top-k", exact=True)).to_have_attribute("placeholder", shown)
         page.get_by_role("button", name="Done").click()
         with page.expect_request("**/v1/chat/completions") as asked:
-            ask(page, "Hello")
+            send_message(page, "Hello")
         told = {name: value for name, value in asked.value.post_data_json.items() if name in SUGGESTED}
         assert told == sent
-        answered(page)
+        last_answer(page)
         page.get_by_role("button", name="Settings", exact=True).click()
 
 
 def test_settings_reach_the_request(opened: Any, shot: Any) -> None:
     page = opened()
-    ready(page)
+    wait_ready(page)
     page.get_by_role("button", name="Settings", exact=True).click()
     page.get_by_label("System prompt").fill("You are a pirate.")
     for label, value in (
@@ -177,12 +177,12 @@ def test_settings_reach_the_request(opened: Any, shot: Any) -> None:
     shot(page, "settings")
     page.get_by_role("button", name="Done").click()
     with page.expect_request("**/v1/chat/completions") as asked:
-        ask(page, "Hello")
+        send_message(page, "Hello")
     body = asked.value.post_data_json
     assert body["messages"][0] == {"role": "system", "content": "You are a pirate."}
     told = {name: body[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")}
     assert told == {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_tokens": 5, "seed": 7}
-    answered(page)
+    last_answer(page)
     page.reload()
     page.get_by_role("button", name="Settings", exact=True).click()
     expect(page.get_by_label("Seed", exact=True)).to_have_value("7")
@@ -202,10 +202,10 @@ def luminance(rgb: str) -> float:
 def test_a_phone_in_the_light_and_in_the_dark(opened: Any, shot: Any, scheme: str) -> None:
     """Nothing sticks out, everything can be hit with a thumb, and words stand out from their ground (WCAG AA)."""
     page = opened(viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True, is_mobile=True)
-    ready(page)
+    wait_ready(page)
     page.get_by_label("Message", exact=True).fill("Show me two lines of Python code.")
     page.get_by_role("button", name="Send", exact=True).tap()
-    answered(page)
+    last_answer(page)
     shot(page, f"phone-{scheme}")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     for button in page.locator("header button:visible, #composer button:visible").all():
@@ -259,10 +259,10 @@ HOSTILE = """# Title <script>window.hacked = 1</script>
 
 def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
     page = opened()
-    ready(page)
+    wait_ready(page)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(*HOSTILE)))
-    ask(page, "x")
-    said = answered(page).locator(".said")
+    send_message(page, "x")
+    said = last_answer(page).locator(".said")
     assert page.evaluate("window.hacked") is None
     for tag in ("img", "script", "iframe", "i", "b", "style"):
         assert said.locator(tag).count() == 0, tag
@@ -285,15 +285,15 @@ def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
 
 def test_odd_texts_break_nothing(opened: Any) -> None:
     page = opened()
-    ready(page)
+    wait_ready(page)
     odd = ["*" * 3000, "`" * 3001, "[" * 2000, "> " * 300 + "x", "- " * 300, "|" * 500 + "\n|-|", "**a" * 500, "```",
            "1. " * 200, "https://" * 100, "<think>why</think>because", "<think>unended", "\\*", "~~" * 99]  # fmt: skip
     given: list[str] = []
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(given[-1])))
     for count, text in enumerate(odd, 1):
         given.append(text)
-        ask(page, "x")
-        answered(page, count)
+        send_message(page, "x")
+        last_answer(page, count)
     thought = page.get_by_role("article", name="Answer").nth(10)
     assert thought.locator("summary").inner_text() == "Thoughts"
     assert thought.locator(".answer").inner_text() == "because"
@@ -316,28 +316,28 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
 )  # fmt: skip
 def test_errors_are_told_in_plain_words(opened: Any, given: dict[str, Any], told: str) -> None:
     page = opened()
-    ready(page)
+    wait_ready(page)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**given))
-    ask(page, "Hello")
-    expect(answered(page).locator(".note.bad")).to_have_text(told)
+    send_message(page, "Hello")
+    expect(last_answer(page).locator(".note.bad")).to_have_text(told)
     page.unroute("**/v1/chat/completions")
     page.get_by_role("button", name="Regenerate this answer").click()
-    expect(answered(page).locator(".figures")).to_have_text(FIGURES, timeout=WAIT)
+    expect(last_answer(page).locator(".figures")).to_have_text(STATS_PATTERN, timeout=WAIT)
 
 
 def test_a_server_that_is_gone(opened: Any) -> None:
     page = opened()
-    ready(page)
+    wait_ready(page)
     page.context.set_offline(True)
-    ask(page, "Hello")
-    expect(answered(page).locator(".note.bad")).to_have_text("The server cannot be reached.")
+    send_message(page, "Hello")
+    expect(last_answer(page).locator(".note.bad")).to_have_text("The server cannot be reached.")
     expect(page.locator("#banner")).to_have_text(re.compile("cannot be reached"))
     page.context.set_offline(False)
     expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
 
 
 def test_loading_is_shown_and_a_key_is_asked_for(opened: Any, engines: Engines, shot: Any) -> None:
-    with Serving(engines.writer, "--api-key", "sesame", ready=False, flags=engines.flags) as serving:
+    with ServerProcess(engines.language_engine, "--api-key", "sesame", ready=False, flags=engines.flags) as serving:
         page = opened(url=serving.url)
         dialog = page.get_by_role("dialog", name="Settings")
         expect(dialog).to_be_visible()
@@ -346,12 +346,12 @@ def test_loading_is_shown_and_a_key_is_asked_for(opened: Any, engines: Engines, 
         page.keyboard.press("Enter")
         expect(dialog).to_be_hidden()
         banner = page.locator("#banner")
-        if serving.ask("/health")[0] == 503:
+        if serving.request("/health")[0] == 503:
             expect(banner).to_have_text(re.compile("is loading:|^$"))
             shot(page, "loading")
-        ready(page)
-        ask(page, "Hello")
-        expect(answered(page).locator(".figures")).to_have_text(FIGURES)
+        wait_ready(page)
+        send_message(page, "Hello")
+        expect(last_answer(page).locator(".figures")).to_have_text(STATS_PATTERN)
         # one kind of engine only: no tabs
         expect(page.get_by_role("tablist")).to_be_hidden()
 
@@ -359,7 +359,7 @@ def test_loading_is_shown_and_a_key_is_asked_for(opened: Any, engines: Engines, 
 def test_everything_has_a_name(opened: Any) -> None:
     """What can be operated says what it is, to those who cannot see it."""
     page = opened()
-    ready(page)
+    wait_ready(page)
     nameless = page.evaluate("""() => [...document.querySelectorAll('button, input, select, textarea, canvas, [role]')]
         .filter(each => !each.closest('[aria-hidden=true]'))
         .filter(each => !(each.getAttribute('aria-label') || each.labels?.length || each.textContent.trim()
@@ -373,16 +373,16 @@ def test_everything_has_a_name(opened: Any) -> None:
 
 def test_an_answer_that_failed_is_nobodys_turn(opened: Any) -> None:
     page = opened('{"temperature": 0, "max_tokens": 8}')
-    ready(page)
+    wait_ready(page)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=500, body="<html>"))
-    ask(page, "Hello")
-    expect(answered(page).locator(".note.bad")).to_be_visible()
+    send_message(page, "Hello")
+    expect(last_answer(page).locator(".note.bad")).to_be_visible()
     page.unroute("**/v1/chat/completions")
     with page.expect_request("**/v1/chat/completions") as asked:
-        ask(page, "Say hi")
+        send_message(page, "Say hi")
     told = asked.value.post_data_json["messages"]
     assert [(each["role"], each["content"]) for each in told] == [("user", "Hello"), ("user", "Say hi")]
-    expect(answered(page, 2).locator(".figures")).to_have_text(FIGURES, timeout=WAIT)
+    expect(last_answer(page, 2).locator(".figures")).to_have_text(STATS_PATTERN, timeout=WAIT)
 
 
 def test_a_model_without_a_chat_template_says_so(opened: Any) -> None:

@@ -13,9 +13,9 @@ import PIL.Image
 import pytest
 
 from tests.browser.conftest import Engines
-from tests.browser.steps import WAIT, expect
+from tests.browser.page_actions import WAIT, expect
 from tests.conftest import shared_dir
-from tests.serve.seeing import encoded, photo
+from tests.serve.segment_service import encode_image, random_photo
 
 pytestmark = pytest.mark.browser
 FOUND = re.compile(r"^Confidence \d+ %")
@@ -23,7 +23,7 @@ FOUND = re.compile(r"^Confidence \d+ %")
 
 @pytest.fixture
 def truck(shared: Path, engines: Engines) -> Path:
-    if not engines.real_viewer:
+    if not engines.has_real_segment:
         pytest.skip("needs MobileSAM's weights in the shared data folder")
     return shared / "data/images/truck.jpg"
 
@@ -137,11 +137,13 @@ def test_everything_is_found_and_one_is_chosen(opened: Any, truck: Path, shot: A
 def _file(truck: Path) -> dict[str, Any]:
     """The truck in small, as a file that is dropped."""
     small = PIL.Image.open(truck).resize((600, 400))
-    return {"name": "small truck.jpg", "mimeType": "image/jpeg", "buffer": encoded(small, "JPEG", quality=95)}
+    return {"name": "small truck.jpg", "mimeType": "image/jpeg", "buffer": encode_image(small, "JPEG", quality=95)}
 
 
 def test_everything_is_cancelled(opened: Any, engines: Engines) -> None:
-    page = bench(opened, {"name": "a.png", "mimeType": "image/png", "buffer": encoded(photo(3, (900, 600)))})
+    page = bench(
+        opened, {"name": "a.png", "mimeType": "image/png", "buffer": encode_image(random_photo(3, (900, 600)))}
+    )
     page.get_by_role("button", name="Everything").click()
     page.get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
@@ -151,7 +153,9 @@ def test_everything_is_cancelled(opened: Any, engines: Engines) -> None:
 
 
 def test_with_the_keyboard_alone(opened: Any, engines: Engines, shot: Any) -> None:
-    page = bench(opened, {"name": "a.png", "mimeType": "image/png", "buffer": encoded(photo(3, (300, 200)))})
+    page = bench(
+        opened, {"name": "a.png", "mimeType": "image/png", "buffer": encode_image(random_photo(3, (300, 200)))}
+    )
     sent: list[Any] = []
     page.on("request", lambda each: sent.append(each.post_data_json) if "segment" in each.url else None)
     overlay = page.get_by_role("application")
@@ -186,7 +190,7 @@ def test_on_a_phone(opened: Any, engines: Engines, shot: Any, scheme: str) -> No
     file = (
         folder / "data/images/dog.jpg"
         if folder
-        else {"name": "a.png", "mimeType": "image/png", "buffer": encoded(photo())}
+        else {"name": "a.png", "mimeType": "image/png", "buffer": encode_image(random_photo())}
     )
     page = bench(
         opened, file, viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True, is_mobile=True
@@ -204,7 +208,7 @@ def test_a_turned_photo_is_upright_for_both(opened: Any, engines: Engines) -> No
     """A camera's JPEG is sent as it is: browser and server must turn it alike."""
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
-    data = encoded(photo(4, (300, 200)), "JPEG", exif=exif)
+    data = encode_image(random_photo(4, (300, 200)), "JPEG", exif=exif)
     page = bench(opened, {"name": "turned.jpg", "mimeType": "image/jpeg", "buffer": data})
     assert page.locator("#overlay").evaluate("each => [each.width, each.height]") == [200, 300]
     with page.expect_response("**/v1/segment") as answer:
@@ -224,7 +228,9 @@ def test_what_is_no_photo_is_told(opened: Any) -> None:
 
 def test_a_forgotten_embedding_is_made_again(opened: Any, engines: Engines) -> None:
     """Where the server does not know the picture any more, it is sent once more and nobody notices."""
-    page = bench(opened, {"name": "a.png", "mimeType": "image/png", "buffer": encoded(photo(5, (300, 200)))})
+    page = bench(
+        opened, {"name": "a.png", "mimeType": "image/png", "buffer": encode_image(random_photo(5, (300, 200)))}
+    )
     gone = '{"error": {"message": "gone", "type": "t", "param": null, "code": "image_not_found"}}'
 
     def forget(route: Any) -> None:

@@ -9,32 +9,32 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from modelmill.checkpoint import ggml_types
-from modelmill.checkpoint.ggml_types import TYPES, expand_blocks
+from modelmill.checkpoint.ggml_types import GGML_TYPES, dequantize_blocks
 
-BLOCKS = {number: kind for number, kind in TYPES.items() if kind.expand is not None}
+BLOCKS = {number: kind for number, kind in GGML_TYPES.items() if kind.dequantize is not None}
 KNOWN_TO_GGUF = [number for number, kind in BLOCKS.items() if kind.name != "Q8_K"]
 
 
 def expanded(number: int, data: np.ndarray) -> np.ndarray:
-    kind = TYPES[number]
-    out = torch.empty(data.size // kind.size * kind.block)
-    expand_blocks(kind, torch.from_numpy(data), out)
+    kind = GGML_TYPES[number]
+    out = torch.empty(data.size // kind.block_bytes * kind.block_values)
+    dequantize_blocks(kind, torch.from_numpy(data), out)
     return out.numpy()
 
 
 def test_numbers_names_and_sizes_are_those_of_the_gguf_package():
-    for number, kind in TYPES.items():
+    for number, kind in GGML_TYPES.items():
         theirs = gguf.GGMLQuantizationType(number)
         assert theirs.name == kind.name
         # Q8_1 never reaches a file; the package still counts its two halves as floats, ggml.h does not.
-        assert kind.name == "Q8_1" or gguf.GGML_QUANT_SIZES[theirs] == (kind.block, kind.size)
-    assert set(TYPES) == {int(t) for t in gguf.GGMLQuantizationType}
+        assert kind.name == "Q8_1" or gguf.GGML_QUANT_SIZES[theirs] == (kind.block_values, kind.block_bytes)
+    assert set(GGML_TYPES) == {int(t) for t in gguf.GGMLQuantizationType}
 
 
-@pytest.mark.parametrize("number", KNOWN_TO_GGUF, ids=lambda n: TYPES[n].name)
+@pytest.mark.parametrize("number", KNOWN_TO_GGUF, ids=lambda n: GGML_TYPES[n].name)
 def test_random_bytes_expand_to_the_same_floats(number):
     # Every bit pattern of scales is met, NaN and infinity among them.
-    data = np.random.default_rng(number).integers(0, 256, 500 * TYPES[number].size, dtype=np.uint8)
+    data = np.random.default_rng(number).integers(0, 256, 500 * GGML_TYPES[number].block_bytes, dtype=np.uint8)
     with np.errstate(all="ignore"):
         theirs = dequantize(data.reshape(1, -1), gguf.GGMLQuantizationType(number)).reshape(-1)
     np.testing.assert_array_equal(expanded(number, data), theirs)
@@ -65,6 +65,6 @@ def test_chunks_do_not_change_the_result(monkeypatch):
 
 
 def test_labels_tell_plain_types_by_torch_name():
-    assert (TYPES[0].label, TYPES[30].label, TYPES[3].label) == ("float32", "bfloat16", "Q4_1")
-    assert TYPES[14].readable
-    assert not TYPES[20].readable
+    assert (GGML_TYPES[0].label, GGML_TYPES[30].label, GGML_TYPES[3].label) == ("float32", "bfloat16", "Q4_1")
+    assert GGML_TYPES[14].readable
+    assert not GGML_TYPES[20].readable

@@ -18,8 +18,8 @@ from modelmill.checkpoint.gguf_hf import GgufAsHf
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.checkpoint.rope_scaling import llama3_factors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch, UnknownArchitecture
-from modelmill.core.find import find
-from modelmill.core.generation import read_generation
+from modelmill.core.generation_defaults import read_generation
+from modelmill.core.registry import find_module
 from tests.checkpoint.checkpoint_factory import (
     LLAMA_CONFIG,
     TOKENS,
@@ -159,8 +159,8 @@ def test_a_window_that_no_runtime_computes_is_in_neither_config(tmp_path, arch):
     """llama.cpp gives these three full attention whatever the key says; engine and reference do the same."""
     extra = {"attention.sliding_window": ("add_uint32", 16), "attention.key_length": ("add_uint32", 8)}
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), arch, extra))
-    assert not any(find("modelmill.models", arch).configure(view.config).windows)
-    assert open_reference(open_checkpoint(tmp_path / "m.gguf")).windows == [None, None]
+    assert not any(find_module("modelmill.models", arch).config_from_hf(view.config).windows)
+    assert open_reference(open_checkpoint(tmp_path / "m.gguf")).sliding_windows == [None, None]
 
 
 def test_rope_freqs_of_a_wrong_length_are_corrupt(tmp_path):
@@ -268,7 +268,7 @@ def test_unknown_tensors_keep_their_name_for_the_rename_rules_to_report(tmp_path
 
 def test_vocabulary_holds_every_tokenizer_key(tmp_path):
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state()))
-    vocabulary = json.loads(view.vocabulary())
+    vocabulary = json.loads(view.tokenizer_json())
     assert vocabulary["tokenizer.ggml.tokens"] == TOKENS
     assert vocabulary["tokenizer.ggml.token_type"] == [1] * 20
     assert vocabulary["tokenizer.ggml.merges"] == ["a b", "c d"]

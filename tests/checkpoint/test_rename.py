@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.checkpoint.container import TensorInfo
-from modelmill.checkpoint.rename import Resolved, Rule, apply, plan_renames, result_info
+from modelmill.checkpoint.rename import ResolvedRule, Rule, apply_rule, plan_renames, result_info
 from modelmill.core.errors import TensorMismatch
 
 TENSORS = {
@@ -25,7 +25,7 @@ def info(name: str) -> TensorInfo:
 def test_every_source_finds_its_name_and_drops_are_left_alone():
     rules = [Rule("a", ("q",)), Rule("b", ("k", "v"), "cat0")]
     plan = plan_renames(rules, [r".*masked_bias"], {"q": 0, "k": 0, "v": 0, "h.0.masked_bias": 0})
-    assert plan == [Resolved("a", ("q",), "copy"), Resolved("b", ("k", "v"), "cat0")]
+    assert plan == [ResolvedRule("a", ("q",), "copy"), ResolvedRule("b", ("k", "v"), "cat0")]
 
 
 @pytest.mark.parametrize("available", ["transformer.wte.weight", "wte.weight"])
@@ -73,7 +73,7 @@ def test_optional_sources_make_no_target_when_all_are_absent_and_an_error_when_s
 def test_one_source_may_serve_several_targets():
     rules = [Rule(n, ("q",), f"part0:{i}/2") for i, n in enumerate("ab")]
     plan = plan_renames(rules, [], ["q"])
-    parts = [apply(entry, TENSORS.__getitem__) for entry in plan]
+    parts = [apply_rule(entry, TENSORS.__getitem__) for entry in plan]
     assert torch.equal(torch.cat(parts), TENSORS["q"])
 
 
@@ -92,8 +92,8 @@ CASES = [
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("how", "sources", "expected"), CASES)
 def test_every_step_computes_what_it_says_and_predicts_its_shape(how, sources, expected, streamed):
-    entry = Resolved("t", sources, how)
-    got = apply(entry, TENSORS.__getitem__, info if streamed else None)
+    entry = ResolvedRule("t", sources, how)
+    got = apply_rule(entry, TENSORS.__getitem__, info if streamed else None)
     assert torch.equal(got, expected())
     said = result_info(entry, info)
     assert (said.name, said.shape, said.torch_dtype) == ("t", tuple(got.shape), got.dtype)
@@ -105,11 +105,11 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(how, sources, e
     [("cat0", ("q", "bias")), ("cat1", ("q", "k")), ("transpose", ("bias",)), ("part0:0/3", ("q",))],
 )
 def test_shapes_that_do_not_fit_are_named_before_and_while_loading(how, sources):
-    entry = Resolved("layer.weight", sources, how)
+    entry = ResolvedRule("layer.weight", sources, how)
     with pytest.raises(TensorMismatch, match=r"layer\.weight"):
         result_info(entry, info)
     with pytest.raises(TensorMismatch, match=r"layer\.weight"):
-        apply(entry, TENSORS.__getitem__)
+        apply_rule(entry, TENSORS.__getitem__)
 
 
 def test_streaming_holds_one_source_at_a_time():
@@ -125,17 +125,17 @@ def test_streaming_holds_one_source_at_a_time():
         alive.append(weakref.ref(tensor))
         return tensor
 
-    apply(Resolved("t", ("q", "k", "k", "k"), "cat0"), get, info)
+    apply_rule(ResolvedRule("t", ("q", "k", "k", "k"), "cat0"), get, info)
 
 
 def test_quantized_sources_are_promised_as_float32():
-    said = result_info(Resolved("t", ("x",), "copy"), lambda n: TensorInfo(n, (2, 32), "Q4_1", 40))
+    said = result_info(ResolvedRule("t", ("x",), "copy"), lambda n: TensorInfo(n, (2, 32), "Q4_1", 40))
     assert (said.dtype, said.nbytes) == ("float32", 256)
 
 
 def test_mistakes_in_a_rule_are_ours_and_not_the_users():
     with pytest.raises(AssertionError):
-        result_info(Resolved("t", ("q",), "rotate"), info)
+        result_info(ResolvedRule("t", ("q",), "rotate"), info)
     with pytest.raises(AssertionError):
         plan_renames([Rule("t", ("q",)), Rule("t", ("k",))], [], ["q", "k"])
 
@@ -155,7 +155,7 @@ def test_a_plan_exists_exactly_when_both_sides_agree(wanted, available):
 
 def test_a_convolution_of_one_pixel_is_a_matrix() -> None:
     weight = torch.randn(3, 5, 1, 1)
-    found = apply(Resolved("t", ("w",), "pointwise"), {"w": weight}.__getitem__)
+    found = apply_rule(ResolvedRule("t", ("w",), "pointwise"), {"w": weight}.__getitem__)
     assert torch.equal(found, weight[:, :, 0, 0])
     with pytest.raises(TensorMismatch, match="no convolution of 1×1"):
-        apply(Resolved("t", ("w",), "pointwise"), {"w": torch.zeros(3, 5, 3, 3)}.__getitem__)
+        apply_rule(ResolvedRule("t", ("w",), "pointwise"), {"w": torch.zeros(3, 5, 3, 3)}.__getitem__)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from modelmill.cli.main import execute
-from tests.extras import excuse
+from tests.optional_extras import skip_if_extra_missing
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         code = execute([str(word) for word in words])
         torch.set_num_threads(threads)
         out = capsys.readouterr()
-        excuse(out.err)
+        skip_if_extra_missing(out.err)
         return code, json.loads(out.out) if "--json" in words and code != 2 else out.out, out.err
 
     return call

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from modelmill.eval import op_bench
-from modelmill.eval.op_cases import cases
-from modelmill.ops import shelf
+from modelmill.eval.op_cases import bench_cases
+from modelmill.ops import registry
 
 Cli = Callable[..., tuple[int, Any, str]]
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_bench, "cases", lambda op, kind, dtype: [next(iter(cases(op, kind, dtype)))])
-    monkeypatch.setattr(op_bench, "COLD_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(op_bench, "LEAST_ROUNDS", 1)
-    monkeypatch.setattr("modelmill.ops.clock.COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.clock.SIDE", {"cpu": 32})
+    monkeypatch.setattr(op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))])
+    monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)
+    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
     # other tests may have chosen Triton's interpreter, which takes minutes to be timed
     pytest.importorskip("triton")
     monkeypatch.setattr("modelmill.ops.triton.device.INTERPRETED", False)
@@ -32,7 +32,7 @@ def test_every_op_with_its_ceiling(cli: Cli, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     code, told, _ = cli("bench", "ops", "--device", "cpu", "--runs", 1, "--save", rows, "--json")
     assert code == 0
-    assert {each["op"] for each in told["results"]} == {*shelf.OPS, *shelf.SPANS}
+    assert {each["op"] for each in told["results"]} == {*registry.OPS, *registry.FUSED_OPS}
     assert told["ceilings"]["memory_gbps"] > 0
     assert told["dtype"] == "float32"
     saved = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -53,7 +53,7 @@ def test_a_kernel_that_fails_is_exit_code_one(cli: Cli, monkeypatch: pytest.Monk
     def broken(**args: Any) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(op_bench, "serving", lambda *args: {"torch": broken})
+    monkeypatch.setattr(op_bench, "runnable_implementations", lambda *args: {"torch": broken})
     code, text, _ = cli("bench", "ops", "--op", "rms_norm", "--device", "cpu")
     assert code == 1
     assert "no such instruction" in text

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from modelmill.cli import bench
-from modelmill.eval import remote, serving
-from modelmill.eval.remote import Visit
+from modelmill.eval import openai_client, serving_load
+from modelmill.eval.openai_client import RequestTiming
 
 KEYS = [
     ["--api-key", "SECRET123"],
@@ -26,15 +26,15 @@ KEYS = [
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every load sees the same: nothing is asked."""
 
-    async def run(*_: Any) -> tuple[list[Visit], float]:
-        good = [Visit(0.0, [0.1, 0.2 + 0.1 * place], 5, 2) for place in range(4)]
-        return [*good, Visit(0.0, error="gone")], 2.0
+    async def run(*_: Any) -> tuple[list[RequestTiming], float]:
+        good = [RequestTiming(0.0, [0.1, 0.2 + 0.1 * place], 5, 2) for place in range(4)]
+        return [*good, RequestTiming(0.0, error="gone")], 2.0
 
     async def first_model(self: Any) -> str:
         return "m"
 
-    monkeypatch.setattr(serving, "run", run)
-    monkeypatch.setattr(remote.Remote, "first_model", first_model)
+    monkeypatch.setattr(serving_load, "run_load", run)
+    monkeypatch.setattr(openai_client.OpenAIClient, "first_model", first_model)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def test_rows_and_no_key(
 
 
 def test_other_words_stay() -> None:
-    assert bench._command(["bench", "latency", "api-key", "x y"]) == "modelmill bench latency api-key 'x y'"
+    assert bench._redacted_command(["bench", "latency", "api-key", "x y"]) == "modelmill bench latency api-key 'x y'"
 
 
 def test_help_tells_what_serve_reads() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from modelmill.cli import main as command
 from modelmill.cli.help_page import usage
-from modelmill.cli.options import flags_of
-from modelmill.core.find import find
+from modelmill.cli.options import collect_flags
+from modelmill.core.registry import find_module
 
 WIDTHS = (40, 60, 80, 100, 120)
 VERBS = command.verbs()
@@ -43,9 +43,9 @@ def test_every_name_is_whole(
 ) -> None:
     told = page(monkeypatch, capsys, width, verb)
     words = {word.rstrip(",") for word in told.split()}
-    module = find("modelmill.cli", verb)
+    module = find_module("modelmill.cli", verb)
     assert module is not None
-    for flag in flags_of(module.Args):
+    for flag in collect_flags(module.Args):
         if flag.hidden:
             continue
         names = [flag.label] if flag.positional else [f"--{name}" for name in flag.names]
@@ -62,8 +62,8 @@ def test_lines_keep_to_the_width_but_for_what_is_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     told = page(monkeypatch, capsys, 80, verb)
-    module = find("modelmill.cli", verb)
-    whole = {line.strip() for line in getattr(module, "MORE", "").splitlines()}
+    module = find_module("modelmill.cli", verb)
+    whole = {line.strip() for line in getattr(module, "EPILOG", "").splitlines()}
     for line in told.splitlines():
         assert len(line) <= 80 or line.strip() in whole or line.startswith("Usage: "), line
 
@@ -72,9 +72,9 @@ def test_lines_keep_to_the_width_but_for_what_is_copied(
 def test_examples_are_there_as_they_can_be_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    module = find("modelmill.cli", verb)
+    module = find_module("modelmill.cli", verb)
     assert module is not None
-    examples = [line.strip() for line in getattr(module, "MORE", "").partition("Examples:")[2].splitlines() if line]
+    examples = [line.strip() for line in getattr(module, "EPILOG", "").partition("Examples:")[2].splitlines() if line]
     assert verb in ("inspect", "doctor") or examples
     told = page(monkeypatch, capsys, 60, verb).splitlines()
     assert all(f"  {example}" in told for example in examples if example)
@@ -94,11 +94,11 @@ def test_the_top_page_names_every_verb(
 def test_who_leaves_something_out_is_told_the_form(cli: Callable[..., tuple[int, Any, str]], verb: str) -> None:
     code, out, err = cli(verb)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    module = find("modelmill.cli", verb)
+    module = find_module("modelmill.cli", verb)
     assert module is not None
     assert MISSING[verb] in err.partition(";")[0]
     assert f"the form is: {usage(verb, module)}" in err
-    if "Examples:" in getattr(module, "MORE", ""):
+    if "Examples:" in getattr(module, "EPILOG", ""):
         assert f"for example: modelmill {verb} " in err
 
 
@@ -120,8 +120,8 @@ def test_pages_are_coloured_on_a_terminal_only(
     from modelmill.cli import help_page
 
     assert "\x1b" not in page(monkeypatch, capsys, 80, "run")
-    monkeypatch.setattr(help_page, "_coloured", lambda: True)
-    module = find("modelmill.cli", "run")
+    monkeypatch.setattr(help_page, "_use_color", lambda: True)
+    module = find_module("modelmill.cli", "run")
     assert module is not None
     told = help_page.verb_page("run", module, 80)
     assert "\x1b[36m--raw\x1b[0m" in told

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from modelmill.cli import main as command
-from modelmill.cli.options import Common
+from modelmill.cli.options import CommonArgs
 from modelmill.core.errors import AcceptanceError, RequestError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """Nothing of its own."""
 
 
@@ -25,7 +25,7 @@ def install(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     module = types.ModuleType("modelmill.cli.probe")
     module.HELP, module.Args, module.run = "a probe", Args, run  # type: ignore[attr-defined]
     monkeypatch.setattr(command, "verbs", lambda: ["probe", "other"])
-    monkeypatch.setattr(command, "find", lambda package, name: module)
+    monkeypatch.setattr(command, "find_module", lambda package, name: module)
 
 
 def raising(error: BaseException) -> Any:

@@ -12,15 +12,21 @@ from typing import Any
 import pytest
 
 from modelmill.cli import main as command
-from modelmill.cli.engine import SAMPLING_HELP, SHARED, CacheBuild, beside_reference, changed
-from modelmill.cli.options import Common, config, flags_of, variable
+from modelmill.cli.engine_options import (
+    REFERENCE_GPU_FRACTION,
+    SAMPLING_HELP,
+    CacheBuildOptions,
+    non_default_fields,
+    share_gpu_with_reference,
+)
+from modelmill.cli.options import CommonArgs, collect_flags, config, flag_variable
 from modelmill.core.config import BuildConfig, RunConfig, option
-from modelmill.core.find import find
+from modelmill.core.registry import find_module
 from modelmill.core.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Common):
+class Args(CommonArgs):
     """Every kind of field."""
 
     engine: Path = option(help="the engine", positional=True, metavar="ENGINE")
@@ -30,7 +36,7 @@ class Args(Common):
     sizes: tuple[int, ...] = option((1, 2), "sizes")
     two: tuple[str, str] | None = option(None, "two values")
     what: str = option("a", "a choice", choices=("a", "b"), flags=("-w",))
-    build: BuildConfig = config(BuildConfig, "Build", leave=("calibration",))
+    build: BuildConfig = config(BuildConfig, "Build", exclude=("calibration",))
     run: RunConfig = config(RunConfig, "Run")
     sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
 
@@ -53,7 +59,7 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
     module.HELP, module.Args, module.run = "a probe", Args, found.run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "modelmill.cli.probe", module)
     monkeypatch.setattr(command, "verbs", lambda: ["probe"])
-    monkeypatch.setattr(command, "find", lambda package, name: module)
+    monkeypatch.setattr(command, "find_module", lambda package, name: module)
     return found
 
 
@@ -232,33 +238,33 @@ def test_mistakes_on_the_command_line(
 
 def test_flags_stand_once_with_help_and_a_variable() -> None:
     for name in command.verbs():
-        module = find("modelmill.cli", name)
+        module = find_module("modelmill.cli", name)
         assert module is not None
-        flags = flags_of(module.Args)
+        flags = collect_flags(module.Args)
         longs = [each for flag in flags for each in flag.names]
         assert len(longs) == len(set(longs))
         assert {"json", "config"} <= set(longs)
         for flag in flags:
             assert flag.help, f"{name} --{flag.long} has no help"
             for each in flag.names:
-                assert variable(each).startswith("MODELMILL_")
-                assert not variable(each).startswith("MODELMILL_CACHE"), "that variable names the cache folder"
+                assert flag_variable(each).startswith("MODELMILL_")
+                assert not flag_variable(each).startswith("MODELMILL_CACHE"), "that variable names the cache folder"
 
 
 def test_borrowed_options_follow_their_source() -> None:
     own = {each.name: each for each in fields(BuildConfig)}
-    for each in fields(CacheBuild):
+    for each in fields(CacheBuildOptions):
         assert each.default == own[each.name].default
         assert each.metadata["choices"] == own[each.name].metadata["choices"]
 
 
 def test_changed() -> None:
-    assert changed(RunConfig(seed=3, page_size=16)) == {"seed": 3}
+    assert non_default_fields(RunConfig(seed=3, page_size=16)) == {"seed": 3}
     kernels: Mapping[str, str] = {"linear": "torch"}
-    assert changed(BuildConfig(kernels=kernels)) == {"kernels": kernels}
+    assert non_default_fields(BuildConfig(kernels=kernels)) == {"kernels": kernels}
 
 
 def test_an_engine_makes_room_for_the_reference_unless_told_otherwise() -> None:
-    assert beside_reference(RunConfig()).gpu_memory_utilization == SHARED
-    assert beside_reference(RunConfig(gpu_memory_utilization=0.8)).gpu_memory_utilization == 0.8
-    assert beside_reference(RunConfig(kv_cache_bytes=1 << 30)).gpu_memory_utilization == 0.9
+    assert share_gpu_with_reference(RunConfig()).gpu_memory_utilization == REFERENCE_GPU_FRACTION
+    assert share_gpu_with_reference(RunConfig(gpu_memory_utilization=0.8)).gpu_memory_utilization == 0.8
+    assert share_gpu_with_reference(RunConfig(kv_cache_bytes=1 << 30)).gpu_memory_utilization == 0.9

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modelmill.eval import profile as profiling
-from tests.eval.test_chrome import check_trace
+from tests.eval.test_chrome_trace import check_trace
 
 Cli = Callable[..., tuple[int, Any, str]]
 
@@ -18,8 +18,8 @@ Cli = Callable[..., tuple[int, Any, str]]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "CPU_ROUNDS", 2)
-    monkeypatch.setattr("modelmill.ops.clock.COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.clock.SIDE", {"cpu": 32})
+    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
 
 
 def test_both_phases_as_tables_with_a_trace(cli: Cli, engine: Path, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_both_phases_as_tables_with_a_trace(cli: Cli, engine: Path, tmp_path: Pa
     assert code == 0
     assert "prefill, 2 × 24" in text
     assert "decode, 2 × 24" in text
-    assert "layers.*.attn.mix" in text
+    assert "layers.*.attn.core" in text
     assert "of floor" in text
     assert "ui.perfetto.dev" in err
     check_trace(json.loads(trace.read_text()))

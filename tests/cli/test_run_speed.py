@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from modelmill.answer import Answer, Completion
-from modelmill.cli.run import as_json, tell_speed
+from modelmill.cli.run import note_speed, output_to_json
+from modelmill.outputs import CompletionOutput, RequestOutput
 
 
-def answer(counts: list[int], score: float | None = None) -> Answer:
+def answer(counts: list[int], score: float | None = None) -> RequestOutput:
     """Answers of so many tokens to one prompt, the first token after one second, the last after three."""
-    outputs = [Completion(index, token_ids=[7] * count, score=score) for index, count in enumerate(counts)]
-    return Answer("a", None, [1, 2], outputs, first_token_seconds=1.0, seconds=3.0)
+    outputs = [CompletionOutput(index, token_ids=[7] * count, score=score) for index, count in enumerate(counts)]
+    return RequestOutput("a", None, [1, 2], outputs, first_token_seconds=1.0, seconds=3.0)
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ def test_each_answer_of_a_prompt_has_a_first_token(
     counts: list[int], rate: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = answer(counts) if counts else answer([0])
-    assert as_json(given, 9.0)["timing"]["tokens_per_s"] == pytest.approx(rate)
-    tell_speed([given], 3.0)
+    assert output_to_json(given, 9.0)["timing"]["tokens_per_s"] == pytest.approx(rate)
+    note_speed([given], 3.0)
     assert f" {rate:.1f} tokens/s" in capsys.readouterr().err
 
 
 def test_beams_and_several_prompts_are_counted_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    assert as_json(answer([4, 4], score=-1.0), 9.0)["timing"]["tokens_per_s"] == pytest.approx(8 / 3)
-    tell_speed([answer([3]), answer([3])], 3.0)
+    assert output_to_json(answer([4, 4], score=-1.0), 9.0)["timing"]["tokens_per_s"] == pytest.approx(8 / 3)
+    note_speed([answer([3]), answer([3])], 3.0)
     assert "first token" not in (told := capsys.readouterr().err)
     assert "2.0 tokens/s" in told

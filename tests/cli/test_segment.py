@@ -11,13 +11,13 @@ import PIL.Image
 import pytest
 import torch
 
-from modelmill.cli import lines
+from modelmill.cli import log_progress
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
 from modelmill.models import sam
-from modelmill.nn.still import Still
-from modelmill.vision.masks import from_coco, mask_of
+from modelmill.nn.vision_context import VisionContext
+from modelmill.vision.masks import decode_rle, from_coco_rle
 from tests.models.sam_seeded import small_file
 
 
@@ -55,7 +55,7 @@ def test_json_overlay_masks_and_run_lengths(engine: Path, photos: Path, tmp_path
     assert scores == sorted(scores, reverse=True)
     for mask in found["masks"]:
         shown = torch.from_numpy(np.array(PIL.Image.open(mask["file"])))
-        assert torch.equal(mask_of(from_coco(mask["rle"]), *mask["rle"]["size"]), shown)
+        assert torch.equal(decode_rle(from_coco_rle(mask["rle"]), *mask["rle"]["size"]), shown)
         assert int(shown.sum()) == mask["area"]
     assert PIL.Image.open(out).size == (80, 60)
     assert asked(engine, photos / "0.png", "--point", "40,30", "--masks", masks) == 0
@@ -94,7 +94,7 @@ def test_everything_tells_how_far_it_is_without_a_terminal(
     engine: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     told: list[tuple[str, float, float]] = []
-    monkeypatch.setattr(lines.Lines, "tell", lambda _, *given: told.append(given))
+    monkeypatch.setattr(log_progress.LogProgress, "update", lambda _, *given: told.append(given))
     assert asked(engine, photos / "0.png", "--everything", "--points-per-side", "2") == 0
     assert {("points", 0, 4), ("points", 4, 4)} <= set(told)
     capsys.readouterr()
@@ -285,14 +285,14 @@ def test_a_picture_that_overflows_is_left_out(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     build_engine(small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False)
-    embed = sam.Model.embed
+    embed = sam.Model.encode_image
 
-    def embedded(model: sam.Model, images: torch.Tensor, still: Still) -> torch.Tensor:
+    def embedded(model: sam.Model, images: torch.Tensor, still: VisionContext) -> torch.Tensor:
         found = embed(model, images, still)
         return torch.where(images[:, :1, :8, :8].amin((2, 3), keepdim=True) > 2, found * 1e6, found)
 
     PIL.Image.new("RGB", (80, 60), "white").save(photos / "1.png")
-    monkeypatch.setattr(sam.Model, "embed", embedded)
+    monkeypatch.setattr(sam.Model, "encode_image", embedded)
     assert asked(tmp_path / "half.engine", photos, "--point", "5,5", "--json") == 1
     told = json.loads(capsys.readouterr().out)["images"]
     assert ["error" in each for each in told] == [False, True, False]
@@ -308,7 +308,7 @@ def test_a_checkpoint_in_8_bits(photos: Path, tmp_path: Path, monkeypatch: pytes
     assert len(told["masks"]) == 3
     [engine] = (tmp_path / "cache" / "engines").iterdir()
     manifest = json.loads((engine / "manifest.json").read_text())
-    assert "w8a8" in manifest["weights"].values()
+    assert "w8a8" in manifest["weight_formats"].values()
     assert asked(checkpoint, *words, "-q", "int4") == 2
     assert "take -q int8 (weights and activations) or -q fp8" in capsys.readouterr().err
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from modelmill.cli.terminal import Wrapper
-from tests.patience import PATIENCE
+from modelmill.cli.terminal import WordWrapper
+from tests.wait import TIMEOUT_SECONDS
 
 Cli = Callable[..., tuple[int, Any, str]]
 COLUMNS = 40
@@ -31,25 +31,25 @@ COLUMNS = 40
 TALK = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from modelmill.answer import Answer, Completion, Delta
-from modelmill.cli.chat import Talk, read_line
+from modelmill.outputs import RequestOutput, CompletionOutput, OutputDelta
+from modelmill.cli.chat import ChatSession, read_line
 from modelmill.core.types import SamplingParams
 
 class Engine:
     def stream(self, messages, params):
-        answer = Answer("r0", None, [1], [Completion(0)])
+        answer = RequestOutput("r0", None, [1], [CompletionOutput(0)])
         for piece in ("first ", "second ", *{words!r}):
             if piece == "second ":
                 os.read({gate}, 1)
-            yield Delta(0, piece, (1,), None, answer)
+            yield OutputDelta(0, piece, (1,), None, answer)
 
-talk = Talk(Engine(), SamplingParams(), None)
+session = ChatSession(Engine(), SamplingParams(), None)
 while True:
     line = read_line()
     print("read", repr(line), flush=True)
     if line in (None, "/exit"):
         break
-    talk.turn(line)
+    session.handle_line(line)
     print("echo", bool(termios.tcgetattr(0)[3] & termios.ECHO), flush=True)
 """
 
@@ -73,7 +73,7 @@ class Terminal:
 
     def until(self, mark: str, start: int = 0) -> int:
         """Read until ``mark`` has come behind ``start``; returns where it ends."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while mark not in self.text[start:]:
             left = deadline - time.monotonic()
             assert left > 0, f"no {mark!r} came: {self.text!r}"
@@ -89,7 +89,7 @@ class Terminal:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(PATIENCE)
+        self.process.wait(TIMEOUT_SECONDS)
         os.close(self.master)
 
 
@@ -132,7 +132,7 @@ def test_keys_typed_into_an_answer_wait_for_the_next_prompt() -> None:
         terminal.until("True", terminal.until("echo", at))
         terminal.type("/exit\n")
         terminal.until("read '/exit'")
-        assert terminal.process.wait(PATIENCE) == 0
+        assert terminal.process.wait(TIMEOUT_SECONDS) == 0
 
 
 def test_an_answer_breaks_between_words() -> None:
@@ -156,7 +156,7 @@ def test_a_talk_with_an_engine(engine: Path) -> None:
     try:
         terminal.type("Hello\n/exit\n")  # before there is a prompt
         terminal.until("tokens/s")
-        assert terminal.process.wait(PATIENCE) == 0
+        assert terminal.process.wait(TIMEOUT_SECONDS) == 0
     finally:
         terminal.close()
 
@@ -165,11 +165,11 @@ def test_a_talk_with_an_engine(engine: Path) -> None:
 
 
 def wrapped(text: str, width: int, pieces: random.Random | None = None) -> str:
-    wrapper, out = Wrapper(lambda: width), ""
+    wrapper, out = WordWrapper(lambda: width), ""
     while text:
         size = len(text) if pieces is None else pieces.randint(1, 7)
         out, text = out + wrapper.feed(text[:size]), text[size:]
-    return out + wrapper.end()
+    return out + wrapper.flush()
 
 
 @pytest.mark.parametrize(

@@ -110,15 +110,18 @@ def test_inspect_says_ids_only(cli: Cli, checkpoint: Path, tmp_path: Path) -> No
 def test_doctor_names_versions_that_were_not_tested(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from modelmill.core import packages
 
-    found = [packages.Outside("torch", "9.1", ">=2.11,<2.16"), packages.Outside("Python", "4.0", ">=3.11,<3.15")]
-    monkeypatch.setattr(packages, "outside", lambda: found)
+    found = [
+        packages.UntestedVersion("torch", "9.1", ">=2.11,<2.16"),
+        packages.UntestedVersion("Python", "4.0", ">=3.11,<3.15"),
+    ]
+    monkeypatch.setattr(packages, "untested_versions", lambda: found)
     code, told, _ = cli("doctor", "--json")
     assert code == 0
     assert told["outside"][0] == {"name": "torch", "version": "9.1", "tested": ">=2.11,<2.16"}
     text = " ".join(cli("doctor")[1].split())
     assert "outside what was tested" in text
     assert "9.1" in text
-    monkeypatch.setattr(packages, "outside", list)
+    monkeypatch.setattr(packages, "untested_versions", list)
     assert cli("doctor", "--json")[1]["outside"] == []
     assert "outside what was tested" not in cli("doctor")[1]
 
@@ -205,7 +208,7 @@ def test_run_samples_n_and_beams(cli: Cli, engine: Path) -> None:
         (("--prompt", "x", "--system", "y"), "chat template"),
         (("--prompt", "x", "--top-p", "0"), "top_p"),
         (("--prompt", "x", "--quantization", "int8"), "quantization"),
-        (("--prompt", "x", "--dump", "layers.0.atn.mix", "f"), "matches no module"),
+        (("--prompt", "x", "--dump", "layers.0.atn.core", "f"), "matches no module"),
         (("--prompt", "x", "--dump", "layers.0.*", "/"), "cannot write /"),
         (("--file", "none.jsonl"), "cannot read"),
     ],
@@ -220,12 +223,12 @@ def test_run_refuses_in_one_line(cli: Cli, engine: Path, words: tuple[str, ...],
 def test_dump(cli: Cli, engine: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "d.safetensors"
     code, _, err = cli(
-        "run", engine, "--prompt", "Once upon a time", "--max-tokens", 1, "--dump", "layers.*.attn.mix", out
+        "run", engine, "--prompt", "Once upon a time", "--max-tokens", 1, "--dump", "layers.*.attn.core", out
     )
     assert code == 0
     tensors = load_file(out)
-    assert set(tensors) == {"ids", *(f"layers.{i}.attn.mix" for i in range(5))}
-    assert len(tensors["layers.0.attn.mix"]) == len(tensors["ids"]) == 5
+    assert set(tensors) == {"ids", *(f"layers.{i}.attn.core" for i in range(5))}
+    assert len(tensors["layers.0.attn.core"]) == len(tensors["ids"]) == 5
     assert "5 tensors" in err
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from modelmill.core import env
-from modelmill.serve import child
+from modelmill.serve import worker_process
 
 LIBRARY = "from modelmill import LLM; import os; print('children', os.environ.get('OMP_WAIT_POLICY'))"
 COMMAND = "import sys; sys.argv = ['modelmill', 'doctor', '--json']; from modelmill.cli.main import main; main()"
@@ -22,7 +22,7 @@ COMMAND = "import sys; sys.argv = ['modelmill', 'doctor', '--json']; from modelm
 
 def spins(code: str, **more: str) -> tuple[str | None, str]:
     """GOMP_SPINCOUNT as the runtime tells it, and what the program prints. Skips where the runtime is not GNU's."""
-    clean = {name: value for name, value in env.child().items() if name not in env.WAITING}
+    clean = {name: value for name, value in env.child_env().items() if name not in env.OPENMP_WAIT_VARS}
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, env={**clean, "OMP_DISPLAY_ENV": "VERBOSE", **more}, capture_output=True, text=True, check=True
@@ -55,13 +55,13 @@ def test_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-    for name in env.WAITING:
+    for name in env.OPENMP_WAIT_VARS:
         monkeypatch.delenv(name, raising=False)
     for value in (None, "ACTIVE"):
         if value:
             monkeypatch.setenv("OMP_WAIT_POLICY", value)
         with pytest.raises(OSError):
-            asyncio.run(child.launch())
+            asyncio.run(worker_process.launch_worker())
     assert [each["OMP_WAIT_POLICY"] for each in told] == ["PASSIVE", "ACTIVE"]
 
 
@@ -83,7 +83,7 @@ def spun():
 
 before = spun()
 use_threads(2)
-print(before[-1], spun()[4], openmp.waiting())
+print(before[-1], spun()[4], openmp.describe_wait_policy())
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from modelmill.core import packages
 from modelmill.core.errors import MissingDependency
-from modelmill.core.packages import Outside, need, outside
+from modelmill.core.packages import UntestedVersion, require, untested_versions
 from tests.conftest import ROOT
 
 
@@ -43,14 +43,17 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, requires: list[str], versions: dic
 )
 def test_a_version_is_inside_or_outside(monkeypatch: pytest.MonkeyPatch, version: str, tested: bool) -> None:
     _pretend(monkeypatch, ["torch<2.16,>=2.11"], {"torch": version})
-    assert outside() == ([] if tested else [Outside("torch", version, ">=2.11,<2.16")])
+    assert untested_versions() == ([] if tested else [UntestedVersion("torch", version, ">=2.11,<2.16")])
 
 
 def test_extras_and_python_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     requires = ['gguf<1,>=0.17; extra == "test"', 'gguf<1,>=0.17; extra == "conformance"', 'ray<3; extra == "ray"', "?"]
     _pretend(monkeypatch, requires, {"gguf": "1.0"}, python="<3,>=2")
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.11.7")
-    assert outside() == [Outside("Python", "3.11.7", ">=2,<3"), Outside("gguf", "1.0", ">=0.17,<1")]
+    assert untested_versions() == [
+        UntestedVersion("Python", "3.11.7", ">=2,<3"),
+        UntestedVersion("gguf", "1.0", ">=0.17,<1"),
+    ]
 
 
 def test_a_source_tree_alone_has_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,13 +61,13 @@ def test_a_source_tree_alone_has_no_ranges(monkeypatch: pytest.MonkeyPatch) -> N
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "metadata", absent)
-    assert outside() == []
+    assert untested_versions() == []
 
 
 def test_what_is_needed_is_said_with_the_way_out() -> None:
-    need("--plot", "json", "report")
+    require("--plot", "json", "report")
     with pytest.raises(MissingDependency, match=r"--plot needs no-such-package; .* 'modelmill\[report\]'"):
-        need("--plot", "no_such_package", "report")
+        require("--plot", "no_such_package", "report")
 
 
 def _requirements() -> list[str]:

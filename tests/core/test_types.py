@@ -33,15 +33,15 @@ def test_out_of_range_is_one_clear_line(bad: dict[str, Any]) -> None:
 
 def test_unset_fields_take_the_defaults_and_set_ones_win() -> None:
     defaults = {"temperature": 0.7, "top_p": 0.8, "unknown": 3}
-    assert SamplingParams().resolved(defaults).temperature == 0.7
-    kept = SamplingParams(temperature=0.0).resolved(defaults)
+    assert SamplingParams().with_defaults(defaults).temperature == 0.7
+    kept = SamplingParams(temperature=0.0).with_defaults(defaults)
     assert kept.temperature == 0.0
     assert kept.greedy
     assert kept.top_p == 0.8
-    assert SamplingParams().resolved({}).temperature == 1.0
+    assert SamplingParams().with_defaults({}).temperature == 1.0
 
 
 @given(st.floats(0, 2), st.floats(0.01, 1), st.integers(-1, 1000))
 def test_resolving_twice_changes_nothing(temperature: float, top_p: float, top_k: int) -> None:
-    once = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k).resolved({})
-    assert once.resolved({"temperature": 0.123}) == once
+    once = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k).with_defaults({})
+    assert once.with_defaults({"temperature": 0.123}) == once

@@ -10,81 +10,88 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.eval import op_bench
-from modelmill.eval.ceilings import Ceilings, measure
-from modelmill.eval.op_bench import Timed, Wanted, argument_sets, bench, judged, serving
-from modelmill.eval.op_cases import MORE, cases
-from modelmill.ops import shelf
+from modelmill.eval.op_bench import (
+    OpBenchSelection,
+    OpTiming,
+    argument_sets,
+    bench_ops,
+    runnable_implementations,
+    with_roofline,
+)
+from modelmill.eval.op_cases import EXTRA_CASES, bench_cases
+from modelmill.eval.roofline import Roofline, measure_roofline
+from modelmill.ops import registry
 from modelmill.ops.case import Case
 
-CEILINGS = Ceilings("cpu", 10e9, {"float32": 100e9})
+CEILINGS = Roofline("cpu", 10e9, {"float32": 100e9})
 POSITIVE = st.floats(1.0, 1e12)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small case an op, few copies, small ceilings."""
-    monkeypatch.setattr(op_bench, "cases", lambda op, kind, dtype: [next(iter(cases(op, kind, dtype)))])
-    monkeypatch.setattr(op_bench, "COLD_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
-    monkeypatch.setattr(op_bench, "LEAST_ROUNDS", 1)
-    monkeypatch.setattr("modelmill.ops.clock.COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.clock.SIDE", {"cpu": 32, "cuda": 32})
+    monkeypatch.setattr(op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))])
+    monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)
+    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32, "cuda": 32})
     # other tests may have chosen Triton's interpreter, which takes minutes to be timed
     pytest.importorskip("triton")
     monkeypatch.setattr("modelmill.ops.triton.device.INTERPRETED", False)
 
 
 def test_every_op_of_the_shelf_is_timed(quick: None) -> None:
-    found = list(bench(measure("cpu", [torch.float32]), torch.float32, Wanted(rounds=2)))
-    assert {each.op for each in found} == {*shelf.OPS, *shelf.SPANS}
+    found = list(bench_ops(measure_roofline("cpu", [torch.float32]), torch.float32, OpBenchSelection(rounds=2)))
+    assert {each.op for each in found} == {*registry.OPS, *registry.FUSED_OPS}
     assert not [each for each in found if each.failed]
     for each in found:
         assert each.us is not None
         assert each.us.median > 0
         assert each.fraction is None or each.fraction > 0
-    for op in shelf.OPS:
+    for op in registry.OPS:
         assert [each.op for each in found if each.op == op and each.chosen] == [op]
 
 
 def test_only_what_is_wanted_is_timed(quick: None) -> None:
-    wanted = Wanted(ops=("rms_norm", "linear"), variants=("torch",), rounds=1)
-    found = list(bench(measure("cpu", [torch.float32]), torch.float32, wanted))
+    wanted = OpBenchSelection(ops=("rms_norm", "linear"), implementations=("torch",), rounds=1)
+    found = list(bench_ops(measure_roofline("cpu", [torch.float32]), torch.float32, wanted))
     assert [(each.op, each.variant) for each in found] == [("rms_norm", "torch"), ("linear", "torch")]
-    assert list(bench(CEILINGS, torch.float32, Wanted(case="no such case"))) == []
+    assert list(bench_ops(CEILINGS, torch.float32, OpBenchSelection(case="no such case"))) == []
 
 
 def test_the_fraction_is_the_floor_over_the_time() -> None:
     """10 GB/s, 100 GFLOP/s: 1 MB takes 100 µs, 2 MFLOP 20 µs; of a call of 200 µs the floor is a half."""
-    base = Timed("linear", "x", "float32", "torch", True, "graph")
-    found = judged(base, Case("x", {}, 1_000_000, 2_000_000), [300e-6, 200e-6, 150e-6], CEILINGS)
+    base = OpTiming("linear", "x", "float32", "torch", True, "graph")
+    found = with_roofline(base, Case("x", {}, 1_000_000, 2_000_000), [300e-6, 200e-6, 150e-6], CEILINGS)
     assert found.fraction == pytest.approx(0.5)
     assert found.bound == "memory"
     assert found.gbps == pytest.approx(5.0)
     assert found.tflops == pytest.approx(0.01)
-    many = judged(base, Case("x", {}, 1_000_000, 40_000_000), [800e-6], CEILINGS)
+    many = with_roofline(base, Case("x", {}, 1_000_000, 40_000_000), [800e-6], CEILINGS)
     assert (many.bound, many.fraction) == ("products", pytest.approx(0.5))
-    best = judged(
-        Timed("linear", "x", "float32", "torch", True, "host"), Case("x", {}, 1_000_000), [200e-6, 125e-6], CEILINGS
+    best = with_roofline(
+        OpTiming("linear", "x", "float32", "torch", True, "host"), Case("x", {}, 1_000_000), [200e-6, 125e-6], CEILINGS
     )
     assert best.fraction == pytest.approx(0.8)
 
 
 def test_products_of_8_bits_have_a_ceiling_of_their_own() -> None:
     """100 Gop/s in float32, 400 in int8: 40 Mop take 100 µs there, and 400 where the int8 rate is not known."""
-    base = Timed("w8a8_linear", "x", "float32", "cuda", True, "graph")
+    base = OpTiming("w8a8_linear", "x", "float32", "cuda", True, "graph")
     case = Case("x", {"x": torch.ones(2, 2, dtype=torch.int8)}, 1000, 40_000_000)
-    both = Ceilings("cuda", 10e9, {"float32": 100e9, "int8": 400e9})
-    assert judged(base, case, [200e-6], both).fraction == pytest.approx(0.5)
-    assert judged(base, case, [800e-6], CEILINGS).fraction == pytest.approx(0.5)
+    both = Roofline("cuda", 10e9, {"float32": 100e9, "int8": 400e9})
+    assert with_roofline(base, case, [200e-6], both).fraction == pytest.approx(0.5)
+    assert with_roofline(base, case, [800e-6], CEILINGS).fraction == pytest.approx(0.5)
     wide = Case("x", {"x": torch.ones(2, 2)}, 1000, 40_000_000)
-    assert judged(base, wide, [800e-6], both).fraction == pytest.approx(0.5)
+    assert with_roofline(base, wide, [800e-6], both).fraction == pytest.approx(0.5)
 
 
 def test_what_is_8_bits_of_a_sum_takes_its_own_time() -> None:
-    found = Ceilings("cuda", 1e9, {"float32": 100.0, "int8": 400.0})
-    assert found.floor(0, 500, "float32", {"int8": 400}) == pytest.approx(2.0)
-    assert found.floor(0, 500, "float32", {"float8_e4m3fn": 400}) == pytest.approx(5.0)
-    assert found.floor(0, 400, "float16", {"int8": 400}) == pytest.approx(1.0)
-    assert Ceilings("cuda", 1e9, {"float32": 0.0}).floor(2e9, 0, "float32") == 2.0, "a rate that is not known"
+    found = Roofline("cuda", 1e9, {"float32": 100.0, "int8": 400.0})
+    assert found.min_seconds(0, 500, "float32", {"int8": 400}) == pytest.approx(2.0)
+    assert found.min_seconds(0, 500, "float32", {"float8_e4m3fn": 400}) == pytest.approx(5.0)
+    assert found.min_seconds(0, 400, "float16", {"int8": 400}) == pytest.approx(1.0)
+    assert Roofline("cuda", 1e9, {"float32": 0.0}).min_seconds(2e9, 0, "float32") == 2.0, "a rate that is not known"
     assert found.bound(3e9, 500, "float32", {"int8": 400}) == "memory"
     assert found.bound(1e9, 500, "float32", {"int8": 400}) == "products"
 
@@ -94,29 +101,29 @@ def test_a_gpu_has_rates_of_8_bits() -> None:
     """Both above those of 16 bits. GPUs before 8.9 multiply no fp8."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU that multiplies fp8")
-    found = measure("cuda", [torch.bfloat16])
-    assert set(found.products) == {"bfloat16", "int8", "float8_e4m3fn"}
-    assert min(found.products["int8"], found.products["float8_e4m3fn"]) > 1.1 * found.products["bfloat16"]
+    found = measure_roofline("cuda", [torch.bfloat16])
+    assert set(found.matmul_rates) == {"bfloat16", "int8", "float8_e4m3fn"}
+    assert min(found.matmul_rates["int8"], found.matmul_rates["float8_e4m3fn"]) > 1.1 * found.matmul_rates["bfloat16"]
 
 
 def test_what_counts_no_bytes_has_no_fraction() -> None:
-    found = judged(Timed("decode", "x", "float32", "cpu", True, "host"), Case("x", {}), [1e-3], CEILINGS)
+    found = with_roofline(OpTiming("decode", "x", "float32", "cpu", True, "host"), Case("x", {}), [1e-3], CEILINGS)
     assert (found.fraction, found.gbps, found.bound) == (None, None, None)
 
 
 @given(POSITIVE, POSITIVE, st.floats(1.0, 1e9), st.floats(1.0, 1e9))
 def test_a_floor_is_the_larger_of_two_times(memory: float, products: float, nbytes: float, operations: float) -> None:
-    found = Ceilings("cpu", memory, {"float32": products})
-    floor = found.floor(nbytes, operations, "float32")
+    found = Roofline("cpu", memory, {"float32": products})
+    floor = found.min_seconds(nbytes, operations, "float32")
     assert floor == max(nbytes / memory, operations / products)
-    assert found.floor(nbytes, operations, "int4") == nbytes / memory
+    assert found.min_seconds(nbytes, operations, "int4") == nbytes / memory
     assert (floor == nbytes / memory) == (found.bound(nbytes, operations, "float32") == "memory")
 
 
 def test_copies_leave_the_cache_and_share_nothing() -> None:
-    case = next(iter(cases("linear", "cpu", torch.float32)))
+    case = next(iter(bench_cases("linear", "cpu", torch.float32)))
     sets = argument_sets(case, "cpu")
-    assert sum(each["weight"].nbytes + each["x"].nbytes for each in sets) >= op_bench.COLD_BYTES["cpu"]
+    assert sum(each["weight"].nbytes + each["x"].nbytes for each in sets) >= op_bench.CACHE_FLUSH_BYTES["cpu"]
     assert len({each["weight"].data_ptr() for each in sets}) == len(sets)
     assert all(torch.equal(each["weight"], case.args["weight"]) for each in sets)
 
@@ -125,9 +132,13 @@ def test_a_kernel_that_fails_is_told_and_the_others_are_timed(quick: None, monke
     def broken(**args: Any) -> None:
         raise RuntimeError("out\nof order")
 
-    real = serving
-    monkeypatch.setattr(op_bench, "serving", lambda *args: {**real(*args), "odd": broken})
-    found = list(bench(measure("cpu", [torch.float32]), torch.float32, Wanted(ops=("rms_norm",), rounds=1)))
+    real = runnable_implementations
+    monkeypatch.setattr(op_bench, "runnable_implementations", lambda *args: {**real(*args), "odd": broken})
+    found = list(
+        bench_ops(
+            measure_roofline("cpu", [torch.float32]), torch.float32, OpBenchSelection(ops=("rms_norm",), rounds=1)
+        )
+    )
     assert {each.variant: each.failed for each in found}["odd"] == "RuntimeError: out of order"
     assert [each for each in found if each.variant == "torch" and each.us]
 
@@ -146,23 +157,25 @@ def test_what_is_picked_is_the_first_that_serves(
     quick: None, monkeypatch: pytest.MonkeyPatch, serve: tuple[str, ...], expected: str
 ) -> None:
     """A picked variant that does not serve a case leaves it to those behind it, as the shelf does."""
-    monkeypatch.setattr(shelf, "PREFERENCE", {"cpu": ("cuda", "triton", "cpu", "torch")})
-    monkeypatch.setattr(op_bench, "serving", lambda op, *rest: dict.fromkeys(serve, shelf.reference(op)))
-    case = next(iter(cases("rms_norm", "cpu", torch.float32)))
-    found = op_bench.measure("rms_norm", case, torch.float32, CEILINGS, Wanted(rounds=1), "cuda")
+    monkeypatch.setattr(registry, "BACKEND_PREFERENCE", {"cpu": ("cuda", "triton", "cpu", "torch")})
+    monkeypatch.setattr(
+        op_bench, "runnable_implementations", lambda op, *rest: dict.fromkeys(serve, registry.reference(op))
+    )
+    case = next(iter(bench_cases("rms_norm", "cpu", torch.float32)))
+    found = op_bench.measure_case("rms_norm", case, torch.float32, CEILINGS, OpBenchSelection(rounds=1), "cuda")
     assert [each.variant for each in found if each.chosen] == [expected]
 
 
-@pytest.mark.parametrize("device", MORE)
+@pytest.mark.parametrize("device", EXTRA_CASES)
 def test_the_extra_shapes_belong_to_ops_of_the_shelf(device: str) -> None:
-    assert set(MORE[device]) <= {*shelf.OPS, *shelf.SPANS}
+    assert set(EXTRA_CASES[device]) <= {*registry.OPS, *registry.FUSED_OPS}
 
 
 def test_extra_cases_are_right_for_their_ops() -> None:
     """Every shape for a CPU runs through its reference, but for the head, which only takes time."""
     with torch.inference_mode():
-        for op, make in MORE["cpu"].items():
+        for op, make in EXTRA_CASES["cpu"].items():
             for case in make("cpu", torch.float32):
                 if "49152" not in case.name and "4096" not in case.name:
-                    shelf.reference(op)(**case.args)
+                    registry.reference(op)(**case.args)
                 assert case.bytes_moved > 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import UsageError
-from modelmill.eval.perplexity import perplexity, windows_of
+from modelmill.eval.perplexity import measure_perplexity, sliding_windows
 
 
 class Bigram:
@@ -31,10 +31,10 @@ class Bigram:
 def test_every_token_is_scored_once_but_those_without_context(count: int, length: int, stride: int) -> None:
     if stride > length:
         with pytest.raises(UsageError, match="--stride"):
-            windows_of(count, length, stride)
+            sliding_windows(count, length, stride)
         return
     try:
-        windows = windows_of(count, length, stride)
+        windows = sliding_windows(count, length, stride)
     except UsageError:
         assert count < 2
         return
@@ -61,28 +61,28 @@ def test_windows_are_those_of_the_usual_recipe() -> None:
         previous = end
         if end == count:
             break
-    assert [(w.begin, w.end, w.scored) for w in windows_of(count, length, stride)] == expected
+    assert [(w.begin, w.end, w.scored) for w in sliding_windows(count, length, stride)] == expected
 
 
 def test_mean_over_scored_tokens() -> None:
     ids = torch.randint(0, 7, (50,), generator=torch.Generator().manual_seed(2)).tolist()
     model = Bigram(7)
-    found = perplexity(ids, model, max_length=10, stride=10)
+    found = measure_perplexity(ids, model, max_length=10, stride=10)
     losses = [-model.table[a][b] for i, (a, b) in enumerate(itertools.pairwise(ids), 1) if i % 10]
     assert found.tokens == len(losses) == 45
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-12)
     # one token of context is all that a bigram needs: the windows do not matter
-    assert perplexity(ids, model, max_length=20, stride=7).tokens == 49
+    assert measure_perplexity(ids, model, max_length=20, stride=7).tokens == 49
 
 
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
-    perplexity([1, 2, 3, 4], Bigram(7), max_length=2, stride=2, progress=lambda *each: told.append(each))
+    measure_perplexity([1, 2, 3, 4], Bigram(7), max_length=2, stride=2, on_progress=lambda *each: told.append(each))
     assert told == [("perplexity", 1, 2), ("perplexity", 2, 2)]
 
 
 @pytest.mark.parametrize(("count", "length", "stride"), [(5, 1, 1), (5, 4, 0), (1, 4, 4), (0, 4, 4)])
 def test_senseless_sizes_are_refused_in_one_line(count: int, length: int, stride: int) -> None:
     with pytest.raises(UsageError) as caught:
-        windows_of(count, length, stride)
+        sliding_windows(count, length, stride)
     assert "\n" not in str(caught.value)

@@ -9,31 +9,31 @@ import torch
 
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.eval import profile as profiling
-from modelmill.eval.ceilings import Ceilings
-from modelmill.eval.chrome import trace
-from modelmill.eval.counts import Count
-from modelmill.eval.kernels import Kernel, timeline
-from modelmill.eval.profile import Work, profile, step_of
-from modelmill.eval.profile_lines import gpu_events, kernel_lines, step_floor
-from tests.eval.test_chrome import check_trace
-from tests.runtime.tiny import loop
+from modelmill.eval.chrome_trace import make_trace
+from modelmill.eval.kernel_trace import KernelRecord, timeline
+from modelmill.eval.op_cost import OpCost
+from modelmill.eval.profile import ProfileCase, make_step, profile_case
+from modelmill.eval.profile_lines import gpu_events, kernel_lines, min_step_us
+from modelmill.eval.roofline import Roofline
+from tests.eval.test_chrome_trace import check_trace
+from tests.runtime.tiny import make_engine
 
-CEILINGS = Ceilings("cpu", 1e9, {"float32": 1e9})
+CEILINGS = Roofline("cpu", 1e9, {"float32": 1e9})
 
 
 @pytest.fixture(autouse=True)
 def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "CPU_ROUNDS", 3)
-    monkeypatch.setattr(profiling, "CPU_WARM", 0)
+    monkeypatch.setattr(profiling, "CPU_WARMUP_ROUNDS", 0)
 
 
 @pytest.mark.parametrize("phase", profiling.PHASES)
 def test_a_step_is_told_op_by_op(phase: str) -> None:
-    engine = loop(kernels=dict.fromkeys(("linear", "silu_mul"), "torch"))  # no op that spans others
-    found, tracks = profile(engine, Work(phase, 2, 24), CEILINGS)
+    engine = make_engine(kernels=dict.fromkeys(("linear", "silu_mul"), "torch"))  # no op that spans others
+    found, tracks = profile_case(engine, ProfileCase(phase, 2, 24), CEILINGS)
     lines = {(line.module, line.op): line for line in found.lines}
     assert {op for _, op in lines} == {
-        *("rms_norm", "add_rms_norm", "linear", "rotation", "rope_cache", "paged_attention", "silu_mul")
+        *("rms_norm", "add_rms_norm", "linear", "rope_cos_sin", "rope_cache", "paged_attention", "silu_mul")
     }
     qkv = lines["layers.*.attn.qkv_proj", "linear"]
     tokens = 2 if phase == "decode" else 2 * 24
@@ -45,18 +45,18 @@ def test_a_step_is_told_op_by_op(phase: str) -> None:
     assert [line.us for line in found.lines] == sorted((line.us for line in found.lines), reverse=True)
     assert 0 < found.floor_us < sum(line.floor_us or 0 for line in found.lines)
     assert found.inside == ()
-    check_trace(trace({phase: tracks}, {}))
+    check_trace(make_trace({phase: tracks}, {}))
     names = {event.name for event in tracks["modules and ops"]}
     assert {"embed", "layers.0", "layers.0.attn.qkv_proj", "linear", "paged_attention"} <= names
 
 
 def test_all_layers_in_one_op_are_one_line_and_what_is_inside() -> None:
-    engine = loop()
+    engine = make_engine()
     if engine.ops.decode is None:
         pytest.skip("no compiler here")
-    found, _ = profile(engine, Work("decode", 1, 24), CEILINGS)
-    assert {(line.module, line.op) for line in found.lines} == {("", "decode"), ("rotary", "rotation")}
-    assert ("layers.*.attn.mix", "paged_attention") in {(line.module, line.op) for line in found.inside}
+    found, _ = profile_case(engine, ProfileCase("decode", 1, 24), CEILINGS)
+    assert {(line.module, line.op) for line in found.lines} == {("", "decode"), ("rotary", "rope_cos_sin")}
+    assert ("layers.*.attn.core", "paged_attention") in {(line.module, line.op) for line in found.inside}
     products = sum(line.operations or 0 for line in found.inside)
     assert max(line.operations or 0 for line in found.lines) == products
 
@@ -64,31 +64,31 @@ def test_all_layers_in_one_op_are_one_line_and_what_is_inside() -> None:
 def test_an_engine_answers_as_before_after_a_profile() -> None:
     from tests.runtime.tiny import prompts, requests, run
 
-    engine = loop(enable_prefix_caching=False)
+    engine = make_engine(enable_prefix_caching=False)
     before = run(engine, requests(prompts(3)))
-    profile(engine, Work("decode", 2, 30), CEILINGS)
+    profile_case(engine, ProfileCase("decode", 2, 30), CEILINGS)
     assert run(engine, requests(prompts(3))) == before
 
 
 @pytest.mark.parametrize(
     ("work", "error"),
     [
-        (Work("decode", 1, 128), UsageError),
-        (Work("prefill", 3, 32), UsageError),
-        (Work("decode", 9, 16), CapacityError),
+        (ProfileCase("decode", 1, 128), UsageError),
+        (ProfileCase("prefill", 3, 32), UsageError),
+        (ProfileCase("decode", 9, 16), CapacityError),
     ],
     ids=["too long", "no single step", "too many pages"],
 )
-def test_a_step_that_does_not_fit_is_one_line(work: Work, error: type[Exception]) -> None:
+def test_a_step_that_does_not_fit_is_one_line(work: ProfileCase, error: type[Exception]) -> None:
     with pytest.raises(error) as told:
-        step_of(loop(pages=16), work)
+        make_step(make_engine(pages=16), work)
     assert "\n" not in str(told.value)
 
 
-def kernels() -> list[Kernel]:
+def kernels() -> list[KernelRecord]:
     """Two layers: a product of two kernels, an attention; then one that nobody is known for."""
-    product, split, mix = "layers.{}.mlp", "layers.{}.mlp", "layers.{}.attn.mix"
-    found: list[Kernel] = []
+    product, split, mix = "layers.{}.mlp", "layers.{}.mlp", "layers.{}.attn.core"
+    found: list[KernelRecord] = []
     for layer in range(2):
         at = layer * 100.0
         calls: list[tuple[str, str, int]] = [
@@ -97,15 +97,15 @@ def kernels() -> list[Kernel]:
             (mix.format(layer), "paged_attention", 0),
         ]
         times = ((0.0, 40.0, "gemv"), (35.0, 15.0, "splitk"), (60.0, 40.0, "attend"))
-        found += [Kernel(name, at + begins, lasts, call) for (begins, lasts, name), call in zip(times, calls)]
-    return timeline([*found, Kernel("argmax", 200.0, 5.0)])
+        found += [KernelRecord(name, at + begins, lasts, call) for (begins, lasts, name), call in zip(times, calls)]
+    return timeline([*found, KernelRecord("argmax", 200.0, 5.0)])
 
 
 def test_kernels_become_lines_with_the_floor_of_their_op() -> None:
-    counts: dict[Any, Count] = {}
+    counts: dict[Any, OpCost] = {}
     for layer in range(2):
-        counts[f"layers.{layer}.mlp", "linear", 0] = Count(20_000, 15_000, 10_000)
-        counts[f"layers.{layer}.attn.mix", "paged_attention", 0] = Count(5_000, 5_000, 30_000)
+        counts[f"layers.{layer}.mlp", "linear", 0] = OpCost(20_000, 15_000, 10_000)
+        counts[f"layers.{layer}.attn.core", "paged_attention", 0] = OpCost(5_000, 5_000, 30_000)
     lines = {line.kernel: line for line in kernel_lines(kernels(), counts, CEILINGS, "float32")}
     assert lines["gemv"].us == 80
     assert lines["splitk"].us == 20
@@ -116,13 +116,13 @@ def test_kernels_become_lines_with_the_floor_of_their_op() -> None:
     assert lines["argmax"].module == ""
     assert lines["argmax"].floor_us is None
     assert sum(line.share for line in lines.values()) == pytest.approx((80 + 20 + 80 + 5) / 205)
-    assert step_floor(counts.values(), CEILINGS, "float32") == pytest.approx(80.0)
-    assert step_floor(counts.values(), CEILINGS, "float16") == pytest.approx(40.0)
+    assert min_step_us(counts.values(), CEILINGS, "float32") == pytest.approx(80.0)
+    assert min_step_us(counts.values(), CEILINGS, "float16") == pytest.approx(40.0)
 
 
 def test_the_trace_of_kernels_has_layers_beside_them() -> None:
     tracks = gpu_events(kernels(), {})
-    check_trace(trace({"decode": tracks}, {}))
+    check_trace(make_trace({"decode": tracks}, {}))
     assert [event.name for event in tracks["layers"]] == ["layers.0", "layers.1", "(other)"]
     assert len(tracks["kernels"]) == 7
 
@@ -130,16 +130,16 @@ def test_the_trace_of_kernels_has_layers_beside_them() -> None:
 @pytest.mark.gpu
 def test_kernels_of_a_graph_are_seen_and_known() -> None:
     """On a GPU: the replay's kernels are those of the ops, each with its floor."""
-    from modelmill.eval.ceilings import measure
+    from modelmill.eval.roofline import measure_roofline
     from tests.runtime.tiny import decoder
 
-    engine = loop(decoder(device="cuda"))
-    ceilings = measure("cuda", [torch.float32])
+    engine = make_engine(decoder(device="cuda"))
+    ceilings = measure_roofline("cuda", [torch.float32])
     for phase in profiling.PHASES:
-        found, tracks = profile(engine, Work(phase, 2, 24), ceilings)
+        found, tracks = profile_case(engine, ProfileCase(phase, 2, 24), ceilings)
         assert found.how == ("graph" if phase == "decode" else "launched")
         ops = {line.op for line in found.lines}
         assert {"linear", "paged_attention", "rope_cache"} <= ops
         known = sum(line.us for line in found.lines if line.op)
         assert known > 0.5 * sum(line.us for line in found.lines)
-        check_trace(trace({phase: tracks}, {}))
+        check_trace(make_trace({phase: tracks}, {}))

@@ -14,28 +14,28 @@ from modelmill.eval.report import Spread
 
 
 def test_spread() -> None:
-    found = Spread.of([3.0, 1.0, 2.0, 4.0, 5.0])
+    found = Spread.from_values([3.0, 1.0, 2.0, 4.0, 5.0])
     assert (found.median, found.min, found.max, found.p25, found.p75, found.runs) == (3, 1, 5, 2, 4, 5)
     assert found.scaled(10).max == 50
     rate = found.inverse(60)
     assert (rate.median, rate.min, rate.max) == (20, 12, 60)
     assert rate.p25 == pytest.approx(15)
     with pytest.raises(ValueError):
-        Spread.of([])
+        Spread.from_values([])
 
 
 def test_rows_have_what_is_needed_to_measure_again(tmp_path: Path) -> None:
     path = tmp_path / "a" / "rows.jsonl"
-    row = report.row("modelmill bench", "latency", 1.5, "ms", "a chip", spread=Spread.of([1.5]))
-    report.save(path, [row])
-    report.save(path, [row])
+    row = report.make_row("modelmill bench", "latency", 1.5, "ms", "a chip", spread=Spread.from_values([1.5]))
+    report.append_rows(path, [row])
+    report.append_rows(path, [row])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 2
     assert {"command", "device", "versions", "date", "figure", "value", "unit"} <= set(lines[0])
     assert lines[0]["spread"]["median"] == 1.5
     assert "torch" in lines[0]["versions"]
     with pytest.raises(UsageError, match="cannot write"):
-        report.save(tmp_path / "a" / "rows.jsonl" / "b", [row])
+        report.append_rows(tmp_path / "a" / "rows.jsonl" / "b", [row])
 
 
 def test_cpu_name(tmp_path: Path) -> None:

@@ -12,25 +12,25 @@ import pytest
 
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import TokenizerError, UsageError
-from modelmill.eval.rouge import Rouge
+from modelmill.eval.datasets import Article
+from modelmill.eval.rouge import RougeScorer
 from modelmill.eval.summarize import (
     TASK,
     TLDR,
     EngineSummarizer,
     HfSummarizer,
-    Store,
-    differences,
+    SummaryStore,
+    count_equal_texts,
     engine_facts,
-    equal_texts,
     make_task,
     reference_facts,
-    report,
-    summarize,
+    rouge_differences,
+    score_summaries,
+    summarize_articles,
 )
-from modelmill.eval.texts import Item
-from tests.accept.judged import save_tiny
+from tests.accept.build_and_accept import save_tiny
 
-ITEMS = [Item("1", "one two three", "one"), Item("2", "four five", "four five"), Item("3", "six", "seven")]
+ITEMS = [Article("1", "one two three", "one"), Article("2", "four five", "four five"), Article("3", "six", "seven")]
 
 
 class Letters:
@@ -51,8 +51,8 @@ class Chat:
 
 
 def fake_llm(room: int = 1000, chat: Any = None, tokenizer: Any = None) -> Any:
-    loop = SimpleNamespace(max_model_len=room)
-    return SimpleNamespace(loop=loop, tokenizer=tokenizer or Letters(), chat_format=chat, eos_ids=(0, 3))
+    engine_core = SimpleNamespace(max_model_len=room)
+    return SimpleNamespace(engine_core=engine_core, tokenizer=tokenizer or Letters(), chat_format=chat, eos_ids=(0, 3))
 
 
 class Copier:
@@ -80,7 +80,7 @@ def test_prompts_of_a_base_and_a_chat_engine() -> None:
 
 @pytest.mark.parametrize("chat", [None, Chat()])
 def test_articles_are_cut_to_fit(chat: Any) -> None:
-    long = Item("l", "abcdefghij" * 50, "x")
+    long = Article("l", "abcdefghij" * 50, "x")
     task = make_task(fake_llm(room=150, chat=chat), [long], 20)
     ids = task.prompts[0]
     assert len(ids) == 130
@@ -101,25 +101,30 @@ def test_an_ids_only_engine_is_refused() -> None:
 def test_a_broken_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     task, path = make_task(fake_llm(), ITEMS, 5), tmp_path / "kept.jsonl"
     decode = Letters().decode
-    whole = summarize(task, Copier(), decode, store=Store(path))
+    whole = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
     again = Copier()
-    assert [each.text for each in summarize(task, again, decode, store=Store(path))] == [each.text for each in whole]
+    assert [each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))] == [
+        each.text for each in whole
+    ]
     assert again.asked == [2]
     other = Copier()
-    summarize(make_task(fake_llm(), ITEMS, 6), other, decode, store=Store(path))
+    summarize_articles(make_task(fake_llm(), ITEMS, 6), other, decode, store=SummaryStore(path))
     assert other.asked == [2, 1], "other settings are other summaries"
 
 
 def test_articles_of_one_id_keep_their_own_summaries(tmp_path: Path) -> None:
-    items = [Item("2", "one two", "x"), Item("2", "three", "y")]
+    items = [Article("2", "one two", "x"), Article("2", "three", "y")]
     task, decode, path = make_task(fake_llm(), items, 5), Letters().decode, tmp_path / "kept.jsonl"
     for _ in range(2):  # made, and kept
-        found = summarize(task, Copier(), decode, store=Store(path))
+        found = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
         assert [each.text for each in found] == ["one t", "three"]
     path.write_text(path.read_text().splitlines(keepends=True)[1])
     again = Copier()
-    assert [each.text for each in summarize(task, again, decode, store=Store(path))] == ["one t", "three"]
+    assert [each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))] == [
+        "one t",
+        "three",
+    ]
     assert again.asked == [1]
 
 
@@ -130,9 +135,9 @@ class Manifest:
 
 def facts_of(digest: str = "d", device: str = "cpu", ops: str = "torch", **run: Any) -> dict[str, Any]:
     artifact = SimpleNamespace(manifest=Manifest(digest))
-    loop = SimpleNamespace(artifact=artifact, config=RunConfig(**run), device=device)
-    loop.ops = SimpleNamespace(chosen={"linear": ops})
-    return engine_facts(SimpleNamespace(loop=loop))
+    engine_core = SimpleNamespace(artifact=artifact, config=RunConfig(**run), device=device)
+    engine_core.ops = SimpleNamespace(backends={"linear": ops})
+    return engine_facts(SimpleNamespace(engine_core=engine_core))
 
 
 @pytest.mark.parametrize(
@@ -149,10 +154,10 @@ def facts_of(digest: str = "d", device: str = "cpu", ops: str = "torch", **run: 
     ],
 )
 def test_an_engine_that_is_run_otherwise_makes_its_own_summaries(change: dict[str, Any], tmp_path: Path) -> None:
-    task, decode, store = make_task(fake_llm(), ITEMS, 5), Letters().decode, Store(tmp_path / "kept.jsonl")
+    task, decode, store = make_task(fake_llm(), ITEMS, 5), Letters().decode, SummaryStore(tmp_path / "kept.jsonl")
     for facts, asked in ((facts_of(), [2, 1]), (facts_of(), []), (facts_of(**change), [2, 1])):
         side = Copier()
-        summarize(task, side, decode, store=store, facts=facts)
+        summarize_articles(task, side, decode, store=store, facts=facts)
         assert side.asked == asked
 
 
@@ -169,13 +174,15 @@ def test_another_reference_is_another_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [1, 9, 60, -1])
 def test_a_line_that_was_cut_off_is_made_again(at: int, tmp_path: Path) -> None:
     task, decode, path = make_task(fake_llm(), ITEMS, 5), Letters().decode, tmp_path / "kept.jsonl"
-    whole = summarize(task, Copier(), decode, store=Store(path))
+    whole = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
     lines = path.read_text().splitlines(keepends=True)
     for kept in (0, 2):  # behind no line, and behind two
         path.write_text("".join(lines[:kept]) + lines[kept][:at])
-        Store(path).check()
+        SummaryStore(path).check_file()
         again = Copier()
-        assert [each.text for each in summarize(task, again, decode, store=Store(path))] == [e.text for e in whole]
+        assert [each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))] == [
+            e.text for e in whole
+        ]
         assert sum(again.asked) == 3 - kept
         assert sorted(path.read_text().splitlines(keepends=True)[:kept]) == sorted(lines[:kept])
         assert [json.loads(line)["place"] for line in path.read_text().splitlines()] == [0, 1, 2]
@@ -197,7 +204,7 @@ def test_a_line_that_was_cut_off_is_made_again(at: int, tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused_and_not_touched(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(content)
-    for act in (Store(path).check, lambda: Store(path).read("k")):
+    for act in (SummaryStore(path).check_file, lambda: SummaryStore(path).read("k")):
         with pytest.raises(UsageError, match=r"other\.jsonl.*is no.*; choose another file for --save") as caught:
             act()
         assert "\n" not in str(caught.value)
@@ -206,13 +213,13 @@ def test_a_file_of_another_kind_is_refused_and_not_touched(content: str, tmp_pat
 
 def test_report_and_differences() -> None:
     task = make_task(fake_llm(), ITEMS, 9)
-    found = summarize(task, Copier(), Letters().decode, store=Store(None))
-    told = report(found, ITEMS, Rouge())
+    found = summarize_articles(task, Copier(), Letters().decode, store=SummaryStore(None))
+    told = score_summaries(found, ITEMS, RougeScorer())
     assert told["items"] == 3
     assert told["output_tokens"] == 27
     assert told["rouge"]["rouge1"] > 0
-    assert differences(told, told) == dict.fromkeys(told["rouge"], 0.0)
-    assert equal_texts(found, found) == 3
+    assert rouge_differences(told, told) == dict.fromkeys(told["rouge"], 0.0)
+    assert count_equal_texts(found, found) == 3
 
 
 def test_both_sides_get_prompts_lengths_and_stops() -> None:

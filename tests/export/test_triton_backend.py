@@ -15,19 +15,19 @@ import pytest
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.types import SamplingParams
-from modelmill.export.triton_backend import Backend, alone, placed, python
-from modelmill.export.triton_fields import question
-from modelmill.export.triton_repository import Start, export
+from modelmill.export.triton_backend import TritonBackend, check_one_instance, set_python_executable, with_triton_device
+from modelmill.export.triton_fields import parse_request
+from modelmill.export.triton_repository import StartOptions, export_triton_repository
 from modelmill.llm import LLM
-from tests.export import pbutils
-from tests.export.pbutils import Refused, Request, TritonError
-from tests.patience import PATIENCE, until
+from tests.export import fake_triton_utils
+from tests.export.fake_triton_utils import Refused, Request, TritonError
+from tests.wait import TIMEOUT_SECONDS, wait_until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 RUN = {"device": "cpu", "threads": 1, "kv_cache_bytes": 4 << 20, "max_num_seqs": 8}
 
 
-def opened(repository: Path, **more: Any) -> Backend:
+def opened(repository: Path, **more: Any) -> TritonBackend:
     args = {
         "model_config": json.dumps({"instance_group": [{"count": 1, "kind": "KIND_CPU"}], **more}),
         "model_repository": str(repository),
@@ -36,17 +36,19 @@ def opened(repository: Path, **more: Any) -> Backend:
         "model_instance_kind": "CPU",
         "model_instance_device_id": "0",
     }
-    return Backend.open(pbutils, args)
+    return TritonBackend.open(fake_triton_utils, args)
 
 
 @pytest.fixture(scope="module")
 def repository(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("repo")
-    return export(stories, out, start=Start(run=RUN, chat_template="chatml", waiting=56))
+    return export_triton_repository(
+        stories, out, start_options=StartOptions(run=RUN, chat_template="chatml", waiting=56)
+    )
 
 
 @pytest.fixture(scope="module")
-def backend(repository: Path) -> Iterator[Backend]:
+def backend(repository: Path) -> Iterator[TritonBackend]:
     opened_ = opened(repository)
     yield opened_
     opened_.close()
@@ -57,34 +59,34 @@ def llm(stories: Path) -> LLM:
     return LLM(stories, chat_template="chatml", **RUN)
 
 
-def idle(backend: Backend) -> bool:
-    stats = backend._engine.llm.loop.stats()
-    return stats.running == stats.waiting == 0 and stats.free_pages == stats.pages and not backend._calls
+def idle(backend: TritonBackend) -> bool:
+    stats = backend._async_llm.llm.engine_core.stats()
+    return stats.running == stats.waiting == 0 and stats.free_pages == stats.pages and not backend._active_requests
 
 
 @pytest.fixture
-def go_on(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def go_on(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set the engine makes ten steps: however seldom other threads run, no long answer ends before."""
-    advance, steps, event = backend._engine.llm.advance, itertools.count(), threading.Event()
+    advance, steps, event = backend._async_llm.llm.step, itertools.count(), threading.Event()
 
     def held(running: Any) -> Any:
         if next(steps) >= 10:
-            event.wait(PATIENCE)
+            event.wait(TIMEOUT_SECONDS)
         return advance(running)
 
-    monkeypatch.setattr(backend._engine.llm, "advance", held)
+    monkeypatch.setattr(backend._async_llm.llm, "step", held)
     return event
 
 
-def test_a_client_that_says_nothing_gets_openais_defaults(backend: Backend) -> None:
+def test_a_client_that_says_nothing_gets_openais_defaults(backend: TritonBackend) -> None:
     """Of an engine whose checkpoint says nothing."""
-    language = backend._engine.llm.language
+    language = backend._async_llm.llm.language
     how = language.request("Once").request.params
     assert (how.temperature, how.top_p, how.top_k, how.min_p) == (1.0, 1.0, 0, 0.0)
-    assert language.generation.source == "openai"
+    assert language.generation_defaults.source == "openai"
 
 
-def test_the_same_text_as_the_class(backend: Backend, llm: LLM) -> None:
+def test_the_same_text_as_the_class(backend: TritonBackend, llm: LLM) -> None:
     prompts = ["Once upon a time", "The dog", "Lily said", "A", "Ben and Tom", "One day", "The sun", "Mom"] * 4
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), progress=False)
     requests = [Request(text_input=prompt, stream=place % 2 == 0, **GREEDY) for place, prompt in enumerate(prompts)]
@@ -95,26 +97,26 @@ def test_the_same_text_as_the_class(backend: Backend, llm: LLM) -> None:
         output = answer.outputs[0]
         assert (text, ids, finish) == (output.text, output.token_ids, output.finish_reason)
         assert count == (1 if place % 2 else len(ids))
-    until(lambda: idle(backend))
+    wait_until(lambda: idle(backend))
 
 
-def test_counters_are_those_of_the_answers(backend: Backend) -> None:
+def test_counters_are_those_of_the_answers(backend: TritonBackend) -> None:
     """Tokens that a stop string ended, and prompts that were found in the cache."""
-    until(lambda: idle(backend))
-    loop, before = backend._engine.llm.loop, backend._engine.llm.loop.stats()
+    wait_until(lambda: idle(backend))
+    loop, before = backend._async_llm.llm.engine_core, backend._async_llm.llm.engine_core.stats()
     stops: list[dict[str, Any]] = [{}, {"stop": ["e"]}, {"stop": [" the", "."]}, {"max_tokens": 1}]
     requests = [Request(text_input="Once upon a time there was", **{**GREEDY, **stops[i % 4]}) for i in range(16)]
     backend.execute(requests)
     written = sum(len(request.answer()[1]) for request in requests)
-    until(lambda: idle(backend))
+    wait_until(lambda: idle(backend))
     after = loop.stats()
     assert after.output_tokens - before.output_tokens == written
-    prompt = len(backend._engine.llm.tokenizer.encode("Once upon a time there was"))  # type: ignore[union-attr]
+    prompt = len(backend._async_llm.llm.tokenizer.encode("Once upon a time there was"))  # type: ignore[union-attr]
     assert after.prompt_tokens - before.prompt_tokens == 16 * prompt
-    until(lambda: backend._metrics._last["generation_tokens_total"] == after.output_tokens)
+    wait_until(lambda: backend._metrics._last_values["generation_tokens_total"] == after.output_tokens)
 
 
-def test_every_source_and_seeded_sampling(backend: Backend, llm: LLM) -> None:
+def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> None:
     ids = llm.tokenizer.encode("Once upon")  # type: ignore[union-attr]
     how = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 20, "repetition_penalty": 1.1}
     expected = llm.generate("Once upon", SamplingParams(**how), progress=False)[0].outputs[0].text  # type: ignore[arg-type]
@@ -152,7 +154,7 @@ def test_every_source_and_seeded_sampling(backend: Backend, llm: LLM) -> None:
         ({"text_input": "a", "stop": [""]}, "stop takes up to"),
     ],
 )
-def test_mistakes_are_one_clear_line(backend: Backend, given: dict[str, Any], said: str) -> None:
+def test_mistakes_are_one_clear_line(backend: TritonBackend, given: dict[str, Any], said: str) -> None:
     request = Request(**given)
     backend.execute([request])
     with pytest.raises(Refused) as refused:
@@ -162,32 +164,32 @@ def test_mistakes_are_one_clear_line(backend: Backend, given: dict[str, Any], sa
     assert "\n" not in message
     assert "/" not in message, "a path of the server"
     assert code == TritonError.INVALID_ARG
-    until(lambda: idle(backend))
+    wait_until(lambda: idle(backend))
 
 
-def test_who_leaves_frees_his_pages(backend: Backend, go_on: threading.Event) -> None:
+def test_who_leaves_frees_his_pages(backend: TritonBackend, go_on: threading.Event) -> None:
     requests = [Request(text_input="Once upon a time", stream=True, ignore_eos=True, max_tokens=400) for _ in range(24)]
     backend.execute(requests)
-    until(lambda: not all(request.sender.sent.empty() for request in requests))
+    wait_until(lambda: not all(request.sender.sent.empty() for request in requests))
     for request in requests:
         request.sender.cancelled = True
-    until(lambda: all(request.sender.ended for request in requests))
+    wait_until(lambda: all(request.sender.ended for request in requests))
     go_on.set()
     for request in requests:
         with pytest.raises(Refused) as refused:
             request.answer()
         assert refused.value.args[1] == TritonError.CANCELLED
-    until(lambda: idle(backend))
-    until(lambda: pbutils.MetricFamily.page["modelmill:num_requests_running"] == 0)
-    until(lambda: pbutils.MetricFamily.page["modelmill:kv_cache_usage_perc"] == 0)
-    stats = backend._engine.llm.loop.stats()
-    until(lambda: pbutils.MetricFamily.page["modelmill:generation_tokens_total"] == stats.output_tokens)
+    wait_until(lambda: idle(backend))
+    wait_until(lambda: fake_triton_utils.MetricFamily.page["modelmill:num_requests_running"] == 0)
+    wait_until(lambda: fake_triton_utils.MetricFamily.page["modelmill:kv_cache_usage_perc"] == 0)
+    stats = backend._async_llm.llm.engine_core.stats()
+    wait_until(lambda: fake_triton_utils.MetricFamily.page["modelmill:generation_tokens_total"] == stats.output_tokens)
 
 
-def test_more_than_may_wait_are_refused(backend: Backend, go_on: threading.Event) -> None:
+def test_more_than_may_wait_are_refused(backend: TritonBackend, go_on: threading.Event) -> None:
     requests = [Request(text_input="Once", stream=False, ignore_eos=True, max_tokens=100) for _ in range(80)]
     backend.execute(requests)
-    until(lambda: sum(request.sender.ended for request in requests) == 80 - 64)
+    wait_until(lambda: sum(request.sender.ended for request in requests) == 80 - 64)
     go_on.set()
     codes = []
     for request in requests:
@@ -198,57 +200,59 @@ def test_more_than_may_wait_are_refused(backend: Backend, go_on: threading.Event
     assert codes == [TritonError.UNAVAILABLE] * (80 - 64)
 
 
-def test_a_bug_tells_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_tells_nothing(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("secret words of a prompt")
 
-    monkeypatch.setattr(backend._engine.llm.language, "request", broken)
+    monkeypatch.setattr(backend._async_llm.llm.language, "request", broken)
     request = Request(text_input="a")
     backend.execute([request])
     with pytest.raises(Refused) as refused:
         request.answer()
     assert refused.value.args[1] == TritonError.INTERNAL
-    assert "secret" not in refused.value.args[0] + "".join(pbutils.Logger.lines)
-    assert "RuntimeError" in pbutils.Logger.lines[-1]
+    assert "secret" not in refused.value.args[0] + "".join(fake_triton_utils.Logger.lines)
+    assert "RuntimeError" in fake_triton_utils.Logger.lines[-1]
 
 
 def test_closing_ends_what_runs(repository: Path) -> None:
     backend = opened(repository)
     request = Request(text_input="Once", stream=True, ignore_eos=True, max_tokens=400)
     backend.execute([request])
-    request.sender.sent.get(timeout=PATIENCE)
+    request.sender.sent.get(timeout=TIMEOUT_SECONDS)
     backend.close()
     assert request.sender.ended
 
 
 def test_what_cannot_be_opened_is_triton_s_exception(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(pbutils.TritonModelException, match="2 instances on the host"):
+    with pytest.raises(fake_triton_utils.TritonModelException, match="2 instances on the host"):
         opened(repository, instance_group=[{"count": 2, "kind": "KIND_CPU"}])
-    with pytest.raises(pbutils.TritonModelException, match=r"start\.json cannot be read"):
+    with pytest.raises(fake_triton_utils.TritonModelException, match=r"start\.json cannot be read"):
         opened(tmp_path)
 
 
 def test_one_instance_a_device() -> None:
-    alone({"instance_group": [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}]})
-    alone({"instance_group": [{"kind": "KIND_GPU", "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}]})
-    alone({})
+    check_one_instance({"instance_group": [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}]})
+    check_one_instance({"instance_group": [{"kind": "KIND_GPU", "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}]})
+    check_one_instance({})
     with pytest.raises(UsageError, match="2 instances on GPU 1"):
-        alone({"instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1]}, {"kind": "KIND_GPU", "gpus": [1]}]})
+        check_one_instance(
+            {"instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1]}, {"kind": "KIND_GPU", "gpus": [1]}]}
+        )
     with pytest.raises(UsageError, match="set count to 1"):
-        alone({"instance_group": [{"kind": "KIND_MODEL", "count": 3}]})
+        check_one_instance({"instance_group": [{"kind": "KIND_MODEL", "count": 3}]})
 
 
 def test_triton_s_device_is_taken() -> None:
     gpu = {"model_instance_kind": "GPU", "model_instance_device_id": "3"}
-    assert placed(RunConfig(), gpu).device == "cuda:3"
-    assert placed(RunConfig(), {**gpu, "model_instance_kind": "CPU"}).device == "cpu"
-    assert placed(RunConfig(device="cuda:1"), {**gpu, "model_instance_kind": "MODEL"}).device == "cuda:1"
+    assert with_triton_device(RunConfig(), gpu).device == "cuda:3"
+    assert with_triton_device(RunConfig(), {**gpu, "model_instance_kind": "CPU"}).device == "cpu"
+    assert with_triton_device(RunConfig(device="cuda:1"), {**gpu, "model_instance_kind": "MODEL"}).device == "cuda:1"
 
 
 @pytest.mark.parametrize("name", ["", "/opt/tritonserver/backends/python/triton_python_backend_stub"])
 def test_ranks_are_started_with_python(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(sys, "executable", name)
-    python()
+    set_python_executable()
     assert Path(sys.executable).name.startswith("python")
     assert Path(sys.executable).is_file()
 
@@ -257,6 +261,6 @@ def test_numbers_of_32_bits_mean_what_was_typed() -> None:
     import numpy
 
     given = {"text_input": numpy.array([b"a"], dtype=object), "temperature": numpy.array([0.7], dtype=numpy.float32)}
-    assert question(given).params.temperature == 0.7
+    assert parse_request(given).params.temperature == 0.7
     with pytest.raises(RequestError):
-        question({**given, "top_p": numpy.array([1.5], dtype=numpy.float32)})
+        parse_request({**given, "top_p": numpy.array([1.5], dtype=numpy.float32)})

@@ -14,7 +14,7 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.types import SamplingParams
 from modelmill.export.triton_fields import INPUTS, OUTPUTS
-from modelmill.export.triton_repository import Start, _kind, export
+from modelmill.export.triton_repository import StartOptions, _instance_kind, export_triton_repository
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,9 @@ def test_a_repository(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_configuration_names_every_field(stories: Path, tmp_path: Path) -> None:
-    text = (export(stories, tmp_path, name="a.b-c", start=Start()) / "config.pbtxt").read_text()
+    text = (
+        export_triton_repository(stories, tmp_path, name="a.b-c", start_options=StartOptions()) / "config.pbtxt"
+    ).read_text()
     assert 'name: "a.b-c"' in text
     assert "decoupled: true" in text
     assert "max_batch_size: 0" in text
@@ -52,11 +54,11 @@ def test_the_configuration_names_every_field(stories: Path, tmp_path: Path) -> N
     ]
     assert text.count("{") == text.count("}")
     known = vars(SamplingParams())
-    assert all(field.name in known for field in INPUTS if field.sampling)
+    assert all(field.name in known for field in INPUTS if field.is_sampling_param)
 
 
 def test_its_model_imports_modelmill_and_holds_little(stories: Path, tmp_path: Path) -> None:
-    text = (export(stories, tmp_path, start=Start()) / "1/model.py").read_text()
+    text = (export_triton_repository(stories, tmp_path, start_options=StartOptions()) / "1/model.py").read_text()
     tree = ast.parse(text)
     assert len(text.splitlines()) < 25
     (model,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
@@ -65,7 +67,7 @@ def test_its_model_imports_modelmill_and_holds_little(stories: Path, tmp_path: P
 
 
 def test_a_copy_stands_alone(stories: Path, tmp_path: Path) -> None:
-    made = export(stories, tmp_path, copy=True, start=Start())
+    made = export_triton_repository(stories, tmp_path, copy=True, start_options=StartOptions())
     copied = made / "1/engine"
     assert not copied.is_symlink()
     assert (copied / "manifest.json").read_bytes() == (stories / "manifest.json").read_bytes()
@@ -76,10 +78,10 @@ def test_devices(stories: Path) -> None:
     from modelmill.artifact.store import open_artifact
 
     manifest = open_artifact(stories).manifest
-    assert _kind(manifest, RunConfig()) == "KIND_CPU"
-    assert _kind(manifest, RunConfig(device="cuda")) == "KIND_GPU"
-    assert _kind(manifest, RunConfig(device="cuda:1")) == "KIND_MODEL"
-    assert _kind(manifest, RunConfig(tp=2)) == "KIND_MODEL"
+    assert _instance_kind(manifest, RunConfig()) == "KIND_CPU"
+    assert _instance_kind(manifest, RunConfig(device="cuda")) == "KIND_GPU"
+    assert _instance_kind(manifest, RunConfig(device="cuda:1")) == "KIND_MODEL"
+    assert _instance_kind(manifest, RunConfig(tp=2)) == "KIND_MODEL"
 
 
 @pytest.mark.parametrize(
@@ -109,11 +111,11 @@ def test_mistakes(
 def test_a_folder_that_cannot_be_written(stories: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
-        export(stories, tmp_path / "file", start=Start())
+        export_triton_repository(stories, tmp_path / "file", start_options=StartOptions())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"run": 3}', '{"speed": 1}', '{"run": {"speed": 1}}'])
 def test_a_start_that_was_changed(tmp_path: Path, text: str) -> None:
     (tmp_path / "start.json").write_text(text)
     with pytest.raises(UsageError, match=r"start\.json"):
-        Start.read(tmp_path / "start.json")
+        StartOptions.read(tmp_path / "start.json")

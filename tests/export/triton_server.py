@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from modelmill.core import env
-from tests.patience import PATIENCE
+from tests.wait import TIMEOUT_SECONDS
 
 PACKAGES = ("pytriton", "tritonclient", "grpc")
 
 
-def found() -> Path:
+def find_triton_package() -> Path:
     """The wheel's folder; skips with the reason where it cannot be used."""
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
@@ -39,7 +39,7 @@ def found() -> Path:
     return Path(spec.origin).parent
 
 
-def backends(package: Path, folder: Path) -> Path:
+def copy_backends(package: Path, folder: Path) -> Path:
     """The Python backend with the stub of this Python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = package / "tritonserver/python_backend_stubs" / version / "triton_python_backend_stub"
@@ -52,15 +52,15 @@ def backends(package: Path, folder: Path) -> Path:
     return folder
 
 
-def variables(package: Path) -> dict[str, str]:
+def server_environment(package: Path) -> dict[str, str]:
     """The stub loads the libpython of this interpreter, and finds its packages through the python3 on PATH."""
     libraries = (sysconfig.get_config_var("LIBDIR"), str(package.parent / "nvidia_pytriton.libs"))
-    given = env.child()
+    given = env.child_env()
     path = f"{Path(sys.prefix) / 'bin'}:{given['PATH']}"
     return {**given, "PATH": path, "LD_LIBRARY_PATH": ":".join(libraries), "OMP_NUM_THREADS": "1"}
 
 
-def free() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -70,8 +70,8 @@ class Server:
     """tritonserver over a model repository; leaving the block ends it and checks that nothing is left of it."""
 
     def __init__(self, repository: Path, folder: Path, ready: bool = True) -> None:
-        package = found()
-        self.http, self.grpc, self.metrics = free(), free(), free()
+        package = find_triton_package()
+        self.http, self.grpc, self.metrics = free_port(), free_port(), free_port()
         self._log = folder / "triton.log"
         line = [
             str(package / "tritonserver/bin/tritonserver"),
@@ -79,14 +79,14 @@ class Server:
                 "--model-repository",
                 str(repository),
                 "--backend-directory",
-                str(backends(package, folder / "backends")),
+                str(copy_backends(package, folder / "backends")),
             ),
             *("--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1", "--metrics-address", "127.0.0.1"),
             *("--http-port", str(self.http), "--grpc-port", str(self.grpc), "--metrics-port", str(self.metrics)),
             *("--metrics-interval-ms", "100", "--exit-timeout-secs", "20"),
         ]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(line, stdout=log, stderr=log, env=variables(package))
+            self.process = subprocess.Popen(line, stdout=log, stderr=log, env=server_environment(package))
         if ready:
             self.wait()
 
@@ -97,15 +97,15 @@ class Server:
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
-        psutil.wait_procs(children, timeout=PATIENCE)
-        assert not [child for child in children if child.is_running()], self.said()
+        psutil.wait_procs(children, timeout=TIMEOUT_SECONDS)
+        assert not [child for child in children if child.is_running()], self.log()
 
-    def said(self) -> str:
+    def log(self) -> str:
         return self._log.read_text()
 
     def get(self, port: int, path: str, body: bytes | None = None) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", body, timeout=PATIENCE) as response:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", body, timeout=TIMEOUT_SECONDS) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -115,14 +115,14 @@ class Server:
         """Until it is ready."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.said()
+            assert self.process.poll() is None, self.log()
             try:
                 if self.get(self.http, "/v2/health/ready")[0] == 200:
                     return
             except OSError:
                 pass
             time.sleep(0.1)
-        raise AssertionError(self.said())
+        raise AssertionError(self.log())
 
     def gauge(self, name: str) -> float:
         """One of the engine's numbers on Triton's metrics page."""
@@ -131,7 +131,7 @@ class Server:
         assert value, page
         return float(value[1])
 
-    def idle(self, seconds: float = PATIENCE) -> None:
+    def wait_idle(self, seconds: float = TIMEOUT_SECONDS) -> None:
         """Until nothing runs, nothing waits and every page is free."""
         deadline = time.monotonic() + seconds
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

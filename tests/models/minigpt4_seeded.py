@@ -10,36 +10,48 @@ from typing import Any
 import pytest
 import torch
 
-TOWER = {"width": 48, "depth": 3, "heads": 3, "inner": 80, "image": 56, "patch": 14}
-QFORMER = {"width": 32, "depth": 4, "heads": 4, "inner": 56, "seen": 48, "every": 2, "queries": 8}
+VISION_ENCODER = {"width": 48, "depth": 3, "heads": 3, "inner": 80, "image": 56, "patch": 14}
+QFORMER = {
+    "width": 32,
+    "depth": 4,
+    "heads": 4,
+    "inner": 56,
+    "image_width": 48,
+    "cross_attention_frequency": 2,
+    "queries": 8,
+}
 HIDDEN = 64
 
 
-def drawn(generator: torch.Generator, *shape: int, spread: float | None = None, around: float = 0.0) -> torch.Tensor:
+def random_values(generator: torch.Generator, *shape: int, std: float | None = None, mean: float = 0.0) -> torch.Tensor:
     """Values that keep activations near 1."""
     fan = torch.Size(shape[1:]).numel() if len(shape) > 1 else 1
-    scale = spread if spread is not None else (fan**-0.5 if len(shape) > 1 else 0.1)
-    return torch.randn(shape, generator=generator) * scale + around
+    scale = std if std is not None else (fan**-0.5 if len(shape) > 1 else 0.1)
+    return torch.randn(shape, generator=generator) * scale + mean
 
 
-def tower_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
+def vision_encoder_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
     """eva_vit_g.pth's names, with the last block that nobody uses and the head's norm."""
-    w, inner, places = TOWER["width"], TOWER["inner"], (TOWER["image"] // TOWER["patch"]) ** 2 + 1
+    w, inner, places = (
+        VISION_ENCODER["width"],
+        VISION_ENCODER["inner"],
+        (VISION_ENCODER["image"] // VISION_ENCODER["patch"]) ** 2 + 1,
+    )
     out = {
-        "cls_token": drawn(generator, 1, 1, w, spread=0.5),
-        "pos_embed": drawn(generator, 1, places, w, spread=0.5),
-        "patch_embed.proj.weight": drawn(generator, w, 3, TOWER["patch"], TOWER["patch"]),
-        "patch_embed.proj.bias": drawn(generator, w),
-        "norm.weight": drawn(generator, w),
-        "norm.bias": drawn(generator, w),
+        "cls_token": random_values(generator, 1, 1, w, std=0.5),
+        "pos_embed": random_values(generator, 1, places, w, std=0.5),
+        "patch_embed.proj.weight": random_values(generator, w, 3, VISION_ENCODER["patch"], VISION_ENCODER["patch"]),
+        "patch_embed.proj.bias": random_values(generator, w),
+        "norm.weight": random_values(generator, w),
+        "norm.bias": random_values(generator, w),
     }
-    for i in range(TOWER["depth"] + 1):
+    for i in range(VISION_ENCODER["depth"] + 1):
         at = f"blocks.{i}."
         for norm in ("norm1", "norm2"):
-            out[at + norm + ".weight"] = drawn(generator, w, around=1)
-            out[at + norm + ".bias"] = drawn(generator, w)
-        out[at + "attn.qkv.weight"] = drawn(generator, 3 * w, w)
-        out[at + "attn.q_bias"], out[at + "attn.v_bias"] = drawn(generator, w), drawn(generator, w)
+            out[at + norm + ".weight"] = random_values(generator, w, mean=1)
+            out[at + norm + ".bias"] = random_values(generator, w)
+        out[at + "attn.qkv.weight"] = random_values(generator, 3 * w, w)
+        out[at + "attn.q_bias"], out[at + "attn.v_bias"] = random_values(generator, w), random_values(generator, w)
         out |= _linear(generator, at + "attn.proj", w, w)
         out |= _linear(generator, at + "mlp.fc1", inner, w) | _linear(generator, at + "mlp.fc2", w, inner)
     return out
@@ -47,22 +59,25 @@ def tower_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 def qformer_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
     """blip2_pretrained's names: both branches of the Q-Former, words included, and a projection of its own."""
-    w, inner, seen = QFORMER["width"], QFORMER["inner"], QFORMER["seen"]
+    w, inner, image_width = QFORMER["width"], QFORMER["inner"], QFORMER["image_width"]
     out = {
-        "query_tokens": drawn(generator, 1, QFORMER["queries"], w, spread=1.0),
-        "ln_vision.weight": drawn(generator, seen, around=1),
-        "ln_vision.bias": drawn(generator, seen),
-        "Qformer.bert.embeddings.word_embeddings.weight": drawn(generator, 20, w),
-        "Qformer.bert.embeddings.position_embeddings.weight": drawn(generator, 16, w),
+        "query_tokens": random_values(generator, 1, QFORMER["queries"], w, std=1.0),
+        "ln_vision.weight": random_values(generator, image_width, mean=1),
+        "ln_vision.bias": random_values(generator, image_width),
+        "Qformer.bert.embeddings.word_embeddings.weight": random_values(generator, 20, w),
+        "Qformer.bert.embeddings.position_embeddings.weight": random_values(generator, 16, w),
         "Qformer.bert.embeddings.position_ids": torch.arange(16)[None],
-        "Qformer.bert.embeddings.LayerNorm.weight": drawn(generator, w, around=1),
-        "Qformer.bert.embeddings.LayerNorm.bias": drawn(generator, w),
-        "t5_proj.weight": drawn(generator, 24, w),
-        "t5_proj.bias": drawn(generator, 24),
+        "Qformer.bert.embeddings.LayerNorm.weight": random_values(generator, w, mean=1),
+        "Qformer.bert.embeddings.LayerNorm.bias": random_values(generator, w),
+        "t5_proj.weight": random_values(generator, 24, w),
+        "t5_proj.bias": random_values(generator, 24),
     }
     for i in range(QFORMER["depth"]):
         at = f"Qformer.bert.encoder.layer.{i}."
-        for part, width in (("attention", w), *((("crossattention", seen),) if i % QFORMER["every"] == 0 else ())):
+        for part, width in (
+            ("attention", w),
+            *((("crossattention", image_width),) if i % QFORMER["cross_attention_frequency"] == 0 else ()),
+        ):
             out |= _linear(generator, f"{at}{part}.self.query", w, w)
             for name in ("key", "value"):
                 out |= _linear(generator, f"{at}{part}.self.{name}", w, width)
@@ -91,7 +106,7 @@ def llama_folder(folder: Path, tokenizer: Path, seed: int = 5) -> None:
     shutil.copy(tokenizer, folder / "tokenizer.model")
 
 
-def published(folder: Path, shared: Path, seed: int = 3, **settings: Any) -> Path:
+def write_checkpoint(folder: Path, shared: Path, seed: int = 3, **settings: Any) -> Path:
     """The files side by side, as somebody who downloaded them has them; skips where transformers is missing.
 
     shared: the folder of real data, for LLaMA's tokenizer.
@@ -101,22 +116,25 @@ def published(folder: Path, shared: Path, seed: int = 3, **settings: Any) -> Pat
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     llama_folder(folder / "vicuna", tokenizer)
-    torch.save(tower_state(generator), folder / "eva_vit_g.pth")
+    torch.save(vision_encoder_state(generator), folder / "eva_vit_g.pth")
     torch.save({"model": qformer_state(generator)}, folder / "blip2_pretrained_flant5xxl.pth")
     ours = {"model": projection_state(generator), "iters": 20000, "config": {"run": {"seed": 42}}}
     torch.save(ours, folder / "pretrained_minigpt4.pth")
-    sizes = {"tower": {"depth": TOWER["depth"], "heads": TOWER["heads"]}, "qformer": {"heads": QFORMER["heads"]}}
+    sizes = {
+        "vision_encoder": {"depth": VISION_ENCODER["depth"], "heads": VISION_ENCODER["heads"]},
+        "qformer": {"heads": QFORMER["heads"]},
+    }
     (folder / "minigpt4.json").write_text(json.dumps(sizes | settings))
     return folder
 
 
 def _linear(generator: torch.Generator, name: str, out: int, inner: int) -> dict[str, torch.Tensor]:
-    return {f"{name}.weight": drawn(generator, out, inner), f"{name}.bias": drawn(generator, out)}
+    return {f"{name}.weight": random_values(generator, out, inner), f"{name}.bias": random_values(generator, out)}
 
 
 def _output(generator: torch.Generator, name: str, out: int, inner: int) -> dict[str, torch.Tensor]:
     norm = {
-        f"{name}.LayerNorm.weight": drawn(generator, out, around=1),
-        f"{name}.LayerNorm.bias": drawn(generator, out),
+        f"{name}.LayerNorm.weight": random_values(generator, out, mean=1),
+        f"{name}.LayerNorm.bias": random_values(generator, out),
     }
     return _linear(generator, f"{name}.dense", out, inner) | norm

@@ -13,7 +13,7 @@ from torch import nn
 from modelmill.models import sam
 from modelmill.nn.linear import Linear
 
-SMALL = sam.VitSpec(width=48, depth=2, heads=3, whole=(1,), inner=96, image=160, window=4)
+SMALL = sam.SamVitSpec(width=48, depth=2, heads=3, global_attn_indexes=(1,), inner=96, image=160, window=4)
 
 
 def small_state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def small_state(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def tiny_state(seed: int = 0) -> dict[str, torch.Tensor]:
     """The same in MobileSAM's layout, of its one size, batch norms behind the encoder's convolutions."""
-    config = sam.SamConfig(sam.TinySpec())
+    config = sam.SamConfig(sam.TinyVitSpec())
     model = sam.Model(config)
     shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
     shapes |= {f"{n}.weight": m.shape for n, m in model.named_modules() if isinstance(m, Linear)}
@@ -82,7 +82,7 @@ def small_file(folder: Path, seed: int = 0) -> Path:
     return path
 
 
-def their_model(vision: dict[str, Any]) -> Any:
+def hf_sam_model(vision: dict[str, Any]) -> Any:
     """transformers' SamModel with weights that keep values near 1; skips where transformers is missing."""
     transformers = pytest.importorskip("transformers")
     config = transformers.SamConfig(vision_config=vision)

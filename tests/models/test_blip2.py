@@ -13,7 +13,7 @@ import PIL.Image
 import pytest
 import torch
 
-from modelmill.build.plan import make_plan
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture, UsageError
@@ -68,7 +68,7 @@ def llm(folder: Path) -> LLM:
     report = build_engine(folder, engine, BuildConfig(dtype="float32"))
     assert report["accepted"], report
     modules = {row["module"] for row in report["layers"]}
-    assert {"tower.attn", "ln_vision", "qformer.crossattention", "proj", "attn.k_proj"} <= modules
+    assert {"vision_encoder.attn", "ln_vision", "qformer.crossattention", "proj", "attn.k_proj"} <= modules
     return LLM(engine, max_model_len=256, kv_cache_bytes=1 << 24)
 
 
@@ -135,7 +135,7 @@ def test_questions(llm: LLM) -> None:
     told = "<ImageHere>Question: Where is it? Answer: In a garden. Question: Why? Answer:"
     assert chat.render(talk) == told
     assert chat.render([user(picture(1))]) == "<ImageHere>", "a picture alone is described"
-    ids, places = chat.place([user(picture(1)), user(picture(2), "Both?")])  # type: ignore[attr-defined]
+    ids, places = chat.encode_with_images([user(picture(1)), user(picture(2), "Both?")])  # type: ignore[attr-defined]
     assert [at for at, _ in places] == [0, QUERIES]
     assert ids[2 * QUERIES] == 1, "BOS stands behind the pictures"
     assert ids.count(1) == 1
@@ -163,8 +163,12 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
         (lambda c: c.pop("qformer_config"), CheckpointError, "lacks qformer_config"),
         (lambda c: c["vision_config"].update(hidden_act="quick_gelu"), UnknownArchitecture, "only gelu is known"),
         (lambda c: c["vision_config"].update(num_attention_heads="many"), CheckpointError, "heads must be a whole"),
-        (lambda c: c["vision_config"].update(num_hidden_layers=2), CheckpointError, "tower is 2, the weights have 3"),
-        (lambda c: c["vision_config"].update(layer_norm_eps=0), CheckpointError, "tower must be above 0"),
+        (
+            lambda c: c["vision_config"].update(num_hidden_layers=2),
+            CheckpointError,
+            "vision encoder is 2, the weights have 3",
+        ),
+        (lambda c: c["vision_config"].update(layer_norm_eps=0), CheckpointError, "vision_encoder must be above 0"),
         (lambda c: c["qformer_config"].update(use_qformer_text_input=True), UnknownArchitecture, "a variant of BLIP-2"),
     ],
 )

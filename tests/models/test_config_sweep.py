@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.build.config_keys import checked_keys
+from modelmill.builder.config_keys import check_unread_keys
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
-from modelmill.core.find import find
+from modelmill.core.registry import find_module
 from tests.models.test_families import engine
 from tests.models.tiny_models import save_raw
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
 
 transformers = pytest.importorskip("transformers")
 
@@ -145,10 +145,10 @@ def _cloned(model: Any) -> dict[str, torch.Tensor]:
 
 def configured(raw: dict[str, Any]) -> list[str]:
     """What a build says of a config, or CheckpointError; no weights are needed."""
-    family, view = find("modelmill.models", raw["model_type"]), ConfigView(raw)
+    family, view = find_module("modelmill.models", raw["model_type"]), ConfigView(raw)
     assert family is not None
-    family.configure(view)
-    return checked_keys(view, family, "config.json")
+    family.config_from_hf(view)
+    return check_unread_keys(view, family, "config.json")
 
 
 def equal_or_named(raw: dict[str, Any], key: str, folder: Path) -> str:
@@ -156,7 +156,7 @@ def equal_or_named(raw: dict[str, Any], key: str, folder: Path) -> str:
     try:
         said = configured(raw)
     except CheckpointError as error:
-        text = one_line(error)
+        text = check_one_line(error)
         return "refused" if key in text else f"refused without its name: {text}"
     model = their_model(raw, folder)
     if model is None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.build.builder import build
-from modelmill.build.plan import make_plan
+from modelmill.builder.build_engine import build
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
-from modelmill.runtime.loop import Loop
+from modelmill.runtime.engine_core import EngineCore
 from tests.accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
 from tests.models.tiny_models import FAMILIES, save_hf, save_raw
 
@@ -24,10 +24,10 @@ QWEN = {
 }  # fmt: skip
 
 
-def engine(folder: Path, out: Path, **build_options: object) -> Loop:
+def engine(folder: Path, out: Path, **build_options: object) -> EngineCore:
     """Build without acceptance (these tests are the judge) and open."""
     build(make_plan(open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu", **build_options)), out, None)
-    return Loop.open(out, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22))
+    return EngineCore.open(out, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -48,7 +48,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     _compare_whole(model, loop, ids)
 
 
-def _compare_whole(model: torch.nn.Module, loop: Loop, ids: list[list[int]]) -> None:
+def _compare_whole(model: torch.nn.Module, loop: EngineCore, ids: list[list[int]]) -> None:
     for got, row in zip(loop.score(ids), ids, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]

@@ -14,8 +14,8 @@ import torch
 from modelmill.core.config import BuildConfig
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM, build_engine
-from modelmill.vision.square import square
-from tests.models.minigpt4_seeded import published
+from modelmill.vision.image_input import load_square_image
+from tests.models.minigpt4_seeded import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -29,7 +29,7 @@ def pictures(count: int) -> list[PIL.Image.Image]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
-    return published(tmp_path_factory.mktemp("minigpt4") / "files", shared)
+    return write_checkpoint(tmp_path_factory.mktemp("minigpt4") / "files", shared)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def llm(folder: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Any:
-    from tests.models.minigpt4_plain import Plain
+    from tests.models.minigpt4_reference import MiniGpt4Reference
 
-    return Plain(folder)
+    return MiniGpt4Reference(folder)
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -63,17 +63,17 @@ def check(llm: LLM, answer: Any, wanted: list[int]) -> None:
 
 
 def prompt_of(*turns: str) -> str:
-    from tests.models.minigpt4_plain import SYSTEM
+    from tests.models.minigpt4_reference import SYSTEM
 
     return SYSTEM + "".join(turns) + "Assistant:"
 
 
 def test_embeddings(llm: LLM, plain: Any) -> None:
     for picture in pictures(3):
-        pixels, _ = square(picture, 56)
+        pixels, _ = load_square_image(picture, 56)
         batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]
         with torch.inference_mode():
-            found = llm.loop.model.read(batch, llm.loop.ops)[0]  # type: ignore[operator]
+            found = llm.engine_core.model.encode_images(batch, llm.engine_core.ops)[0]  # type: ignore[operator]
         wanted = plain.embed(picture)
         assert found.shape == wanted.shape == (8, 64)
         assert (found - wanted).norm() <= 1e-4 * wanted.norm()

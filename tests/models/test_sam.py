@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.checkpoint.rename import apply, plan_renames
+from modelmill.checkpoint.rename import apply_rule, plan_renames
 from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
 from modelmill.models import sam
-from modelmill.models._sam_vit import stretched
-from modelmill.nn.still import Still
-from modelmill.ops.shelf import resolve
-from modelmill.runtime.load import fill
-from tests.models.sam_seeded import their_model
+from modelmill.models._sam_vit import resize_rel_pos
+from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.registry import select_backends
+from modelmill.runtime.model_loader import fill_weights
+from tests.models.sam_seeded import hf_sam_model
 
 SMALL = {
     "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "global_attn_indexes": [1], "image_size": 160,
@@ -26,23 +26,23 @@ SMALL = {
 
 def made(state: dict[str, torch.Tensor], raw: dict[str, Any] | None = None, device: str = "cpu") -> sam.Model:
     """Our model with the tensors of a checkpoint."""
-    raw = raw or sam.describe({name: tuple(t.shape) for name, t in state.items()})
+    raw = raw or sam.config_from_shapes({name: tuple(t.shape) for name, t in state.items()})
     assert raw is not None
-    config = sam.configure(raw)
+    config = sam.config_from_hf(raw)
     model = sam.Model(config)
-    resolved = plan_renames(sam.rules(config), sam.drops(config), state, sam.PREFIXES)
-    tensors = {r.target: apply(r, state.__getitem__) for r in resolved}
-    fill(model, tensors.__getitem__, tensors, {}, {}, device)
+    resolved = plan_renames(sam.rules(config), sam.ignored_tensors(config), state, sam.CHECKPOINT_PREFIXES)
+    tensors = {r.target: apply_rule(r, state.__getitem__) for r in resolved}
+    fill_weights(model, tensors.__getitem__, tensors, {}, {}, device)
     return model
 
 
-def still() -> Still:
-    return Still(resolve("cpu"))
+def still() -> VisionContext:
+    return VisionContext(select_backends("cpu"))
 
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    return their_model(SMALL)
+    return hf_sam_model(SMALL)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-4) -> None:
@@ -54,7 +54,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-4) -> Non
 def test_embedding_equals_transformers(theirs) -> None:
     model = made(theirs.state_dict(), {"model_type": "sam", "vision_config": SMALL})
     pixels = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(2))
-    close(model.embed(pixels, still()), theirs.vision_encoder(pixels)[0])
+    close(model.encode_image(pixels, still()), theirs.vision_encoder(pixels)[0])
 
 
 @torch.inference_mode()
@@ -92,43 +92,43 @@ def test_masks_equal_transformers(theirs, prompt: str) -> None:
         ours_points.append(torch.zeros(2, 1, 2))
         ours_labels.append(torch.full((2, 1), -1))
     given = None if masks is None else masks[:1].expand(2, -1, -1, -1)
-    found, own = model.decode(embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), given, still())
+    found, own = model.decode_masks(embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), given, still())
     close(found[:, 1:], wanted[0])
     close(own[:, 1:], scores[0])
 
 
 @torch.inference_mode()
 def test_the_original_layout_is_recognised_and_gives_the_same(theirs) -> None:
-    config = sam.configure({"model_type": "sam", "vision_config": SMALL})
+    config = sam.config_from_hf({"model_type": "sam", "vision_config": SMALL})
     state = theirs.state_dict()
     original = {f"{r.target}": state[r.sources[0]] for r in sam.rules(config)}
-    raw = sam.describe({name: tuple(t.shape) for name, t in original.items()})
+    raw = sam.config_from_shapes({name: tuple(t.shape) for name, t in original.items()})
     assert raw is not None
-    found = sam.configure(raw)
+    found = sam.config_from_hf(raw)
     assert found.encoder == config.encoder
-    assert found.layout == "original"
+    assert found.checkpoint_layout == "original"
     pixels = torch.randn(1, 3, 160, 160, generator=torch.Generator().manual_seed(4))
     wrapped = {f"module.{name}": t for name, t in original.items()}
-    close(made(wrapped).embed(pixels, still()), theirs.vision_encoder(pixels)[0])
+    close(made(wrapped).encode_image(pixels, still()), theirs.vision_encoder(pixels)[0])
 
 
 def test_heads_of_the_published_sizes() -> None:
     for width, depth, heads, whole in ((768, 12, 12, (2, 5, 8, 11)), (1280, 32, 16, (7, 15, 23, 31))):
-        spec = sam.VitSpec(width, depth, heads, whole, 4 * width)
+        spec = sam.SamVitSpec(width, depth, heads, whole, 4 * width)
         model = sam.Model(sam.SamConfig(spec))
         shapes = {name: tuple(t.shape) for name, t in model.named_buffers()}
         for name, module in model.named_modules():
             if hasattr(module, "shape"):
                 shapes[f"{name}.weight"] = module.shape
-        raw = sam.describe(shapes)
+        raw = sam.config_from_shapes(shapes)
         assert raw is not None
-        assert sam.configure(raw).encoder == spec
+        assert sam.config_from_hf(raw).encoder == spec
 
 
 def test_what_is_not_sam() -> None:
-    assert sam.describe({"model.embed_tokens.weight": (10, 4)}) is None
+    assert sam.config_from_shapes({"model.embed_tokens.weight": (10, 4)}) is None
     with pytest.raises(UnknownArchitecture, match="vision_config"):
-        sam.configure({"model_type": "sam"})
+        sam.config_from_hf({"model_type": "sam"})
 
 
 DEFAULTS = {
@@ -149,10 +149,10 @@ def changed(part: str, key: str, value: object) -> dict[str, Any]:
 def test_the_whole_config_of_transformers_is_read() -> None:
     transformers = pytest.importorskip("transformers")
     raw = json.loads(json.dumps(transformers.SamConfig().to_dict()))
-    assert sam.configure(raw).encoder == sam.VitSpec(768, 12, 12, (2, 5, 8, 11), 3072)
-    plain = sam.configure({"model_type": "sam", "vision_config": SMALL})
-    assert sam.configure(changed("mask_decoder_config", "layer_norm_eps", 1e-5)) == plain
-    ratio = sam.configure({"model_type": "sam", "vision_config": {"mlp_ratio": 4.001}})
+    assert sam.config_from_hf(raw).encoder == sam.SamVitSpec(768, 12, 12, (2, 5, 8, 11), 3072)
+    plain = sam.config_from_hf({"model_type": "sam", "vision_config": SMALL})
+    assert sam.config_from_hf(changed("mask_decoder_config", "layer_norm_eps", 1e-5)) == plain
+    ratio = sam.config_from_hf({"model_type": "sam", "vision_config": {"mlp_ratio": 4.001}})
     assert ratio.encoder.inner == int(768 * 4.001)
 
 
@@ -177,7 +177,7 @@ def test_the_whole_config_of_transformers_is_read() -> None:
 )
 def test_what_would_change_the_arithmetic_is_refused(part: str, key: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=rf"{part}\.{key}={re.escape(repr(value))}".replace("'", "[\"']")):
-        sam.configure(changed(part, key, value))
+        sam.config_from_hf(changed(part, key, value))
 
 
 @pytest.mark.parametrize(
@@ -204,14 +204,14 @@ def test_what_would_change_the_arithmetic_is_refused(part: str, key: str, value:
 )
 def test_sizes_that_are_none_are_named(key: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: ") as told:
-        sam.configure({"model_type": "sam", "vision_config": SMALL | {key: value}})
+        sam.config_from_hf({"model_type": "sam", "vision_config": SMALL | {key: value}})
     assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("part", ["prompt_encoder_config", "mask_decoder_config"])
 def test_a_part_that_is_no_object(part: str) -> None:
     with pytest.raises(CheckpointError, match=f"{part} must be an object"):
-        sam.configure({"model_type": "sam", "vision_config": SMALL, part: 3})
+        sam.config_from_hf({"model_type": "sam", "vision_config": SMALL, part: 3})
 
 
 ORIGINAL = {
@@ -242,9 +242,9 @@ ORIGINAL = {
     ids=str,
 )
 def test_an_original_file_that_is_not_whole_is_named(name: str, shape: tuple[int, ...] | None) -> None:
-    found = sam.describe(ORIGINAL)
+    found = sam.config_from_shapes(ORIGINAL)
     assert found is not None
-    assert sam.configure(found).encoder == sam.VitSpec(32, 1, 2, (0,), 64, image=64, patch=16)
+    assert sam.config_from_hf(found).encoder == sam.SamVitSpec(32, 1, 2, (0,), 64, image=64, patch=16)
     shapes = {n: s for n, s in ORIGINAL.items() if n != f"image_encoder.{name}"}
     if shape is not None:
         shapes[f"image_encoder.{name}"] = shape
@@ -253,15 +253,15 @@ def test_an_original_file_that_is_not_whole_is_named(name: str, shape: tuple[int
             "image_encoder.blocks.3.attn.qkv.weight": (1,)
         }
     with pytest.raises(CheckpointError) as told:
-        sam.configure(sam.describe(shapes) or {})
+        sam.config_from_hf(sam.config_from_shapes(shapes) or {})
     assert "\n" not in str(told.value)
 
 
 def test_relative_positions_stretch_as_torch_does() -> None:
     table = torch.randn(7, 5)
-    assert stretched(table, 7) is table
+    assert resize_rel_pos(table, 7) is table
     wanted = torch.nn.functional.interpolate(table[None].transpose(1, 2), size=13, mode="linear")[0].t()
-    assert torch.equal(stretched(table, 13), wanted)
+    assert torch.equal(resize_rel_pos(table, 13), wanted)
 
 
 def test_missing_and_left_over_tensors_are_named(theirs) -> None:

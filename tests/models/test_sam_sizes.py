@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.models import sam
-from modelmill.ops.enlarge import enlarged
-from tests.models.sam_seeded import their_model
+from modelmill.ops.upsample_masks import upsample_logits
+from tests.models.sam_seeded import hf_sam_model
 from tests.models.test_sam import SMALL, made, still
 
 # width, layers, heads, MLP, layers that see the whole image. ViT-B is whole; of the others as many layers as show all.
@@ -26,7 +26,7 @@ SIZES = {
 def original(model: Any, vision: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Its tensors under the names of the original files."""
     state = model.state_dict()
-    rules = sam.rules(sam.configure({"model_type": "sam", "vision_config": vision}))
+    rules = sam.rules(sam.config_from_hf({"model_type": "sam", "vision_config": vision}))
     return {rule.target: state[rule.sources[0]] for rule in rules}
 
 
@@ -35,7 +35,7 @@ def judge(theirs: Any, ours: sam.Model, side: int) -> None:
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randn(2, 3, side, side, generator=generator)
     wanted = theirs.vision_encoder(pixels)[0]
-    found = ours.embed(pixels, still())
+    found = ours.encode_image(pixels, still())
     assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
     points = torch.rand(2, 2, 3, 2, generator=generator) * (side - 1)
     labels = torch.tensor([[[1, 0, 1], [1, 1, 0]]] * 2)
@@ -76,13 +76,13 @@ def compare(
         marks.append(torch.zeros(1, 0, dtype=torch.int64))
     given = prompt.get("input_masks")
     given = None if given is None else given[number][None].expand(len(places[0]), -1, -1, -1)
-    logits, scores = ours.decode(embedding, torch.cat(places, 1), torch.cat(marks, 1), given, still())
+    logits, scores = ours.decode_masks(embedding, torch.cat(places, 1), torch.cat(marks, 1), given, still())
     chosen = slice(1, None) if several else slice(0, 1)
     logits, scores = logits[:, chosen], scores[:, chosen]
     assert (logits - right[0]).abs().max() <= 1e-3 * right[0].abs().max()
     assert (scores - right[1]).abs().max() <= 1e-3 * right[1].abs().max().clamp(min=0.01)  # one alone may be near 0
     inside = (side, side * 2 // 3)
-    mine, truth = (enlarged(x, side, inside, (side * 9 // 7, side * 6 // 7)) > 0 for x in (logits, right[0]))
+    mine, truth = (upsample_logits(x, side, inside, (side * 9 // 7, side * 6 // 7)) > 0 for x in (logits, right[0]))
     assert (mine == truth).float().mean() >= 0.999
 
 
@@ -90,26 +90,26 @@ def compare(
 @pytest.mark.parametrize("side", [160, 208])
 def test_a_small_model_answers_every_prompt_as_transformers_does(side: int) -> None:
     vision = SMALL | {"image_size": side, "global_attn_indexes": [1, 2]}
-    theirs = their_model(vision)
+    theirs = hf_sam_model(vision)
     judge(theirs, made(original(theirs, vision)), side)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [11, 31])
 def test_relative_positions_made_for_another_size_are_stretched(rows: int) -> None:
-    theirs = their_model(SMALL)
+    theirs = hf_sam_model(SMALL)
     attention = theirs.vision_encoder.layers[1].attn
     for name in ("rel_pos_h", "rel_pos_w"):
         table = getattr(attention, name).data
         table = F.interpolate(table.t()[None], size=rows, mode="linear")[0].t() + 0.1 * torch.randn(rows, len(table[0]))
         setattr(attention, name, torch.nn.Parameter(table.contiguous()))
     state = original(theirs, SMALL)
-    raw = sam.describe({name: tuple(t.shape) for name, t in state.items()})
+    raw = sam.config_from_shapes({name: tuple(t.shape) for name, t in state.items()})
     assert raw is not None
-    assert raw["sizes"]["whole"] == [1]
+    assert raw["sizes"]["global_attn_indexes"] == [1]
     pixels = torch.randn(1, 3, 160, 160)
     wanted = theirs.vision_encoder(pixels)[0]
-    found = made(state).embed(pixels, still())
+    found = made(state).encode_image(pixels, still())
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
@@ -122,5 +122,5 @@ def test_the_published_sizes_are_transformers(size: str) -> None:
         "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "global_attn_indexes": whole,
         "image_size": 1024, "patch_size": 16, "mlp_dim": inner, "window_size": 14, "output_channels": 256,
     }  # fmt: skip
-    theirs = their_model(vision)
+    theirs = hf_sam_model(vision)
     judge(theirs, made(original(theirs, vision)), 1024)

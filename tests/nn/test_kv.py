@@ -11,8 +11,8 @@ import torch
 
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
-from modelmill.nn.kv import KVCache, KVShape, held_dtype
-from modelmill.ops.eight_bit import LARGEST, by_row
+from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
+from modelmill.ops.quant_types import QUANT_MAX, quantize_per_row
 from tests.runtime import tiny
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
@@ -22,7 +22,7 @@ PAGES, PAGE = Path("/proc/self/pagemap"), mmap.PAGESIZE
 
 @pytest.mark.parametrize("name", ["auto", *KINDS])
 def test_a_page_costs_what_is_allocated(name: str) -> None:
-    dtype = held_dtype(name, torch.bfloat16)
+    dtype = kv_cache_dtype(name, torch.bfloat16)
     cache = KVCache.allocate(SHAPE, 5, 16, dtype, "cpu")
     assert cache.nbytes == 5 * SHAPE.page_bytes(16, dtype)
     assert all(scale is None for scale in cache.scales(1)) == (name == "auto")
@@ -34,7 +34,7 @@ def test_a_page_costs_what_is_allocated(name: str) -> None:
 @pytest.mark.parametrize("name", ["auto", *KINDS])
 def test_pages_in_ram_are_backed_by_memory_once_they_are_written(name: str) -> None:
     """A gigabyte is there at once: zeros are not written where the system hands out zeros."""
-    dtype = held_dtype(name, torch.bfloat16)
+    dtype = kv_cache_dtype(name, torch.bfloat16)
     cache = KVCache.allocate(SHAPE, (1 << 30) // SHAPE.page_bytes(16, dtype), 16, dtype, "cpu")
     assert all(tensor.data_ptr() % 64 == 0 for tensor in cache.tensors), "as torch's own"
     for tensor in cache.tensors:
@@ -54,11 +54,11 @@ def _backed(tensor: torch.Tensor) -> float:
     return float((told >> np.uint64(63)).mean())
 
 
-@pytest.mark.parametrize("kind", list(LARGEST))
+@pytest.mark.parametrize("kind", list(QUANT_MAX))
 def test_rows_come_back_within_half_a_step(kind: torch.dtype) -> None:
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     x[3], x[4, 5], x[6] = 0.0, 1e4, x[6] * 1e-5
-    values, scale = by_row(x, kind)
+    values, scale = quantize_per_row(x, kind)
     assert values.dtype is kind
     assert scale.dtype is torch.float32
     assert bool((scale > 0).all())
@@ -66,11 +66,11 @@ def test_rows_come_back_within_half_a_step(kind: torch.dtype) -> None:
     # e4m3 has 3 bits behind the point: half of the last is 1/16 of the value, or half the smallest step of the type
     step = scale[:, None] * 0.5 if kind is torch.int8 else (x.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
     assert bool(((back - x).abs() <= step * 1.001).all())
-    assert bool((values.float().abs().amax(-1)[x.abs().amax(-1) > 1e-6] == LARGEST[kind]).all())
+    assert bool((values.float().abs().amax(-1)[x.abs().amax(-1) > 1e-6] == QUANT_MAX[kind]).all())
 
 
 def test_halves_go_to_the_even_number() -> None:
-    values, scale = by_row(torch.tensor([[127.0, 0.5, 1.5, -2.5, 3.5]]), torch.int8)
+    values, scale = quantize_per_row(torch.tensor([[127.0, 0.5, 1.5, -2.5, 3.5]]), torch.int8)
     assert scale.item() == 1.0
     assert values.tolist() == [[127, 0, 2, -2, 4]]
 
@@ -78,19 +78,19 @@ def test_halves_go_to_the_even_number() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_loop_runs_on_8_bit_pages(name: str) -> None:
     """Many sequences at once, with shared prefixes, forks and preemption, answer as each does alone."""
-    pages = tiny.decoder().kv.page_bytes(8, held_dtype(name, torch.float32)) * 25
-    engine = tiny.loop(kv_cache_dtype=name, kv_cache_bytes=pages)
-    assert engine.runner.kv.k[0].dtype is held_dtype(name, torch.float32)
+    pages = tiny.decoder().kv.page_bytes(8, kv_cache_dtype(name, torch.float32)) * 25
+    engine = tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=pages)
+    assert engine.model_runner.kv.k[0].dtype is kv_cache_dtype(name, torch.float32)
     how = tiny.params(n=2, temperature=0.8, seed=3)
     todo = [*tiny.requests(tiny.prompts(4), how)]
     together = tiny.run(engine, todo)
-    assert together == tiny.alone(tiny.loop(kv_cache_dtype=name, kv_cache_bytes=pages), todo)
-    assert engine.runner.kv.k_scale[1].count_nonzero() > 0
+    assert together == tiny.run_one_by_one(tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=pages), todo)
+    assert engine.model_runner.kv.k_scale[1].count_nonzero() > 0
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_copied_pages_bring_their_scales(name: str) -> None:
-    runner = tiny.loop(kv_cache_dtype=name, kv_cache_bytes=1 << 16).runner
+    runner = tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=1 << 16).model_runner
     for seed, t in enumerate(runner.kv.tensors):
         t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(seed)) * 50)
     runner.copy_pages([(1, 3), (2, 0)])
@@ -101,9 +101,9 @@ def test_copied_pages_bring_their_scales(name: str) -> None:
 
 def test_logits_stay_near_those_of_full_pages() -> None:
     ids = [list(p) for p in tiny.prompts(3, low=20)]
-    full = tiny.loop().score(ids, decode_from=10)
+    full = tiny.make_engine().score(ids, decode_from=10)
     for name, most in (("int8", 0.05), ("fp8", 0.3)):
-        near = tiny.loop(kv_cache_dtype=name).score(ids, decode_from=10)
+        near = tiny.make_engine(kv_cache_dtype=name).score(ids, decode_from=10)
         error = max(float((a - b).abs().max()) for a, b in zip(near, full))
         assert 0 < error < most * max(float(a.abs().max()) for a in full)
 

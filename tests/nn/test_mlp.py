@@ -9,39 +9,41 @@ import pytest
 import torch
 
 from modelmill.nn.mlp import GatedMLP
-from modelmill.ops import shelf
-from modelmill.weights import held
+from modelmill.ops import registry
+from modelmill.weights import base
 
 
-def block(kind: str) -> GatedMLP:
+def block(weight_format: str) -> GatedMLP:
     """48 channels, 80 inside, seeded."""
     mlp = GatedMLP(48, 80)
     generator = torch.Generator().manual_seed(0)
     for linear in (mlp.gate_up_proj, mlp.down_proj):
         weight = torch.randn(linear.shape, generator=generator) * linear.shape[1] ** -0.5
-        linear.held = held.pack(kind, weight, torch.float32)
+        linear.weight = base.pack(weight_format, weight, torch.float32)
     return mlp
 
 
-@pytest.mark.parametrize("kind", ["dense", "int8"])
-def test_the_spanning_op_gives_the_same_and_is_left_out_where_modules_are_watched(kind: str) -> None:
+@pytest.mark.parametrize("weight_format", ["dense", "int8"])
+def test_the_spanning_op_gives_the_same_and_is_left_out_where_modules_are_watched(weight_format: str) -> None:
     calls = []
 
-    def gated(*args: torch.Tensor) -> torch.Tensor:
+    def linear_swiglu(*args: torch.Tensor) -> torch.Tensor:
         calls.append(args)
-        return shelf.reference("gated_linear")(*args)
+        return registry.reference("linear_swiglu")(*args)
 
-    ops = replace(shelf.resolve("cpu", {"linear": "torch", "silu_mul": "torch"}), gated_linear=gated)
-    mlp, x = block(kind), torch.randn(3, 48, generator=torch.Generator().manual_seed(1))
+    ops = replace(
+        registry.select_backends("cpu", {"linear": "torch", "silu_mul": "torch"}), linear_swiglu=linear_swiglu
+    )
+    mlp, x = block(weight_format), torch.randn(3, 48, generator=torch.Generator().manual_seed(1))
     seen: list[torch.Tensor] = []
     mlp.act.register_forward_hook(lambda *given: seen.append(given[2]))
-    watched = mlp(x, SimpleNamespace(ops=ops, whole=False))
+    watched = mlp(x, SimpleNamespace(ops=ops, fuse=False))
     assert len(seen) == 1
     assert not calls
-    whole = mlp(x, SimpleNamespace(ops=ops, whole=True))
-    assert len(calls) == (kind == "dense")
-    torch.testing.assert_close(whole, watched)
+    fused = mlp(x, SimpleNamespace(ops=ops, fuse=True))
+    assert len(calls) == (weight_format == "dense")
+    torch.testing.assert_close(fused, watched)
 
 
 def test_a_kernel_switched_by_hand_is_not_bypassed() -> None:
-    assert shelf.resolve("cpu", {"silu_mul": "torch", "linear": "torch"}).gated_linear is None
+    assert registry.select_backends("cpu", {"silu_mul": "torch", "linear": "torch"}).linear_swiglu is None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.emulation.emulated import Emulator, instead_of_the_gpu
+from tests.ops.emulation.emulator import Emulator, replace_gpu
 
 
 def _mend_interpreter() -> None:
@@ -123,7 +123,7 @@ def emulator_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def emulator(emulator_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     """What the launches of ops/cuda go to instead of a GPU; memory that nobody writes holds no numbers."""
     emulator = Emulator(emulator_folder)
-    instead_of_the_gpu(emulator, monkeypatch)
+    replace_gpu(emulator, monkeypatch)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield emulator

@@ -11,14 +11,15 @@ import pytest
 
 from modelmill.ops.cuda import build
 
-NVCC = build.nvcc()
-needed = pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+NVCC = build.find_nvcc()
+requires_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
 
 
-def compiles_without_spills(source: str, macros: Sequence[str], out: Path, most: int = 0) -> None:
+def compiles_without_spills(source: str, macros: Sequence[str], out: Path, max_spill_bytes: int = 0) -> None:
     """Registers that spill, or products that the compiler runs one at a time, cost half the speed without a word.
 
-    Of every kernel in the source. most: bytes that one may put away, where the machine code was read: outside its loop.
+    Of every kernel in the source. max_spill_bytes: bytes that one may put away, where the machine code was read:
+    outside its loop.
     """
     assert NVCC is not None
     assert NVCC.path is not None
@@ -28,5 +29,5 @@ def compiles_without_spills(source: str, macros: Sequence[str], out: Path, most:
     assert done.returncode == 0, done.stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
     assert spills
-    assert all(int(number) <= most for pair in spills for number in pair), done.stderr
+    assert all(int(number) <= max_spill_bytes for pair in spills for number in pair), done.stderr
     assert "serialized" not in done.stderr, "products that wait for one another"

@@ -20,25 +20,27 @@ from hypothesis import strategies as st
 
 from modelmill.core import env
 from modelmill.core.errors import MissingDependency
-from modelmill.ops import int8_group_linear, shelf
+from modelmill.ops import int8_group_linear, registry
 from modelmill.ops.case import Case, randn
-from modelmill.ops.cpu import build
-from modelmill.ops.int4_linear import drawn
+from modelmill.ops.cpu import build, groupwise, prebuilt
+from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.int8_linear import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What is added to the flags, and the floats in a vector that must come of it. Less optimised, to compile quickly.
 INSTRUCTION_SETS = {"native": ((), None), "avx2": (("-mno-avx512f", "-O1"), 8), "plain": (("-mno-avx", "-O1"), 4)}
 QUICK = ("-O0", "-std=c++17", "-fPIC", "-w")
-KERNELS: dict[str, ModuleType] = {op: found["cpu"] for op in shelf.OPS if "cpu" in (found := shelf.variants(op))}
+KERNELS: dict[str, ModuleType] = {
+    op: found["cpu"] for op in registry.OPS if "cpu" in (found := registry.implementations(op))
+}
 
 pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
 
 
 def _forget() -> None:
-    """Drop every function that the bindings hold of the library in use."""
-    for module in KERNELS.values():
-        for value in vars(module).values():
+    """Drop every function that the bindings, and what they share, hold of the library in use."""
+    for module in [found for name, found in sys.modules.items() if name.startswith("modelmill.ops.cpu.")]:
+        for value in vars(module).values() if module is not build else ():
             if isinstance(value, functools._lru_cache_wrapper):
                 value.cache_clear()
 
@@ -46,7 +48,7 @@ def _forget() -> None:
 @functools.cache
 def _library(name: str) -> build.Library:
     flags, width = INSTRUCTION_SETS[name]
-    library = build.open_library(build.compiled((*build.machine_flags(), *flags)))
+    library = build.open_library(build.compile_library((*build.machine_flags(), *flags)))
     assert width is None or library.vector_width <= width
     return library
 
@@ -59,6 +61,13 @@ def _use(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
     torch.use_deterministic_algorithms(False)
     _forget()
+
+
+def test_every_product_forgets_the_library_before() -> None:
+    groupwise._function("int4_linear", "ppppppqqqqii", long=False)
+    assert groupwise._function.cache_info().currsize > 0
+    _forget()
+    assert groupwise._function.cache_info().currsize == 0
 
 
 @pytest.fixture(params=list(INSTRUCTION_SETS))
@@ -76,7 +85,7 @@ def other_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if "avx512_bf16" not in build._cpu():
         pytest.skip("a processor without AVX512_BF16 multiplies floats only")
     flags = build.FLAGS if "-DMILL_FLOATS" in build.machine_flags() else (*build.FLAGS, "-DMILL_FLOATS")
-    yield from _use(build.open_library(build.compiled((*flags, "-O1"))), monkeypatch)
+    yield from _use(build.open_library(build.compile_library((*flags, "-O1"))), monkeypatch)
 
 
 def _odd(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +106,7 @@ def _check(op: str, args: dict[str, Any], dtype: torch.dtype, writes: tuple[str,
         for n, v in args.items()
     }
     wide.update({n: wide[n] for n in writes})
-    expected, got = shelf.reference(op)(**wide), KERNELS[op].run(**args)
+    expected, got = registry.reference(op)(**wide), KERNELS[op].run(**args)
     pairs = list(zip(got, expected)) if isinstance(got, tuple) else [(got, expected)]
     pairs += [(args[n], wide[n]) for n in writes]
     for mine, truth in pairs:
@@ -151,9 +160,9 @@ def test_products_of_any_size(rows: int, k: int, n: int, dtype: torch.dtype, bia
     held, scale = quantize(weight)
     _check("int8_linear", args | {"weight": held, "scale": scale}, dtype)
     for group in (32, 96):
-        four = drawn(n, k, group, device="cpu", symmetric=bias) | {"group": group}
+        four = random_weight(n, k, group, device="cpu", symmetric=bias) | {"group": group}
         _check("int4_linear", args | four, dtype)
-        eight = int8_group_linear.drawn(n, k, group, device="cpu", symmetric=bias) | {"group": group}
+        eight = int8_group_linear.random_weight(n, k, group, device="cpu", symmetric=bias) | {"group": group}
         _check("int8_group_linear", args | eight, dtype)
 
 
@@ -168,8 +177,8 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = randn(45, 333, device="cpu", dtype=dtype, seed=2)
     held, scale = quantize(weight)
     codes = weight.float().clamp(-4, 4).to(torch.float8_e4m3fn)
-    four = drawn(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
-    eight = int8_group_linear.drawn(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
+    four = random_weight(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
+    eight = int8_group_linear.random_weight(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
     products: dict[str, dict[str, Any]] = {
         "linear": {"weight": weight},
         "int8_linear": {"weight": held, "scale": scale},
@@ -328,12 +337,12 @@ def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, i
     x[0, place] = value
     order = torch.arange(64, dtype=torch.int32)
     args = (x, order, None, None, 8, 32)
-    (q, step), (wanted, steps) = KERNELS["cluster_quant"].run(*args), shelf.reference("cluster_quant")(*args)
+    (q, step), (wanted, steps) = KERNELS["rptq_quant"].run(*args), registry.reference("rptq_quant")(*args)
     torch.testing.assert_close(step, steps, rtol=1e-6, atol=0, equal_nan=True)
     assert not steps[0, 0].isfinite()
     assert bool((q[0, :32] == 0).all()), "a cast of NaN is not defined"
     assert bool(((q.int() - wanted.int()).abs() <= 1)[:, 32:].all())
-    product = KERNELS["clustered_linear"].run(
+    product = KERNELS["rptq_linear"].run(
         q, torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 2), None, 32, step, None, None, torch.float32
     )
     assert product[0].isnan().all()
@@ -360,17 +369,17 @@ def test_empty_batches() -> None:
 SCRIPT = f"""
 import torch
 from modelmill.ops.cpu import build
-library = build.open_library(build.compiled({QUICK!r}))
+library = build.open_library(build.compile_library({QUICK!r}))
 torch.set_num_threads(2)
 torch.randn(2000, 2000) @ torch.randn(2000, 200)
-library.quick.modelmill_self_check()
+library.with_gil.modelmill_self_check()
 maps = open("/proc/self/maps").read().split()
 print(library.path, len({{m for m in maps if "omp" in m.rsplit("/", 1)[-1] and ".so" in m}}))
 """
 
 
 def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path) -> None:
-    variables = env.child() | {"MODELMILL_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    variables = env.child_env() | {"MODELMILL_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", SCRIPT]
     running = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate()[0].split() for process in running]
@@ -390,28 +399,43 @@ def test_another_processor_flag_or_compiler_is_another_file(monkeypatch: pytest.
 
 
 def _reason() -> str:
-    found = build.load.__wrapped__()
+    with pytest.MonkeyPatch.context() as compiling:  # whatever kernels these tests run with
+        compiling.setenv("MODELMILL_CPU_KERNELS", "native")
+        found = build.load.__wrapped__()
     assert isinstance(found, str)
     assert "\n" not in found
     return found
 
 
 def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "compiler", lambda: None)
+    monkeypatch.setattr(env, "cxx_compiler", lambda: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     reason = _reason()
     assert "install g++" in reason
     monkeypatch.setattr(build, "load", lambda: reason)
     assert build.available("cpu") == reason
-    chosen = dict(shelf.resolve("cpu").chosen)
+    chosen = dict(registry.select_backends("cpu").backends)
     assert chosen.pop("argmax") == "cpu"  # numpy serves it
     assert set(chosen.values()) == {"torch"}
     with pytest.raises(MissingDependency, match="install g"):
         build.function("linear", "p")
 
 
+@pytest.mark.parametrize(
+    ("machine", "brought", "helps"), [("x86_64", False, True), ("x86_64", True, False), ("riscv64", False, False)]
+)
+def test_the_way_out_names_the_wheel_where_one_helps(
+    machine: str, brought: bool, helps: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(env, "cxx_compiler", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path if brought else tmp_path / "absent")
+    assert ("wheel" in _reason()) is helps
+
+
 def test_a_named_compiler_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "compiler", lambda: "no-such-compiler")
+    monkeypatch.setattr(env, "cxx_compiler", lambda: "no-such-compiler")
     assert "'no-such-compiler'" in _reason()
 
 
@@ -430,7 +454,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason(monkeypatch: pytest.MonkeyPa
 
 def test_a_broken_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kernels.so").write_bytes(b"not a library")
-    monkeypatch.setattr(build, "compiled", lambda flags: tmp_path / "kernels.so")
+    monkeypatch.setattr(build, "compile_library", lambda flags: tmp_path / "kernels.so")
     assert "cannot be loaded" in _reason()
 
 

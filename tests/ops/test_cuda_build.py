@@ -12,15 +12,15 @@ import torch
 from modelmill.core.errors import MissingDependency
 from modelmill.ops.cuda import (
     build,
-    clustered_linear,
+    int4_gemm_small_m,
     int4_linear,
-    int4_rows,
-    int8_groups,
+    int8_gemm_small_m,
     launch,
-    one_row,
     paged_attention,
+    rptq_linear,
+    wq_gemv,
 )
-from tests.ops.nvcc import NVCC, compiles_without_spills, needed
+from tests.ops.nvcc import NVCC, compiles_without_spills, requires_nvcc
 
 FORMS = (
     ("DIM=128", "PAGE=16"),
@@ -48,7 +48,7 @@ def _compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
     path = tmp_path / "nvcc"
     path.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; out=$2\n{script}\n')
     path.chmod(0o755)
-    monkeypatch.setattr(build, "compiler", lambda: build.Compiler("one", path=str(path)))
+    monkeypatch.setattr(build, "find_compiler", lambda: build.Compiler("one", path=str(path)))
 
 
 def test_the_key_covers_all_that_decides_the_code(folder: Path) -> None:
@@ -65,9 +65,9 @@ def test_the_key_covers_all_that_decides_the_code(folder: Path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_kernel_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _compiler(tmp_path, monkeypatch, f'echo x >> {tmp_path}/calls; echo cubin > "$out"')
-    first = build.compiled("kernel", ("A",))
-    assert build.compiled("kernel", ("A",)) == first
-    assert build.compiled("kernel", ("B",)) != first
+    first = build.compile_cubin("kernel", ("A",))
+    assert build.compile_cubin("kernel", ("A",)) == first
+    assert build.compile_cubin("kernel", ("B",)) != first
     assert first.read_text() == "cubin\n"
     assert (tmp_path / "calls").read_text().split() == ["x", "x"]
     assert sorted(p.suffix for p in first.parent.iterdir()) == [".cubin", ".cubin"], "nothing is left behind"
@@ -77,19 +77,19 @@ def test_a_kernel_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_failing_compiler_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _compiler(tmp_path, monkeypatch, "echo note >&2; echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
     with pytest.raises(MissingDependency, match="no such thing") as told:
-        build.compiled("kernel")
+        build.compile_cubin("kernel")
     assert "\n" not in str(told.value)
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.usefixtures("folder")
 def test_a_variant_says_why_its_kernel_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "GPU" in str(build.serves("cpu", "kernel", ()))
+    assert "GPU" in str(build.why_unavailable("cpu", "kernel", ()))
     monkeypatch.setattr(build, "available", lambda _: None)
     _compiler(tmp_path, monkeypatch, "echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
-    assert "no such thing" in str(build.serves("cuda", "kernel", ()))
+    assert "no such thing" in str(build.why_unavailable("cuda", "kernel", ()))
     _compiler(tmp_path, monkeypatch, 'echo cubin > "$out"')
-    assert build.serves("cuda", "kernel", ()) is None
+    assert build.why_unavailable("cuda", "kernel", ()) is None
 
 
 def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
@@ -101,7 +101,7 @@ def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
     ]
     assert len(told) == 18
     for size, module in told:
-        formats = re.findall(r'struct\.pack\("(=\w+)"', (build.FOLDER / f"{module}.py").read_text())
+        formats = re.findall(r'struct\.pack\(\s*"(=\w+)"', (build.FOLDER / f"{module}.py").read_text())
         assert size in map(struct.calcsize, formats), module
 
 
@@ -110,23 +110,23 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     _compiler(tmp_path, monkeypatch, 'echo cubin > "$out"')
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(MissingDependency, match="cannot be written"):
-        build.compiled("kernel")
+        build.compile_cubin("kernel")
 
 
 @pytest.mark.usefixtures("folder")
 def test_without_a_compiler_the_message_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "nvrtc", lambda: None)
-    monkeypatch.setattr(build, "nvcc", lambda: None)
-    monkeypatch.setattr(build, "compiler", build.compiler.__wrapped__)
+    monkeypatch.setattr(build, "find_nvrtc", lambda: None)
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(build, "find_compiler", build.find_compiler.__wrapped__)
     with pytest.raises(MissingDependency, match="NVRTC"):
-        build.compiled("kernel")
+        build.compile_cubin("kernel")
 
 
 def test_nvcc_serves_where_nvrtc_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "nvrtc", lambda: None)
+    monkeypatch.setattr(build, "find_nvrtc", lambda: None)
     second = build.Compiler("second", path="/nowhere/nvcc")
-    monkeypatch.setattr(build, "nvcc", lambda: second)
-    assert build.compiler.__wrapped__() is second
+    monkeypatch.setattr(build, "find_nvcc", lambda: second)
+    assert build.find_compiler.__wrapped__() is second
 
 
 def test_a_cpu_is_told_why() -> None:
@@ -134,43 +134,45 @@ def test_a_cpu_is_told_why() -> None:
     assert "GPU" in str(paged_attention.available("cpu"))
 
 
-@needed
+@requires_nvcc
 @pytest.mark.parametrize("macros", FORMS, ids=" ".join)
 def test_prefill_attention_compiles_without_spills(macros: tuple[str, ...], tmp_path: Path) -> None:
     compiles_without_spills("paged_attention.cu", macros, tmp_path / "out")
 
 
-@needed
-@pytest.mark.parametrize("tokens", [most for most, _ in int4_linear.FORMS])
+@requires_nvcc
+@pytest.mark.parametrize("tokens", [most for most, _ in int4_linear.KERNEL_CONFIGS])
 @pytest.mark.parametrize("gated", [False, True])
 def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) -> None:
-    form = int4_linear.form_of(tokens)
+    form = int4_linear.config_for(tokens)
     for offset, piece, dtype in ((True, 128, torch.bfloat16), (False, 64, torch.float16), (True, 32, torch.bfloat16)):
-        if tokens == int4_linear.MOST and piece == 128:
-            continue  # int4_rows serves those
-        macros = int4_linear._macros(dtype, form, piece, offset=offset, gated=gated)
+        if tokens == int4_linear.MAX_ROWS and piece == 128:
+            continue  # int4_gemm_small_m serves those
+        macros = int4_linear._kernel_macros(dtype, form, piece, offset=offset, gated=gated)
         compiles_without_spills("int4_linear.cu", macros, tmp_path / "out")
 
 
-@needed
-@pytest.mark.parametrize("tokens", [most for most, _ in int8_groups.FORMS])
+@requires_nvcc
+@pytest.mark.parametrize("tokens", [most for most, _ in int8_gemm_small_m.KERNEL_CONFIGS])
 def test_int8_compiles_without_spills(tokens: int, tmp_path: Path) -> None:
-    form, most = int8_groups.form_of(tokens), int8_groups.piece_for(tokens, 4096, 4096)
+    form, most = int8_gemm_small_m.config_for(tokens), int8_gemm_small_m.k_tile_for_rows(tokens, 4096, 4096)
     for offset, piece, gated in ((True, most, False), (False, 64, True), (True, 32, False), (False, most, True)):
         dtype, wide = (torch.float16, False) if piece == 64 else (torch.bfloat16, gated)
-        macros = int8_groups.macros_of(dtype, form, piece, offset=offset, wide=wide, gated=gated)
-        compiles_without_spills("int8_groups.cu", macros, tmp_path / "out")
+        macros = int8_gemm_small_m.kernel_macros(dtype, form, piece, offset=offset, float32_scales=wide, gated=gated)
+        compiles_without_spills("int8_gemm_small_m.cu", macros, tmp_path / "out")
 
 
-@needed
-@pytest.mark.parametrize("form", int4_rows.FORMS)
-def test_int4_of_many_rows_compiles_without_spills(form: int4_rows.Form, tmp_path: Path) -> None:
+@requires_nvcc
+@pytest.mark.parametrize("form", int4_gemm_small_m.KERNEL_CONFIGS)
+def test_int4_of_many_rows_compiles_without_spills(
+    form: int4_gemm_small_m.Int4GemmKernelConfig, tmp_path: Path
+) -> None:
     for box, gated, dtype in ((64, False, torch.bfloat16), (64, True, torch.bfloat16), (32, False, torch.float16)):
-        macros = int4_rows._macros(dtype, form, box, offset=not gated, gated=gated)
-        if form.stages * box * 256 >= box * (64 * form.workers + 4) * 4:
+        macros = int4_gemm_small_m._kernel_macros(dtype, form, box, offset=not gated, gated=gated)
+        if form.stages * box * 256 >= box * (64 * form.consumers + 4) * 4:
             # with three workers a gated pair puts one word away before the loop and takes it back behind it
-            most = 4 if gated and form.workers == 3 else 0
-            compiles_without_spills("int4_rows.cu", macros, tmp_path / "out", most)
+            most = 4 if gated and form.consumers == 3 else 0
+            compiles_without_spills("int4_gemm_small_m.cu", macros, tmp_path / "out", most)
 
 
 ONE_ROW = [(4, False, True, False, 1), (4, False, True, False, 2), (4, False, False, False, 4)]
@@ -178,36 +180,41 @@ ONE_ROW += [(8, False, False, True, 1), (8, True, False, False, 1), (4, True, Tr
 ONE_ROW += [(8, False, True, False, 1), (8, False, False, False, 2), (8, False, True, False, 4)]
 
 
-@needed
-@pytest.mark.parametrize("kind", [one_row.Kind(*each) for each in ONE_ROW])
-def test_products_of_one_row_compile_without_spills(kind: one_row.Kind, tmp_path: Path) -> None:
-    groups = 1 if kind.wide else 4096 // 128 * kind.groups
-    for dtype, gated in ((torch.bfloat16, not kind.integer), (torch.float32 if kind.integer else torch.float16, False)):
-        plan = one_row.planned(kind, (4096, 4096), 4096 // groups, groups, dtype, gated=gated)
-        compiles_without_spills("one_row.cu", plan.macros, tmp_path / "out")
+@requires_nvcc
+@pytest.mark.parametrize("kind", [wq_gemv.WqGemvSpec(*each) for each in ONE_ROW])
+def test_products_of_one_row_compile_without_spills(kind: wq_gemv.WqGemvSpec, tmp_path: Path) -> None:
+    groups = 1 if kind.float32_scales else 4096 // 128 * kind.groups_per_tile
+    for dtype, gated in (
+        (torch.bfloat16, not kind.int8_input),
+        (torch.float32 if kind.int8_input else torch.float16, False),
+    ):
+        plan = wq_gemv.plan_launch(kind, (4096, 4096), 4096 // groups, groups, dtype, gated=gated)
+        compiles_without_spills("wq_gemv.cu", plan.macros, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", [one_row.Kind(*each) for each in ONE_ROW])
+@pytest.mark.parametrize("kind", [wq_gemv.WqGemvSpec(*each) for each in ONE_ROW])
 @pytest.mark.parametrize("columns", [32, 576, 4096, 11008, 14336, 28672])
-def test_blocks_of_one_row_have_room_and_are_alone(kind: one_row.Kind, columns: int) -> None:
+def test_blocks_of_one_row_have_room_and_are_alone(kind: wq_gemv.WqGemvSpec, columns: int) -> None:
     """More than half of a multiprocessor's 228 KB, no more than a block may have, up to the widths of 70B models."""
-    groups = 1 if kind.wide else -(-columns // 128) * kind.groups
-    shape = one_row.shape_of(kind, columns, groups)
-    if columns * kind.groups > 1 << 16 and kind == one_row.Kind(8, False, True, False, 4):
-        assert shape is None, "scales and offsets of 896 groups: int8_groups serves those"
+    groups = 1 if kind.float32_scales else -(-columns // 128) * kind.groups_per_tile
+    shape = wq_gemv.config_for(kind, columns, groups)
+    if columns * kind.groups_per_tile > 1 << 16 and kind == wq_gemv.WqGemvSpec(8, False, True, False, 4):
+        assert shape is None, "scales and offsets of 896 groups: int8_gemm_small_m serves those"
         return
     assert shape is not None
-    assert 114 << 10 < one_row.shared(kind, shape) <= 227 << 10
+    assert 114 << 10 < wq_gemv.shared_bytes(kind, shape) <= 227 << 10
 
 
-@needed
-@pytest.mark.parametrize("kind", clustered_linear.FORMS, ids=str)
-@pytest.mark.parametrize("tokens", [most for most, _ in clustered_linear.FORMS[torch.int8]])
+@requires_nvcc
+@pytest.mark.parametrize("kind", rptq_linear.KERNEL_CONFIGS, ids=str)
+@pytest.mark.parametrize("tokens", [most for most, _ in rptq_linear.KERNEL_CONFIGS[torch.int8]])
 def test_clustered_compiles_without_spills(kind: torch.dtype, tokens: int, tmp_path: Path) -> None:
-    form, packed = clustered_linear.form_of(tokens, kind), kind is torch.uint8
+    form, packed = rptq_linear.config_for(tokens, kind), kind is torch.uint8
     for dtype, dynamic in ((torch.bfloat16, False), (torch.float32, True)):
-        macros = clustered_linear._macros(dtype, form, packed=packed, offset=packed, wide=dynamic, dynamic=dynamic)
-        compiles_without_spills("clustered_linear.cu", macros, tmp_path / "out")
+        macros = rptq_linear._kernel_macros(
+            dtype, form, packed=packed, offset=packed, float32_scales=dynamic, dynamic=dynamic
+        )
+        compiles_without_spills("rptq_linear.cu", macros, tmp_path / "out")
 
 
 def test_structures_of_the_driver_have_their_sizes() -> None:
@@ -216,8 +223,8 @@ def test_structures_of_the_driver_have_their_sizes() -> None:
     assert struct.calcsize(launch._ATTRIBUTE) == 72
 
 
-@needed
+@requires_nvcc
 def test_a_size_that_cannot_be_is_refused_by_the_source() -> None:
     assert NVCC is not None
-    with pytest.raises(build._Unavailable, match="error"):
-        build._cubin(NVCC, "paged_attention", ("DIM=128", "PAGE=4"))
+    with pytest.raises(build._CompilerUnavailable, match="error"):
+        build._compile(NVCC, "paged_attention", ("DIM=128", "PAGE=4"))

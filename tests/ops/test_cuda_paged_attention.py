@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops import shelf
+from modelmill.ops import registry
 from modelmill.ops.cuda import paged_attention as variant
 from modelmill.ops.paged_attention import paged_attention
 
@@ -18,9 +18,9 @@ LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the whole, in the norm
 
 @given(st.integers(1, 64), st.integers(1, 1 << 30))
 def test_heads_at_once_divide_the_heads_and_fit_the_cache(kv_heads: int, each: int) -> None:
-    found = variant._heads_at_once(kv_heads, each)
+    found = variant._heads_per_pass(kv_heads, each)
     assert kv_heads % found == 0
-    assert found == 1 or found * each <= variant.CACHED_BYTES
+    assert found == 1 or found * each <= variant.L2_RESIDENT_BYTES
 
 
 def _arguments(
@@ -124,7 +124,7 @@ def test_padding_and_absent_sequences(lengths: list[tuple[int, int]]) -> None:
 @pytest.mark.gpu
 def test_many_sequences() -> None:
     _check(_arguments([(1 + i * 37 % 90, 1 + i * 37 % 90 + i * 53 % 300) for i in range(600)], 2, 1))
-    _check(_arguments([(66 + i % 3, 70 + i % 50) for i in range(variant.MOST_SEQUENCES)], 2, 2, dim=64))
+    _check(_arguments([(66 + i % 3, 70 + i % 50) for i in range(variant.MAX_SEQUENCES)], 2, 2, dim=64))
 
 
 @pytest.mark.gpu
@@ -134,8 +134,8 @@ def test_more_tiles_than_multiprocessors() -> None:
 
 @pytest.mark.gpu
 def test_single_queries_of_a_mixed_step_may_come_from_elsewhere() -> None:
-    """The shelf's op, decoding included, where a step mixes prompts and single queries."""
-    _check(_arguments(RAGGED), shelf.resolve("cuda").paged_attention)
+    """The registry's op, decoding included, where a step mixes prompts and single queries."""
+    _check(_arguments(RAGGED), registry.select_backends("cuda").paged_attention)
 
 
 @pytest.mark.gpu
@@ -159,8 +159,10 @@ def test_steps_that_are_too_small_for_its_tiles() -> None:
     args = _arguments([(20, 20), (140, 150)])
     indices = (args["block_tables"], args["query_start"], args["context_lens"])
     caches = (args["k_cache"], args["v_cache"])
-    assert variant._prefills(args["q"], *caches, indices, 140)
-    assert not variant._prefills(args["q"], *caches, indices, 64)
-    assert not variant._prefills(args["q"][:120], *caches, indices, 140)  # the launch takes longer than all else
+    assert variant._supports_prefill(args["q"], *caches, indices, 140)
+    assert not variant._supports_prefill(args["q"], *caches, indices, 64)
+    assert not variant._supports_prefill(
+        args["q"][:120], *caches, indices, 140
+    )  # the launch takes longer than all else
     assert not variant.supports(**(_arguments([(40, 70)])))
     _check(_arguments([(40, 70), (1, 90), (3, 3), (1, 1), (1, 0)]))

@@ -11,7 +11,7 @@ from modelmill.ops.cuda import paged_decode
 
 @given(st.integers(1, 9000), st.integers(1, 40_000), st.integers(1, 900), st.sampled_from([48, 64, 128]))
 def test_splits_are_powers_of_two_with_keys_for_all_warps(pairs: int, keys: int, room: int, least: int) -> None:
-    splits = paged_decode.splits_of(pairs, keys, room, least)
+    splits = paged_decode.num_splits(pairs, keys, room, least)
     assert splits in (1, 2, 4, 8)
     assert splits == 1 or pairs * splits <= room
     assert splits == 1 or keys > (splits - 1) * least
@@ -20,9 +20,9 @@ def test_splits_are_powers_of_two_with_keys_for_all_warps(pairs: int, keys: int,
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 5000), st.data())
 def test_forms_are_all_that_a_step_can_meet(heads: int, most: int, longest: int, data: st.DataObject) -> None:
     def met(batch: int, keys: int) -> int:
-        return paged_decode.splits_of(batch * heads, keys, 396, 64)
+        return paged_decode.num_splits(batch * heads, keys, 396, 64)
 
-    listed = paged_decode.forms(met, most, longest)
+    listed = paged_decode.specializations(met, most, longest)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
     known = {met(batch, keys) for batch, keys in listed}
     assert len(known) == len(listed)
@@ -35,17 +35,19 @@ def test_what_cannot_be_read_is_refused() -> None:
     tables = torch.zeros(2, 4, dtype=torch.int32)
     starts = torch.zeros(3, dtype=torch.int32)
     indices = (tables, starts, starts[:2])
-    assert paged_decode.readable(caches, indices)
-    assert not paged_decode.readable(tuple(t.transpose(0, 1) for t in caches), indices)
-    assert not paged_decode.readable(tuple(torch.zeros(3, 2, page, 64) for page in (24, 24)), indices)
-    assert not paged_decode.readable(tuple(torch.zeros(3, 2, page, 64) for page in (256, 256)), indices)
-    assert not paged_decode.readable(caches, (tables.long(), *indices[1:]))
-    assert not paged_decode.readable(caches, (tables[:, :0], *indices[1:]))
-    assert not paged_decode.readable((caches[0], torch.zeros(3 * 2 * 16 * 64 + 1)[1:].view(3, 2, 16, 64)), indices)
+    assert paged_decode.supports_cache(caches, indices)
+    assert not paged_decode.supports_cache(tuple(t.transpose(0, 1) for t in caches), indices)
+    assert not paged_decode.supports_cache(tuple(torch.zeros(3, 2, page, 64) for page in (24, 24)), indices)
+    assert not paged_decode.supports_cache(tuple(torch.zeros(3, 2, page, 64) for page in (256, 256)), indices)
+    assert not paged_decode.supports_cache(caches, (tables.long(), *indices[1:]))
+    assert not paged_decode.supports_cache(caches, (tables[:, :0], *indices[1:]))
+    assert not paged_decode.supports_cache(
+        (caches[0], torch.zeros(3 * 2 * 16 * 64 + 1)[1:].view(3, 2, 16, 64)), indices
+    )
 
 
 def test_a_number_alone_may_have_any_stride() -> None:
     two = torch.zeros(2, 2, dtype=torch.int32)
-    assert paged_decode.indexable((two, two[:1, 0]))
-    assert not paged_decode.indexable((two, two[:, 0]))
-    assert not paged_decode.indexable((two.long(),))
+    assert paged_decode.supports_indices((two, two[:1, 0]))
+    assert not paged_decode.supports_indices((two, two[:, 0]))
+    assert not paged_decode.supports_indices((two.long(),))

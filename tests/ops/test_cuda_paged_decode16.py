@@ -10,24 +10,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops import shelf
+from modelmill.ops import registry
 from modelmill.ops.cuda import paged_attention, paged_decode16
 from modelmill.ops.paged_attention import paged_attention as reference
-from tests.ops.nvcc import compiles_without_spills, needed
+from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
 LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}  # of the whole, in the norm: the output's own rounding
 SIZES = [(64, 128, 1, 8), (64, 8, 8, 1), (80, 16, 3, 1), (96, 16, 4, 2), (112, 8, 1, 1)]
 SIZES += [(128, 16, 1, 1), (128, 8, 8, 2), (128, 128, 4, 8), (256, 8, 8, 1), (256, 16, 1, 8)]
 
 
-@needed
+@requires_nvcc
 @pytest.mark.parametrize(("dim", "page", "group", "splits"), SIZES)
 def test_compiles_without_spills(dim: int, page: int, group: int, splits: int, tmp_path: Path) -> None:
     dtype = torch.float16 if dim == 64 else torch.bfloat16
-    form = paged_decode16.FORMS[dim]
-    others = [paged_decode16.WHOLE.get(dim, form)] if splits == 1 else [paged_decode16.SHARED.get(dim, form)]
+    form = paged_decode16.SPLIT_CONFIGS[dim]
+    others = (
+        [paged_decode16.UNSPLIT_CONFIGS.get(dim, form)] if splits == 1 else [paged_decode16.GQA_CONFIGS.get(dim, form)]
+    )
     for each in dict.fromkeys((form, *others)):
-        macros = paged_decode16.macros(dtype, dim, page, group, splits, each)
+        macros = paged_decode16.kernel_macros(dtype, dim, page, group, splits, each)
         compiles_without_spills("paged_decode16.cu", macros, tmp_path / "out")
 
 
@@ -86,7 +88,7 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
     if reason is not None:
         pytest.skip(reason)
     assert paged_attention.supports(**args) == served
-    run = shelf.resolve("cuda").paged_attention
+    run = registry.select_backends("cuda").paged_attention
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
         got = run(**args).double()
@@ -102,9 +104,9 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
 
 @given(st.integers(1, 9000), st.integers(1, 8), st.sampled_from([64, 80, 128, 256]), st.integers(1, 40_000))
 def test_a_step_has_room_where_its_contexts_are_split(pairs: int, group: int, dim: int, keys: int) -> None:
-    form, splits = paged_decode16.planned(pairs, group, dim, keys, 132)
-    assert splits == 1 or pairs * splits <= 132 * form.blocks
-    assert splits == 1 or keys > (splits - 1) * form.least
+    form, splits = paged_decode16.plan_launch(pairs, group, dim, keys, 132)
+    assert splits == 1 or pairs * splits <= 132 * form.blocks_per_sm
+    assert splits == 1 or keys > (splits - 1) * form.min_keys
 
 
 @given(st.sampled_from([(32, 32), (32, 8), (14, 2)]), st.integers(1, 300), st.integers(1, 8000), st.data())
@@ -112,9 +114,9 @@ def test_forms_are_all_that_a_step_can_meet(
     heads: tuple[int, int], most: int, longest: int, data: st.DataObject
 ) -> None:
     def met(batch: int, keys: int) -> object:
-        return paged_decode16.planned(batch * heads[1], heads[0] // heads[1], 128, keys, 132)
+        return paged_decode16.plan_launch(batch * heads[1], heads[0] // heads[1], 128, keys, 132)
 
-    listed = paged_decode16.forms(heads, 128, most, longest, 132)
+    listed = paged_decode16.specializations(heads, 128, most, longest, 132)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
     assert met(data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))) in {met(*each) for each in listed}
 
@@ -157,7 +159,7 @@ def test_windows(window: int, page: int) -> None:
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8)], ids=str)
 @pytest.mark.parametrize("lengths", [[(1, 5000)], [(1, 4096)] * 3, [(1, 900)] * 70, [(1, 40)] * 300], ids=len)
 def test_few_and_many_sequences(lengths: list[tuple[int, int]], heads: tuple[int, int]) -> None:
-    served = heads[0] == heads[1] or len(lengths) * heads[1] <= paged_decode16.AT_ONCE
+    served = heads[0] == heads[1] or len(lengths) * heads[1] <= paged_decode16.MAX_CONCURRENT_PAIRS
     _check(_arguments(lengths, heads), served=served)
 
 
@@ -178,7 +180,7 @@ def test_what_is_no_number_stays_none(place: str, value: str) -> None:
         args["q"][1, 2, 5] = float(value)
     else:
         args["k_cache"][args["block_tables"][1, 3].item(), 1, 4, 7] = float(value)
-    got = shelf.resolve("cuda").paged_attention(**args).view(2, 8, 128)
+    got = registry.select_backends("cuda").paged_attention(**args).view(2, 8, 128)
     assert got[1, 2].isnan().all()
     assert got[1, 3].isnan().all() == (place == "k_cache")
     assert not got[0].isnan().any()
@@ -188,7 +190,7 @@ def test_what_is_no_number_stays_none(place: str, value: str) -> None:
 @pytest.mark.gpu
 def test_a_graph_serves_shorter_contexts() -> None:
     args = _arguments([(1, 1000), (1, 300)], (8, 2))
-    run = shelf.resolve("cuda").paged_attention
+    run = registry.select_backends("cuda").paged_attention
     run(**args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.ops import shelf
+from modelmill.ops import registry
 from modelmill.ops.cuda import paged_attention, paged_decode8
 from modelmill.ops.paged_attention import paged_attention as reference
-from tests.ops.nvcc import compiles_without_spills, needed
+from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
 LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # of the whole, in the norm: the output's own rounding
 
 
-@needed
+@requires_nvcc
 @pytest.mark.parametrize(("dim", "page", "splits"), [(128, 16, 1), (128, 8, 2), (64, 128, 8)])
 def test_compiles_without_spills(dim: int, page: int, splits: int, tmp_path: Path) -> None:
     dtype = torch.float16 if dim == 64 else torch.bfloat16
-    compiles_without_spills("paged_decode8.cu", paged_decode8._macros(dtype, dim, page, splits), tmp_path / "out")
+    compiles_without_spills(
+        "paged_decode8.cu", paged_decode8._kernel_macros(dtype, dim, page, splits), tmp_path / "out"
+    )
 
 
 def _arguments(
@@ -70,7 +72,7 @@ def _check(args: dict[str, Any]) -> None:
     if reason is not None:
         pytest.skip(reason)
     assert paged_attention.supports(**args)
-    run = shelf.resolve("cuda").paged_attention
+    run = registry.select_backends("cuda").paged_attention
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
         got = run(**args).double()
@@ -120,7 +122,7 @@ def test_padding_and_prompts_beside_it() -> None:
 def test_what_is_no_number_stays_none() -> None:
     args = _arguments([(1, 100), (1, 200)])
     args["q"][1, 2, 5] = float("inf")
-    got = shelf.resolve("cuda").paged_attention(**args).view(2, 4, 128)
+    got = registry.select_backends("cuda").paged_attention(**args).view(2, 4, 128)
     assert got[1, 2].isnan().all()
     assert not got[0].isnan().any()
     assert not got[1, 3].isnan().any()

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from modelmill.ops import decode as op
-from modelmill.ops import shelf
+from modelmill.ops import registry
 from modelmill.ops.case import Case
 from modelmill.ops.cpu import build
-from modelmill.ops.cpu.decode import MOST_ROWS
-from modelmill.ops.decode import Matrix, Stack, Tokens
+from modelmill.ops.cpu.decode import MAX_ROWS
+from modelmill.ops.decode import DecodeInputs, DecodeLinearWeights, DecoderStackWeights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
@@ -57,12 +57,12 @@ def test_cpu_variant_computes_the_reference_and_writes_the_pages(case: Case, dty
     given = args["x"].clone()
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = shelf.variants("decode")["cpu"].run(**args)
+        got = registry.implementations("decode")["cpu"].run(**args)
     finally:
         torch.use_deterministic_algorithms(False)
     assert got.dtype is torch.float32
     assert torch.equal(args["x"], given)
-    assert args["stack"].packed["cpu"].fits
+    assert args["stack"].packed["cpu"].supported
     _near(got, expected, dtype)
     for mine, truth in zip(args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True):
         _near(mine, truth, dtype)
@@ -74,10 +74,10 @@ def test_cpu_variant_gives_the_bits_of_the_single_kernels(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, single = _fresh(case.args), _fresh(case.args)
-    got = shelf.variants("decode")["cpu"].run(**whole)
+    got = registry.implementations("decode")["cpu"].run(**whole)
     products = ("linear", "int8_linear", "int4_linear", "int8_group_linear")
     for name in (*products, "rms_norm", "add_rms_norm", "silu_mul", "rope_cache", "paged_attention"):
-        monkeypatch.setattr(op, name, shelf.variants(name)["cpu"].run)
+        monkeypatch.setattr(op, name, registry.implementations(name)["cpu"].run)
     assert torch.equal(got, op.decode(**single))
     for mine, other in zip(whole["tokens"].k + whole["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True):
         assert torch.equal(mine, other)
@@ -98,13 +98,13 @@ LONGER = {
 @pytest.mark.parametrize("lengths", LONGER.values(), ids=LONGER)
 def test_more_tokens_go_in_parts(lengths: list[tuple[int, int]], held: str, dtype: torch.dtype) -> None:
     """Logits of some rows and of all are the reference's, and the pages too."""
-    assert build.FEW_ROWS < sum(n for n, _ in lengths) <= MOST_ROWS
+    assert build.SMALL_M_LIMIT < sum(n for n, _ in lengths) <= MAX_ROWS
     for extras in (False, True):
         given = op._case(lengths, 4, 2, held, extras, dtype, 7)
         wide, args = _wide(given), _fresh(given)
         expected = op.decode(**wide)
-        _near(shelf.variants("decode")["cpu"].run(**args), expected, dtype)
-        assert args["stack"].packed["cpu"].fits
+        _near(registry.implementations("decode")["cpu"].run(**args), expected, dtype)
+        assert args["stack"].packed["cpu"].supported
         for mine, truth in zip(args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True):
             _near(mine, truth, dtype)
 
@@ -112,12 +112,12 @@ def test_more_tokens_go_in_parts(lengths: list[tuple[int, int]], held: str, dtyp
 @KERNELS
 def test_rows_have_the_same_bits_alone_and_in_parts() -> None:
     """What a token computes does not depend on how many go with it, nor in which part."""
-    run = shelf.variants("decode")["cpu"].run
+    run = registry.implementations("decode")["cpu"].run
     together = op._case([(1, 5 + 3 * i) for i in range(20)], 4, 2, "int8", False, torch.bfloat16, 7)
     got = run(**_fresh(together))
     t = together["tokens"]
     few = [2, 15, 16, 19]
-    alone: Tokens = replace(
+    alone: DecodeInputs = replace(
         t, slots=t.slots[few], block_tables=t.block_tables[few], context_lens=t.context_lens[few],
         query_start=torch.arange(len(few) + 1, dtype=torch.int32), cos=t.cos[few], sin=t.sin[few],
     )  # fmt: skip
@@ -129,22 +129,22 @@ def test_rows_have_the_same_bits_alone_and_in_parts() -> None:
 def test_what_the_kernel_cannot_read_goes_to_the_reference() -> None:
     case = next(iter(op.cases("cpu", torch.float32)))
     expected = op.decode(**_fresh(case.args))
-    run = shelf.variants("decode")["cpu"].run
+    run = registry.implementations("decode")["cpu"].run
     args = _fresh(case.args)
-    gaps = Matrix(torch.stack((args["stack"].head.weight,) * 2, -1)[..., 0])
-    loose = replace(args["stack"], head=gaps, packed={})
+    gaps = DecodeLinearWeights(torch.stack((args["stack"].lm_head.weight,) * 2, -1)[..., 0])
+    loose = replace(args["stack"], lm_head=gaps, packed={})
     _near(run(args["x"], loose, args["tokens"]), expected, torch.float32)
     args = _fresh(case.args)
-    tokens: Tokens = replace(args["tokens"], context_lens=args["tokens"].context_lens.long())
+    tokens: DecodeInputs = replace(args["tokens"], context_lens=args["tokens"].context_lens.long())
     assert torch.equal(run(args["x"], args["stack"], tokens), expected)
 
 
 @KERNELS
 def test_other_pages_are_packed_anew() -> None:
     case = next(iter(op.cases("cpu", torch.float32)))
-    run = shelf.variants("decode")["cpu"].run
+    run = registry.implementations("decode")["cpu"].run
     args = _fresh(case.args)
-    stack: Stack = args["stack"]
+    stack: DecoderStackWeights = args["stack"]
     first = run(**args)
     tokens = _fresh(case.args)["tokens"]
     assert torch.equal(run(args["x"], stack, tokens), first)
@@ -153,6 +153,6 @@ def test_other_pages_are_packed_anew() -> None:
 
 @KERNELS
 def test_a_kernel_switched_by_hand_is_never_bypassed() -> None:
-    assert shelf.resolve("cpu").decode is not None
-    assert shelf.resolve("cpu", {"rms_norm": "torch"}).decode is None
-    assert shelf.resolve("cpu", dict.fromkeys(shelf.OPS, "torch")).decode is None
+    assert registry.select_backends("cpu").decode is not None
+    assert registry.select_backends("cpu", {"rms_norm": "torch"}).decode is None
+    assert registry.select_backends("cpu", dict.fromkeys(registry.OPS, "torch")).decode is None

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from modelmill.ops.cuda.build import FOLDER
-from tests.ops.emulation import emulated
-from tests.ops.emulation.emulated import Emulator, needed
-from tests.ops.emulation.translate import clusters, translated
+from tests.ops.emulation.emulator import Emulator, preprocessed, requires_emulation, run_compiler
+from tests.ops.emulation.translate import cluster_sizes, translate
 
 KNOWN = {"ex2", "setp", "mbarrier", "mma", "mov", "cp"}
 
@@ -53,25 +52,25 @@ def _words(text: str) -> str:
     ids=lambda text: re.split(r"[.;]", text.split('"')[1])[0] if text.startswith("asm") else "",
 )
 def test_ptx_becomes_calls(asm: str, calls: str) -> None:
-    assert _words(translated(asm, KNOWN)) == _words(f"{{ {calls} }}")
+    assert _words(translate(asm, KNOWN)) == _words(f"{{ {calls} }}")
 
 
 def test_variables_in_shared_memory() -> None:
     text = "extern __shared__ __align__(1024) unsigned char all[];\n__shared__ __align__(16) Parts<4> one;"
-    got = translated(text + "__shared__ u16 two[N + 8];", KNOWN)
+    got = translate(text + "__shared__ u16 two[N + 8];", KNOWN)
     assert "#define all (emu::dynamic())" in got
     assert "typedef Parts<4> one_type; one_type &one = emu::in_block<one_type, 0>();" in got
     assert "typedef u16 two_type[N + 8]; two_type &two = emu::in_block<two_type, 1>();" in got
 
 
-@needed
+@requires_emulation
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.cu")))
 def test_every_kernel_is_translated(name: str) -> None:
-    text = emulated.preprocessed(FOLDER / f"{name}.cu", ())
-    got = translated(text, KNOWN)
+    text = preprocessed(FOLDER / f"{name}.cu", ())
+    got = translate(text, KNOWN)
     assert "asm" in text
     assert not re.search(r"\basm\b|__shared__", got)
-    assert clusters(text)
+    assert cluster_sizes(text)
 
 
 NUMBERS = """
@@ -85,10 +84,10 @@ extern "C" float wide(int which, unsigned bits) {
 """
 
 
-@needed
+@requires_emulation
 def test_numbers_are_torchs(emulator: Emulator, tmp_path: Path) -> None:
     (tmp_path / "numbers.cpp").write_text(NUMBERS)
-    emulated.compiled("-shared", "-o", tmp_path / "numbers.so", tmp_path / "numbers.cpp", *emulator.machine())
+    run_compiler("-shared", "-o", tmp_path / "numbers.so", tmp_path / "numbers.cpp", *emulator.machine())
     library = ctypes.CDLL(str(tmp_path / "numbers.so"))
     library.number.argtypes, library.wide.restype = (ctypes.c_int, ctypes.c_float), ctypes.c_float
     generator = torch.Generator().manual_seed(0)

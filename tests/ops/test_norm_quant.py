@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.ops import shelf
+from modelmill.ops import registry
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
-from modelmill.ops.rms_norm_quant import forms, limits, rms_norm_quant
+from modelmill.ops.rms_norm_quant import quant_modes, quant_range, rms_norm_quant
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def _variants(op: str, device: str) -> list[Any]:
-    offered = [m for m in shelf.variants(op).values() if m.available(device) is None]
-    found = [shelf._guarded(m, m.run, shelf.reference(op)) for m in offered]
+    offered = [m for m in registry.implementations(op).values() if m.available(device) is None]
+    found = [registry._with_fallback(m, m.run, registry.reference(op)) for m in offered]
     if not found:
         pytest.skip("no variant runs here")
     return found
@@ -62,13 +62,13 @@ def test_every_form_agrees_with_the_reference(
     weight = torch.randn(width, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh tensors are full of NaN, or of 127
     try:
-        for name, form in forms(width, device, seed):
+        for name, form in quant_modes(width, device, seed):
             truth = rms_norm_quant(x, weight, 1e-5, **form)
             for run in runs:
-                _agree(name, run(x, weight, 1e-5, **form), truth, dtype, form["kind"])
+                _agree(name, run(x, weight, 1e-5, **form), truth, dtype, form["dtype"])
             truth = add_rms_norm_quant(x, residual, weight, 1e-5, **form)
             for run in adds:
-                _agree(name, run(x, residual.clone(), weight, 1e-5, **form), truth, dtype, form["kind"])
+                _agree(name, run(x, residual.clone(), weight, 1e-5, **form), truth, dtype, form["dtype"])
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -108,14 +108,14 @@ def test_the_scale_undoes_the_factor(kind: torch.dtype) -> None:
     back, y = values.float() * scale[:, None], x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
     step = scale[:, None] * 0.5 if kind is torch.int8 else (y.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
     assert bool(((back - y).abs() <= step * 1.001).all())
-    assert scale[0] == pytest.approx(1e-6 / limits(kind, 8, shifted=False)[1])  # the row of zeros
+    assert scale[0] == pytest.approx(1e-6 / quant_range(kind, 8, has_zero_point=False)[1])  # the row of zeros
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(1, 4096, 4352), (1, 64, 64), (7, 8192, 8192), (130, 1040, 512)])
 def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]) -> None:
     """The kernel for one row at a time beside that for groups of rows; sums of squares are added in other orders."""
-    from modelmill.ops.cuda import norm_order
+    from modelmill.ops.cuda import rmsnorm_quant_permute
 
     rows, width, columns = sizes
     generator = torch.Generator("cuda").manual_seed(rows + columns)
@@ -131,12 +131,12 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
         (torch.int8, (None, None, order)),
     ]:
         for held in (None, residual):
-            assert norm_order.fits(x, weight, kind, per_column)
+            assert rmsnorm_quant_permute.supports_rows(x, weight, kind, per_column)
             together = (4 if per_column[1] is None else 2) * (1 if held is None else 2)
-            form = norm_order.cut(width, columns, together, busy=512)
+            form = rmsnorm_quant_permute.config_for(width, columns, together, threads_per_sm=512)
             sums = [None if held is None else held.clone() for _ in range(2)]
-            few = norm_order.norm(x, sums[0], weight, 1e-5, kind, per_column, 8)
-            many = norm_order.norm(x, sums[1], weight, 1e-5, kind, per_column, 8, form)
+            few = rmsnorm_quant_permute.rms_norm_quant(x, sums[0], weight, 1e-5, kind, per_column, 8)
+            many = rmsnorm_quant_permute.rms_norm_quant(x, sums[1], weight, 1e-5, kind, per_column, 8, form)
             apart = (few[0].view(torch.int8).int() - many[0].view(torch.int8).int()).abs()
             assert int(apart.max()) <= 1
             assert float(apart.float().mean()) < 2e-3

@@ -15,10 +15,10 @@ from modelmill.ops.cuda import paged_decode8, paged_decode16
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops import test_cuda_paged_decode8 as of_8
 from tests.ops import test_cuda_paged_decode16 as of_16
-from tests.ops.emulation.emulated import Emulator, needed, stretches
+from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 
 slow = pytest.mark.slow
-pytestmark = needed
+pytestmark = requires_emulation
 BF, HF = torch.bfloat16, torch.float16
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 100)
 
@@ -29,7 +29,7 @@ def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
     q, scales = args["q"], [args[name] for name in ("k_scale", "v_scale") if name in args]
     caches, indices = (args["k_cache"], args["v_cache"], *scales), (args["block_tables"], args["query_start"])
     out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"), dtype=q.dtype)
-    emulator.front = lambda name, arguments: stretches(*caches, out)
+    emulator.preceding_writes = lambda name, arguments: memory_ranges(*caches, out)
     module: Any = paged_decode8 if scales else paged_decode16
     numbers = (args["max_context"], args["scale"], args["window"])
     module.run(q, caches, (*indices, args["context_lens"]), *numbers, out)
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 def off(emulator: Emulator, of: Any, case: Case) -> float:
     """``error`` of a case. of: the kernel's own tests, whose arguments it is made of."""
-    emulator.multiprocessors = case.multiprocessors
+    emulator.num_sms = case.multiprocessors
     lengths = [(1, length) for length in case.lengths]
     args = of._arguments(lengths, case.heads, case.dim, case.page, case.dtype, case.window, "cpu")
     return error(emulator, args, case.splits)
@@ -111,16 +111,16 @@ def test_sequences_of_more_rows_are_left_alone(emulator: Emulator, bits: int) ->
         args = of_8._arguments(lengths, 1, 64, 8, device="cpu")
     else:
         args = of_16._arguments(lengths, (2, 1), 64, 8, device="cpu")
-    emulator.multiprocessors = 1
+    emulator.num_sms = 1
     assert error(emulator, args, 1) < of_16.LIMIT[BF]
 
 
 SEEN_16 = ("key >= first && key < length ? score[t][i]", "key >= first && key <= length ? score[t][i]")
 SEEN_8 = ("const bool seen = key >= first && key < length;", "const bool seen = key < length;")
-MEET = ("    if (SPLITS > 1)\n        cluster_share();\n    else\n        __syncthreads();", "    __syncthreads();")
-JOIN = ("read_at(&found.whole[head][d], split)", "found.whole[head][d]")
-LEAVE = ("if (SPLITS > 1) cluster_share(); // a block that ended could not be read", "")
-FRONT = ("    after_those_in_front();\n", "")
+MEET = ("    if (SPLITS > 1)\n        cluster_sync();\n    else\n        __syncthreads();", "    __syncthreads();")
+JOIN = ("dsmem_load(&found.whole[head][d], split)", "found.whole[head][d]")
+LEAVE = ("if (SPLITS > 1) cluster_sync(); // a block that ended could not be read", "")
+FRONT = ("    pdl_wait();\n", "")
 MASS = ("mass += found.mass[warp][head] * share;", "mass += found.mass[warp][head];")
 
 
@@ -143,7 +143,7 @@ MASS = ("mass += found.mass[warp][head] * share;", "mass += found.mass[warp][hea
     ],
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, bits: int, change: tuple[str, str]) -> None:
-    emulator.multiprocessors = 2
+    emulator.num_sms = 2
 
     def is_right() -> bool:
         if bits == 8:
@@ -152,4 +152,4 @@ def test_the_emulation_sees_mistakes(emulator: Emulator, bits: int, change: tupl
         args = of_16._arguments([(1, 150)], (2, 1), 128, 16, HF, 140, device="cpu")
         return error(emulator, args, 2) < of_16.LIMIT[HF]
 
-    assert emulator.sees(change, is_right)
+    assert emulator.detects(change, is_right)

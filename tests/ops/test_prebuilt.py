@@ -45,24 +45,24 @@ def cpuinfo(flags: str, vendor: str = "GenuineIntel", family: int = 6, others: s
     ],
 )
 def test_the_best_level_that_every_core_can_run(text: str, best: str | None) -> None:
-    found = prebuilt.usable(text, "x86_64")
+    found = prebuilt.supported_levels(text, "x86_64")
     assert next((level.name for level in found), None) == best
     flags = set(text.replace(":", " ").split())
-    assert all(level.needs <= flags for level in found)
-    assert prebuilt.usable(text, "riscv64") == []
+    assert all(level.required_features <= flags for level in found)
+    assert prebuilt.supported_levels(text, "riscv64") == []
 
 
 def test_arm_has_one_level() -> None:
     text = "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU implementer\t: 0x41\n\n"
-    assert [level.name for level in prebuilt.usable(text, "aarch64")] == ["armv8-a"]
-    assert prebuilt.usable(text.replace("asimd", ""), "aarch64") == []
+    assert [level.name for level in prebuilt.supported_levels(text, "aarch64")] == ["armv8-a"]
+    assert prebuilt.supported_levels(text.replace("asimd", ""), "aarch64") == []
 
 
 def test_needs_cover_the_instructions_that_the_compiler_is_told_of() -> None:
     names = {"-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16"}
     for level in prebuilt.LEVELS:
         extra = [flag for flag in level.flags if flag.startswith("-m") and not flag.startswith("-march")]
-        assert {names[flag] for flag in extra} <= level.needs, level.name
+        assert {names[flag] for flag in extra} <= level.required_features, level.name
         march = next(flag for flag in level.flags if flag.startswith("-march=")).removeprefix("-march=")
         assert level.name.startswith(march)
         assert "native" not in march
@@ -85,14 +85,14 @@ def test_other_sources_are_another_file(tmp_path: Path) -> None:
 
 
 def test_a_file_of_other_sources_is_never_found(tmp_path: Path) -> None:
-    level = prebuilt.levels_of("x86_64")[-1]
+    level = prebuilt.cpu_levels("x86_64")[-1]
     right, stale = prebuilt.file_name(level), f"{level.name}-{'0' * 24}.so"
     (tmp_path / stale).touch()
-    assert list(prebuilt.stored(cpuinfo(BF16), "x86_64", tmp_path)) == []
+    assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)) == []
     (tmp_path / right).touch()
-    assert [path.name for _, path in prebuilt.stored(cpuinfo(BF16), "x86_64", tmp_path)] == [right]
-    assert list(prebuilt.stored(cpuinfo("sse"), "x86_64", tmp_path)) == []
-    assert list(prebuilt.stored(cpuinfo(BF16), "x86_64", tmp_path / "none")) == []
+    assert [path.name for _, path in prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)] == [right]
+    assert list(prebuilt.available_levels(cpuinfo("sse"), "x86_64", tmp_path)) == []
+    assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path / "none")) == []
 
 
 def test_glibc_is_read_from_the_symbols() -> None:
@@ -108,7 +108,7 @@ def brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A file that stands for the kernels of this installation."""
     path = tmp_path / "brought.so"
     path.write_bytes(b"no shared object")
-    monkeypatch.setattr(prebuilt, "stored", lambda: iter([(prebuilt.LEVELS[-1], path)]))
+    monkeypatch.setattr(prebuilt, "available_levels", lambda: iter([(prebuilt.LEVELS[-1], path)]))
     return path
 
 
@@ -123,25 +123,25 @@ def _library(path: Path) -> build.Library:
 def test_what_was_brought_along_needs_no_compiler(brought: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _choose(monkeypatch, "auto")
     monkeypatch.setattr(build, "open_library", _library)
-    monkeypatch.setattr(build, "compiled", lambda flags: pytest.fail("nothing is compiled"))
+    monkeypatch.setattr(build, "compile_library", lambda flags: pytest.fail("nothing is compiled"))
     found = build.load.__wrapped__()
     assert isinstance(found, build.Library)
     assert (found.path, found.origin) == (brought, "prebuilt for armv8-a")
-    assert not build.missing()
+    assert not build.needs_compile()
 
 
 def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
     brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _choose(monkeypatch, "auto")
-    monkeypatch.setattr(env, "compiler", lambda: "no-such-compiler")
+    monkeypatch.setattr(env, "cxx_compiler", lambda: "no-such-compiler")
     reason = build.load.__wrapped__()
     assert isinstance(reason, str)
     assert str(brought) in reason
     assert "'no-such-compiler'" in reason
     assert "\n" not in reason
     made, real = tmp_path / "made.so", build.open_library
-    monkeypatch.setattr(build, "compiled", lambda flags: made)
+    monkeypatch.setattr(build, "compile_library", lambda flags: made)
     monkeypatch.setattr(build, "open_library", lambda path: _library(path) if path == made else real(path))
     found = build.load.__wrapped__()
     assert isinstance(found, build.Library)
@@ -150,7 +150,7 @@ def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
 
 def test_the_choice_is_the_users(brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "open_library", _library)
-    monkeypatch.setattr(build, "compiled", lambda flags: tmp_path / "made.so")
+    monkeypatch.setattr(build, "compile_library", lambda flags: tmp_path / "made.so")
     for choice, path in (("auto", brought), ("prebuilt", brought), ("native", tmp_path / "made.so")):
         _choose(monkeypatch, choice)
         found = build.load.__wrapped__()
@@ -158,8 +158,8 @@ def test_the_choice_is_the_users(brought: Path, monkeypatch: pytest.MonkeyPatch,
         assert found.path == path
     _choose(monkeypatch, "none")
     assert "MODELMILL_CPU_KERNELS=none" in build.load.__wrapped__()
-    assert not build.missing()
-    monkeypatch.setattr(prebuilt, "stored", lambda: iter(()))
+    assert not build.needs_compile()
+    monkeypatch.setattr(prebuilt, "available_levels", lambda: iter(()))
     _choose(monkeypatch, "prebuilt")
     assert "this installation has none" in build.load.__wrapped__()
     _choose(monkeypatch, "fastest")

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.ops import shelf
-from modelmill.ops.sample import ONE, sample, weights
+from modelmill.ops import registry
+from modelmill.ops.sample import FIXED_POINT_BITS, sample, token_weights
 
-VARIANTS = sorted(n for n, m in shelf.variants("sample").items() if m.available("cpu") is None)
+VARIANTS = sorted(n for n, m in registry.implementations("sample").items() if m.available("cpu") is None)
 
 
 def asked(rows: int, **how: float) -> dict[str, torch.Tensor]:
@@ -31,17 +31,19 @@ def noise(count: int) -> torch.Tensor:
 
 def test_a_weight_is_the_exponential() -> None:
     logits = torch.linspace(-20, 0, 9001)[None]
-    got = weights(logits, **asked(1))[0].double() * 2.0**-ONE
+    got = token_weights(logits, **asked(1))[0].double() * 2.0**-FIXED_POINT_BITS
     want = logits[0].double().exp()
     assert float(((got - want).abs() / want).max()) < 1e-2  # few bits are left at the far end
     near = want > 1e-5
     assert float(((got - want).abs() / want)[near].max()) < 2e-6
-    assert weights(torch.tensor([[5.0, 5.0, -math.inf]]), **asked(1)).tolist() == [[1 << ONE, 1 << ONE, 0]]
+    assert token_weights(torch.tensor([[5.0, 5.0, -math.inf]]), **asked(1)).tolist() == [
+        [1 << FIXED_POINT_BITS, 1 << FIXED_POINT_BITS, 0]
+    ]
 
 
 @pytest.mark.parametrize("variant", ["torch", *VARIANTS])
 def test_draws_follow_the_distribution(variant: str) -> None:
-    run = sample if variant == "torch" else shelf.variants("sample")[variant].run
+    run = sample if variant == "torch" else registry.implementations("sample")[variant].run
     count = 60 if variant == "triton" else 20_000
     shares = torch.tensor([0.5, 0.0, 0.3, 0.2, 0.0])
     drawn = run(torch.log(shares).expand(count, 5).contiguous(), **asked(count), noise=noise(count))
@@ -64,7 +66,7 @@ def test_each_filter_keeps_what_it_says() -> None:
     logits = shares.log()[None]
 
     def kept(**how: float) -> list[int]:
-        return weights(logits, **asked(1, **how))[0].nonzero()[:, 0].tolist()
+        return token_weights(logits, **asked(1, **how))[0].nonzero()[:, 0].tolist()
 
     assert kept() == [0, 1, 2, 3, 4, 5]
     assert kept(top_k=1) == [1]
@@ -83,7 +85,7 @@ def test_each_filter_keeps_what_it_says() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf − inf, which is not used
 @pytest.mark.parametrize("variant", ["torch", *VARIANTS])
 def test_values_that_are_no_numbers(variant: str) -> None:
-    run = sample if variant == "torch" else shelf.variants("sample")[variant].run
+    run = sample if variant == "torch" else registry.implementations("sample")[variant].run
     inf, nan = math.inf, math.nan
     rows = [[nan, 1.0, nan, -inf], [-inf] * 4, [nan] * 4, [0.0, inf, nan, inf], [-inf, -inf, 2.0, -inf], [nan, 3, 3, 1]]
     logits = torch.tensor(rows)
@@ -101,7 +103,7 @@ def test_values_that_are_no_numbers(variant: str) -> None:
 def test_ids_from_cpp_are_the_references(data: st.DataObject) -> None:
     """Any mix of parameters, ties and scales."""
     args = _drawn(data, data.draw(st.integers(1, 4)), data.draw(st.one_of(st.integers(1, 40), st.integers(41, 9000))))
-    assert torch.equal(shelf.variants("sample")["cpu"].run(**args), sample(**args))
+    assert torch.equal(registry.implementations("sample")["cpu"].run(**args), sample(**args))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf − inf, which is not used
@@ -111,7 +113,7 @@ def test_ids_from_cpp_are_the_references(data: st.DataObject) -> None:
 def test_ids_from_triton_are_the_references(data: st.DataObject) -> None:
     """The same through Triton's interpreter: fewer and shorter rows, the tail of a chunk among them."""
     args = _drawn(data, data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 7, 64, 1023, 1024, 1025, 1500])))
-    assert torch.equal(shelf.variants("sample")["triton"].run(**args), sample(**args))
+    assert torch.equal(registry.implementations("sample")["triton"].run(**args), sample(**args))
 
 
 def _drawn(data: st.DataObject, rows: int, vocab: int) -> dict[str, Any]:
@@ -152,7 +154,7 @@ HARD: dict[str, Any] = {
 @pytest.mark.parametrize("shape", list(HARD))
 def test_on_a_gpu_the_ids_are_the_references(shape: str) -> None:
     """The whole vocabulary of a large model; the reference on the CPU, which shares nothing but the definition."""
-    run = shelf.variants("sample")["triton"].run
+    run = registry.implementations("sample")["triton"].run
     mixes = [(0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9), (5000, 1.0), (100_000, 0.5), (0, 0.05), (1, 0.5), (0, 0.999999)]
     for rows, vocab in ((9, 151_936), (3, 50_257)):
         logits = HARD[shape](torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)))

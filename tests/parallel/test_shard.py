@@ -1,4 +1,4 @@
-"""Slices cover everything once, start at grains, and differ by one grain at most."""
+"""Slices cover everything once, start at grains, and differ by one alignment at most."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.core.errors import UsageError
-from modelmill.parallel.shard import Part, spread, spread_heads, widths
+from modelmill.parallel.shard import Shard, partition, partition_heads, range_lengths
 
 
-@given(count=st.integers(1, 5000), size=st.integers(1, 16), grain=st.sampled_from([1, 8, 16, 32, 64, 128]))
-def test_ranges_cover_disjoint_and_aligned(count: int, size: int, grain: int) -> None:
-    units = -(-count // grain)
+@given(count=st.integers(1, 5000), size=st.integers(1, 16), alignment=st.sampled_from([1, 8, 16, 32, 64, 128]))
+def test_ranges_cover_disjoint_and_aligned(count: int, size: int, alignment: int) -> None:
+    units = -(-count // alignment)
     if units < size:
         with pytest.raises(UsageError, match=f"--tp {units} or less"):
-            spread(count, size, grain)
+            partition(count, size, alignment)
         return
-    parts = spread(count, size, grain)
+    parts = partition(count, size, alignment)
     assert len(parts) == size
     assert parts[0][0] == 0
     assert parts[-1][1] == count
     assert all(left[1] == right[0] for left, right in pairwise(parts))
-    assert all(start % grain == 0 and stop > start for start, stop in parts)
-    assert max(widths(parts)) - min(widths(parts)) < 2 * grain
+    assert all(start % alignment == 0 and stop > start for start, stop in parts)
+    assert max(range_lengths(parts)) - min(range_lengths(parts)) < 2 * alignment
 
 
 @given(
     kv=st.integers(1, 12), group=st.integers(1, 12), dim=st.sampled_from([8, 64, 80, 128]),
-    size=st.integers(1, 16), grain=st.sampled_from([1, 16, 32, 64, 128]),
+    size=st.integers(1, 16), alignment=st.sampled_from([1, 16, 32, 64, 128]),
 )  # fmt: skip
-def test_heads_cover_and_read_what_they_hold(kv: int, group: int, dim: int, size: int, grain: int) -> None:
+def test_heads_cover_and_read_what_they_hold(kv: int, group: int, dim: int, size: int, alignment: int) -> None:
     heads = kv * group
     try:
-        parts = spread_heads(heads, kv, dim, size, grain)
+        parts = partition_heads(heads, kv, dim, size, alignment)
     except UsageError:
         assert size > 1
-        assert grain > 1 or size > heads
+        assert alignment > 1 or size > heads
         return
     assert [h for part in parts for h in range(*part.q)] == list(range(heads))
     for part in parts:
-        assert part.q[0] * dim % grain == 0
+        assert part.q[0] * dim % alignment == 0
         mine = range(*part.kv)
         # the kernels give each KV head the same number of query heads, in order
         share = (part.q[1] - part.q[0]) // len(mine)
@@ -54,15 +54,15 @@ def test_heads_cover_and_read_what_they_hold(kv: int, group: int, dim: int, size
 
 def test_rows_of_a_fused_projection() -> None:
     """SmolLM2: 9 heads of 64, 3 KV heads."""
-    two = spread_heads(9, 3, 64, 2)
+    two = partition_heads(9, 3, 64, 2)
     assert [p.q for p in two] == [(0, 6), (6, 9)]
-    assert two[1].rows(9, 3, 64) == ((384, 576), (704, 768), (896, 960))
-    four = spread_heads(9, 3, 64, 4)
+    assert two[1].qkv_rows(9, 3, 64) == ((384, 576), (704, 768), (896, 960))
+    four = partition_heads(9, 3, 64, 4)
     assert [(p.q, p.kv) for p in four] == [((0, 2), (0, 1)), ((2, 3), (0, 1)), ((3, 6), (1, 2)), ((6, 9), (2, 3))]
 
 
 def test_parts_of_matrices() -> None:
-    rows = Part.of_rows((10, 4), (0, 3), (5, 8))
-    assert (rows.shape, rows.columns, rows.bias) == ((6, 4), (0, 4), True)
-    assert Part.of_columns((10, 4), (1, 3), rank=1) == Part((10, 4), ((0, 10),), (1, 3), bias=False)
-    assert Part.of_columns((10, 4), (0, 1), rank=0).bias
+    rows = Shard.from_rows((10, 4), (0, 3), (5, 8))
+    assert (rows.shape, rows.columns, rows.has_bias) == ((6, 4), (0, 4), True)
+    assert Shard.from_columns((10, 4), (1, 3), rank=1) == Shard((10, 4), ((0, 10),), (1, 3), has_bias=False)
+    assert Shard.from_columns((10, 4), (0, 1), rank=0).has_bias

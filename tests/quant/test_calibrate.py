@@ -9,18 +9,19 @@ import pytest
 import torch
 
 from modelmill.artifact.store import open_artifact
-from modelmill.build.builder import build
-from modelmill.build.plan import make_plan
+from modelmill.builder.build_engine import build
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.ops import shelf
-from modelmill.quant.awq import fold, foldable, scale_block, scales_for, search, tie
-from modelmill.quant.block import SITES, Block, Flow, Heads
-from modelmill.quant.calibrate import LEAST_TOKENS, check_ids, collect, quantize_layer
-from modelmill.quant.recipe import make_recipe, recipes
-from modelmill.runtime.load import load
-from tests.accept.judged import save_tiny
+from modelmill.nn.linear import Linear
+from modelmill.ops import registry
+from modelmill.quant.awq import average_kv_group, awq_scales, fold_scales, is_foldable, scale_layer, search_scales
+from modelmill.quant.calibrate import MIN_TOKENS, check_calibration_ids, collect_statistics, quantize_layer
+from modelmill.quant.calibration_state import SITES, AttentionHeads, CalibrationState, QuantizableLayer
+from modelmill.quant.recipe import make_recipe, recipe_names
+from modelmill.runtime.model_loader import load_model
+from tests.accept.build_and_accept import save_tiny
 
 FAMILIES = ("llama", "llama-bias", "gpt2", "qwen3", "qwen")
 
@@ -29,8 +30,8 @@ def opened(family: str, folder: Path) -> Any:
     """The model of a tiny engine in float32, and its heads."""
     plan = make_plan(open_checkpoint(save_tiny(family, folder / "hf")), BuildConfig(target="cpu"))
     build(plan, folder / "engine", None)
-    model = load(open_artifact(folder / "engine"), "cpu")
-    return model, Heads(plan.sizes.heads, plan.sizes.kv_heads, plan.sizes.head_dim)
+    model = load_model(open_artifact(folder / "engine"), "cpu")
+    return model, AttentionHeads(plan.model_config.heads, plan.model_config.kv_heads, plan.model_config.head_dim)
 
 
 def drawn_ids(vocab: int, *lengths: int) -> list[list[int]]:
@@ -38,11 +39,13 @@ def drawn_ids(vocab: int, *lengths: int) -> list[list[int]]:
     return [torch.randint(0, vocab, (n,), generator=draw).tolist() for n in lengths]
 
 
-def flow_of(model: Any, *lengths: int) -> Flow:
-    return Flow.start(model, drawn_ids(int(model.config.vocab), *lengths), shelf.resolve("cpu"), "cpu")
+def flow_of(model: Any, *lengths: int) -> CalibrationState:
+    return CalibrationState.from_ids(
+        model, drawn_ids(int(model.config.vocab), *lengths), registry.select_backends("cpu"), "cpu"
+    )
 
 
-def streams(flow: Flow) -> torch.Tensor:
+def streams(flow: CalibrationState) -> torch.Tensor:
     """The residual streams of all tokens."""
     return torch.cat([b.x if b.residual is None else b.x + b.residual for b in flow.batches])
 
@@ -52,15 +55,15 @@ def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) 
     model, heads = opened("llama", tmp_path)
     told = []
     for method in ("gptq", "awq", "awq+gptq"):
-        kept = {name: linear.held for name, linear in model.layers[0].named_modules() if hasattr(linear, "held")}
+        kept = {name: linear.weight for name, linear in model.layers[0].named_modules() if isinstance(linear, Linear)}
         recipe = make_recipe(BuildConfig(quantization="int4", method=method, group_size=32))
         assert recipe is not None
         norms = {name: t.clone() for name, t in model.layers[0].named_buffers()}
-        block = Block(model.layers[0], heads)
-        facts, _ = quantize_layer(block, recipe, flow_of(model, 60, 70), dtype=torch.float32, where="layers.0")
-        told.append(facts[block.names["qkv"]]["before"])
+        block = QuantizableLayer(model.layers[0], heads)
+        facts, _ = quantize_layer(block, recipe, flow_of(model, 60, 70), dtype=torch.float32, layer_name="layers.0")
+        told.append(facts[block.linear_paths["qkv"]]["before"])
         for name, held in kept.items():
-            model.layers[0].get_submodule(name).held = held
+            model.layers[0].get_submodule(name).weight = held
         for name, t in norms.items():
             module, _, leaf = name.rpartition(".")
             setattr(model.layers[0].get_submodule(module), leaf, t)
@@ -74,66 +77,68 @@ def test_tokens_arrive_as_in_a_forward_pass(family: str, tmp_path: Path) -> None
     step = flow.batches[0].step
     expected: list[torch.Tensor] = []
     hook = model.norm.register_forward_hook(lambda _, __, out: expected.append(out[1]))
-    wide = Flow.start(model, drawn_ids(int(model.config.vocab), 7, 40, 1, 33), shelf.resolve("cpu"), "cpu")
+    wide = CalibrationState.from_ids(
+        model, drawn_ids(int(model.config.vocab), 7, 40, 1, 33), registry.select_backends("cpu"), "cpu"
+    )
     # a forward computes its layers one after another, so that the pages of one layer serve it, too
     model(wide.batches[0].step)
     hook.remove()
     for layer in model.layers:
-        flow.run(Block(layer, heads))
+        flow.forward_layer(QuantizableLayer(layer, heads))
     assert len(flow.batches) == 1
-    assert flow.tokens == len(step.ids) == 81
+    assert flow.num_tokens == len(step.ids) == 81
     torch.testing.assert_close(streams(flow), expected[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> None:
     model, heads = opened(family, tmp_path)
-    block, flow = Block(model.layers[1], heads), flow_of(model, 30, 20)
-    flow.run(Block(model.layers[0], heads))
+    block, flow = QuantizableLayer(model.layers[1], heads), flow_of(model, 30, 20)
+    flow.forward_layer(QuantizableLayer(model.layers[0], heads))
     before, at_sites, factors = flow.fork(), {}, {}
     for site in SITES:
-        before.reach(block, site)
-        at_sites[site] = torch.cat(list(before.given()))
-    before.leave(block)
+        before.forward_to(block, site)
+        at_sites[site] = torch.cat(list(before.site_inputs()))
+    before.finish_layer(block)
     draw = torch.Generator().manual_seed(0)
     for site in ("o", "down", "qkv", "up"):
-        if foldable(block, site):
+        if is_foldable(block, site):
             scales = torch.rand(block.linear(site).shape[1], generator=draw) * 3 + 0.3
-            factors[site] = fold(block, site, tie(block, site, scales), torch.float32)
-    assert set(factors) == (set(SITES) if block.gated else {"qkv", "o", "up"})
+            factors[site] = fold_scales(block, site, average_kv_group(block, site, scales), torch.float32)
+    assert set(factors) == (set(SITES) if block.has_gated_mlp else {"qkv", "o", "up"})
     for site in SITES:
-        flow.reach(block, site)
-        given = torch.cat(list(flow.given())) * factors.get(site, 1.0)
+        flow.forward_to(block, site)
+        given = torch.cat(list(flow.site_inputs())) * factors.get(site, 1.0)
         torch.testing.assert_close(given, at_sites[site], rtol=1e-3, atol=1e-4)
-    flow.leave(block)
+    flow.finish_layer(block)
     torch.testing.assert_close(streams(flow), streams(before), rtol=1e-3, atol=1e-3)
 
 
 def test_what_rounds_a_norm_is_given_to_the_columns(tmp_path: Path) -> None:
     model, heads = opened("llama", tmp_path)
-    block = Block(model.layers[0], heads)
-    before = block.linear("qkv").held.dense() * model.layers[0].attn_norm.weight
-    fold(block, "qkv", torch.linspace(0.7, 1.9, 48), torch.bfloat16)
+    block = QuantizableLayer(model.layers[0], heads)
+    before = block.linear("qkv").weight.dense() * model.layers[0].attn_norm.weight
+    fold_scales(block, "qkv", torch.linspace(0.7, 1.9, 48), torch.bfloat16)
     norm = block.layer.attn_norm.weight
     assert torch.equal(norm.bfloat16().float(), norm)
-    torch.testing.assert_close(block.linear("qkv").held.dense() * norm, before)
+    torch.testing.assert_close(block.linear("qkv").weight.dense() * norm, before)
 
 
 def test_heads_that_share_keys_share_scales() -> None:
     class Fake:
-        heads = Heads(6, 2, 4)
+        heads = AttentionHeads(6, 2, 4)
 
-    tied = tie(Fake(), "o", torch.arange(24.0)).view(2, 3, 4)  # type: ignore[arg-type]
+    tied = average_kv_group(Fake(), "o", torch.arange(24.0)).view(2, 3, 4)  # type: ignore[arg-type]
     assert torch.equal(tied[:, 0], tied[:, 1])
     assert torch.equal(tied[0, 0], torch.arange(24.0).view(2, 3, 4)[0].mean(0))
     vector = torch.arange(24.0)
-    assert tie(Fake(), "qkv", vector) is vector  # type: ignore[arg-type]
+    assert average_kv_group(Fake(), "qkv", vector) is vector  # type: ignore[arg-type]
 
 
 def test_scales_follow_the_formula() -> None:
     mean = torch.tensor([1.0, 16.0, 4.0])
-    assert torch.equal(scales_for(mean, 0.0), torch.ones(3))
-    torch.testing.assert_close(scales_for(mean, 0.5), mean.sqrt() / 2)
+    assert torch.equal(awq_scales(mean, 0.0), torch.ones(3))
+    torch.testing.assert_close(awq_scales(mean, 0.5), mean.sqrt() / 2)
 
 
 def test_awq_scales_the_channel_that_matters() -> None:
@@ -147,7 +152,7 @@ def test_awq_scales_the_channel_that_matters() -> None:
         step = wide.abs().amax(1, keepdim=True) / 7
         return (wide / step).round() * step
 
-    scales, alpha, share = search(weight, collect([x], "here"), rounded)
+    scales, alpha, share = search_scales(weight, collect_statistics([x], "here"), rounded)
     assert alpha > 0
     assert share < 0.5
     assert int(scales.argmax()) == 3
@@ -155,14 +160,14 @@ def test_awq_scales_the_channel_that_matters() -> None:
 
 def test_statistics_are_the_same_however_the_tokens_are_batched() -> None:
     x = torch.randn(300, 20, generator=torch.Generator().manual_seed(0))
-    one, many = collect([x], "here"), collect(list(x.split(70)), "here")
-    assert many.tokens == 300
-    for name in ("hessian", "mean_abs", "max_abs", "low", "high"):
+    one, many = collect_statistics([x], "here"), collect_statistics(list(x.split(70)), "here")
+    assert many.num_tokens == 300
+    for name in ("hessian", "mean_abs", "max_abs", "min_values", "max_values"):
         torch.testing.assert_close(getattr(many, name), getattr(one, name))
     torch.testing.assert_close(one.hessian, x.T @ x / 300)
-    assert torch.equal(one.low, x.amin(0))
+    assert torch.equal(one.min_values, x.amin(0))
     assert torch.equal(one.max_abs, x.abs().amax(0))
-    assert torch.equal(one.rows, many.rows)
+    assert torch.equal(one.input_samples, many.input_samples)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq"])
@@ -171,7 +176,11 @@ def test_a_method_errs_less_than_nearest(method: str, tmp_path: Path) -> None:
     recipe = make_recipe(BuildConfig(quantization="int4", method=method, group_size=32))
     assert recipe is not None
     facts, scales = quantize_layer(
-        Block(model.layers[0], heads), recipe, flow_of(model, 100, 90), dtype=torch.float32, where="layers.0"
+        QuantizableLayer(model.layers[0], heads),
+        recipe,
+        flow_of(model, 100, 90),
+        dtype=torch.float32,
+        layer_name="layers.0",
     )
     assert list(facts) == ["attn.qkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
     assert all(fact["after"] < fact["before"] for fact in facts.values())
@@ -179,29 +188,29 @@ def test_a_method_errs_less_than_nearest(method: str, tmp_path: Path) -> None:
     assert bool(scales) <= method.startswith("awq")
     # 48 columns: a row's second group is half a group, and its last 16 bytes are half used
     assert facts["attn.qkv_proj"]["bits"] == pytest.approx((32 * 8 + 2 * 32) / 48 + 64 / (96 * 48), abs=2e-3)
-    assert model.layers[0].mlp.down_proj.held.kind == "int4"
+    assert model.layers[0].mlp.down_proj.weight.format == "int4"
 
 
 def test_a_layer_sees_what_the_quantized_ones_before_computed(tmp_path: Path) -> None:
     model, heads = opened("llama", tmp_path)
     exact, flow = flow_of(model, 100, 90), flow_of(model, 100, 90)
-    exact.run(Block(model.layers[0], heads))
+    exact.forward_layer(QuantizableLayer(model.layers[0], heads))
     recipe = make_recipe(BuildConfig(quantization="int4", method="gptq", group_size=32))
     assert recipe is not None
-    quantize_layer(Block(model.layers[0], heads), recipe, flow, dtype=torch.float32, where="layers.0")
+    quantize_layer(QuantizableLayer(model.layers[0], heads), recipe, flow, dtype=torch.float32, layer_name="layers.0")
     again = flow_of(model, 100, 90)
-    again.run(Block(model.layers[0], heads))
+    again.forward_layer(QuantizableLayer(model.layers[0], heads))
     assert torch.equal(streams(again), streams(flow)), "passing by a finished layer gives the same bits"
     assert not torch.allclose(streams(flow), streams(exact), rtol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("ids", "said"),
-    [([], "empty"), ([[]], "empty"), ([[1] * (LEAST_TOKENS - 1)], "too short"), ([[5] * 500, [50]], "outside")],
+    [([], "empty"), ([[]], "empty"), ([[1] * (MIN_TOKENS - 1)], "too short"), ([[5] * 500, [50]], "outside")],
 )
 def test_bad_calibration_ids_are_named(ids: list[list[int]], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        check_ids(ids, 50)
+        check_calibration_ids(ids, 50)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -209,11 +218,11 @@ def test_inputs_that_are_no_numbers_are_named_with_their_place(bad: float) -> No
     x = torch.ones(8, 4)
     x[3, 1] = bad
     with pytest.raises(UsageError, match=r"layers\.3\.mlp"):
-        collect([torch.ones(8, 4), x], "layers.3.mlp.down_proj")
+        collect_statistics([torch.ones(8, 4), x], "layers.3.mlp.down_proj")
 
 
 def test_the_folder_is_the_registry() -> None:
-    assert {"none", "int8", "int4"} <= set(recipes())
-    assert not {"recipe", "calibrate", "grid", "gptq", "awq", "block"} & set(recipes())
+    assert {"none", "int8", "int4"} <= set(recipe_names())
+    assert not {"recipe", "calibrate", "grid", "gptq", "awq", "block"} & set(recipe_names())
     assert make_recipe(BuildConfig()) is None
-    assert scale_block.__module__ == "modelmill.quant.awq"
+    assert scale_layer.__module__ == "modelmill.quant.awq"

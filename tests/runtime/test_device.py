@@ -8,25 +8,25 @@ import pytest
 
 from modelmill.core.errors import UsageError
 from modelmill.ops.cpu import build as kernels
-from modelmill.runtime.device import COMPILING, prepare
+from modelmill.runtime.device import COMPILING_STAGE, compile_cpu_kernels
 
 
 def test_who_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told, made = [], []
     monkeypatch.setattr(kernels, "load", lambda: made.append(1))
     for missing in (True, False):
-        monkeypatch.setattr(kernels, "missing", lambda: missing)  # noqa: B023
-        prepare("cpu", lambda *stage: told.append(stage))
-    assert (told, made) == ([(COMPILING, 0, 1)], [1])
+        monkeypatch.setattr(kernels, "needs_compile", lambda: missing)  # noqa: B023
+        compile_cpu_kernels("cpu", lambda *stage: told.append(stage))
+    assert (told, made) == ([(COMPILING_STAGE, 0, 1)], [1])
     with pytest.raises(UsageError, match="--device"):
-        prepare("tpu", lambda *_: None)
+        compile_cpu_kernels("tpu", lambda *_: None)
 
 
 def test_kernels_are_missing_in_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.env, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(kernels, "_compiler", lambda: ("c++", "a version"))
-    assert kernels.missing()
+    assert kernels.needs_compile()
     target = kernels._target(kernels.machine_flags(), "c++", "a version")
     target.parent.mkdir()
     target.touch()
-    assert not kernels.missing()
+    assert not kernels.needs_compile()

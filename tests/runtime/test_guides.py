@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import Finish, Grammar, Request
-from modelmill.runtime import filters
+from modelmill.core.types import FinishReason, Grammar, Request
+from modelmill.runtime import logit_penalties
 from tests.runtime import tiny
 
 GRAMMAR = Grammar("regex", "anything")
@@ -21,7 +21,7 @@ class Alternating:
 
     def __init__(self, lost: bool = False) -> None:
         self.taken: list[int] = []
-        self.lost = lost
+        self.failed = lost
 
     def mask(self) -> np.ndarray:
         fine = np.zeros(8 * -(-tiny.VOCAB // 8), dtype=np.uint8)
@@ -45,37 +45,37 @@ def guided(prompts: list[tuple[int, ...]], **params: object) -> list[Request]:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], overlap: bool) -> None:
     prompts = tiny.prompts(12)
-    plain = tiny.run(tiny.loop(), tiny.requests(prompts[1::2], tiny.params(max_tokens=20)))
-    engine = tiny.loop(overlap=overlap, pages=24)
-    engine.entry.guides = lambda _: Alternating()
+    plain = tiny.run(tiny.make_engine(), tiny.requests(prompts[1::2], tiny.params(max_tokens=20)))
+    engine = tiny.make_engine(overlap=overlap, pages=24)
+    engine.input_processor.guide_factory = lambda _: Alternating()
     mixed = [*guided(prompts[::2], max_tokens=20, **how), *tiny.requests(prompts[1::2], tiny.params(max_tokens=20))]
     found = tiny.run(engine, [replace(request, id=str(place)) for place, request in enumerate(mixed)])
     for (id, _), ids in found.items():
         if int(id) < 6:
             assert [token % 2 for token in ids] == [0, 1] * 3, ids
     assert {key: found[str(int(key[0]) + 6), key[1]] for key in plain} == plain
-    assert engine.ledger.guided == 0
+    assert engine.output_processor.num_guided == 0
 
 
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_answer_whose_grammar_was_lost_does_not_end_as_if_it_were_whole(overlap: bool, lost: bool) -> None:
-    engine = tiny.loop(overlap=overlap)
-    engine.entry.guides = lambda _: Alternating(lost)
+    engine = tiny.make_engine(overlap=overlap)
+    engine.input_processor.guide_factory = lambda _: Alternating(lost)
     engine.add(guided([(2, 3)], max_tokens=20)[0])
     last = tiny.drain(engine)[-1]
-    assert last.finish is (Finish.ERROR if lost else Finish.STOP)
-    tiny.idle(engine)
+    assert last.finish_reason is (FinishReason.ERROR if lost else FinishReason.STOP)
+    tiny.assert_idle(engine)
 
 
 def test_without_a_maker_or_with_beams_it_is_refused() -> None:
-    engine = tiny.loop()
+    engine = tiny.make_engine()
     with pytest.raises(RequestError, match="structured output"):
         engine.add(guided([(2, 3)])[0])
-    engine.entry.guides = lambda _: Alternating()
+    engine.input_processor.guide_factory = lambda _: Alternating()
     with pytest.raises(RequestError, match="beams"):
         engine.add(guided([(2, 3)], num_beams=2)[0])
-    tiny.idle(engine)
+    tiny.assert_idle(engine)
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 9, 97])
@@ -83,5 +83,5 @@ def test_bits(vocab: int) -> None:
     fine = torch.rand(3, vocab) < 0.5
     packed = np.packbits(fine.numpy(), axis=1, bitorder="little")
     logits = torch.randn(3, vocab)
-    found = filters.allowed(logits, torch.from_numpy(packed))
+    found = logit_penalties.apply_token_mask(logits, torch.from_numpy(packed))
     assert torch.equal(found, logits.masked_fill(~fine, float("-inf")))

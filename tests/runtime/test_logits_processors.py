@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.generation import read_generation
+from modelmill.core.generation_defaults import read_generation
 from modelmill.core.logits_processors import LogitsProcessors
-from modelmill.core.types import Insert, Request, SamplingParams
-from modelmill.ops import shelf
-from modelmill.runtime.logits_processors import repeated
+from modelmill.core.types import EmbeddingSpan, Request, SamplingParams
+from modelmill.ops import registry
+from modelmill.runtime.logits_processors import banned_ngram_ids
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.sequence import RopeRule, Sequence
 from tests.runtime import tiny
-from tests.runtime.test_beams import pair  # noqa: F401 -- a fixture
+from tests.runtime.test_beam_search import pair  # noqa: F401 -- a fixture
 
 EOS = (7, 11)
 WORDS = [[3], [14, 15], [60], [9, 40, 33], [7]]
@@ -65,8 +65,8 @@ def ours_says(engine: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more:
     engine.add(Request(id="x", prompt=prompt, params=how, eos_ids=EOS))
     events = tiny.drain(engine)
     if how.num_beams > 1:
-        return list(events[0].replay or ())
-    return [e.id for e in events if e.id is not None]
+        return list(events[0].replayed_ids or ())
+    return [e.token_id for e in events if e.token_id is not None]
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -78,12 +78,12 @@ def prompts() -> list[tuple[int, ...]]:
 def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
     ours, theirs = pair
     assert read_generation(raw).warning() is None
-    engines = [tiny.loop(ours), tiny.loop(ours, overlap=True)]
+    engines = [tiny.make_engine(ours), tiny.make_engine(ours, overlap=True)]
     for prompt in prompts():
         want = theirs_says(theirs, prompt, raw)
         for engine in engines:
             assert ours_says(engine, prompt, raw) == want
-            tiny.idle(engine)
+            tiny.assert_idle(engine)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]
 )
 def test_beams_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
     ours, theirs = pair
-    engine = tiny.loop(ours)
+    engine = tiny.make_engine(ours)
     for prompt in prompts()[1:]:
         want = theirs_says(theirs, prompt, raw, num_beams=3)
         assert ours_says(engine, prompt, raw, num_beams=3) == want
@@ -100,7 +100,7 @@ def test_beams_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None
 def test_each_key_changes_an_answer(pair: Any) -> None:  # noqa: F811
     """Otherwise the comparison above would say nothing."""
     ours, _ = pair
-    engine = tiny.loop(ours)
+    engine = tiny.make_engine(ours)
     plain = [ours_says(engine, prompt, {"do_sample": False}) for prompt in prompts()]
     for raw in CASES:
         assert [ours_says(engine, prompt, raw) for prompt in prompts()] != plain, raw
@@ -111,10 +111,10 @@ def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:
     given = prompts()
     hows = [read_generation(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]]
     todo = [Request(id=str(i), prompt=p, params=h, eos_ids=EOS) for i, (p, h) in enumerate(zip(given, hows))]
-    expected = tiny.alone(tiny.loop(ours), todo)
-    assert tiny.run(tiny.loop(ours), todo) == expected
-    assert tiny.run(tiny.loop(ours, pages=14, overlap=True), todo) == expected
-    engine = tiny.loop(ours)
+    expected = tiny.run_one_by_one(tiny.make_engine(ours), todo)
+    assert tiny.run(tiny.make_engine(ours), todo) == expected
+    assert tiny.run(tiny.make_engine(ours, pages=14, overlap=True), todo) == expected
+    engine = tiny.make_engine(ours)
     off = ours_says(engine, given[1], {"suppress_tokens": list(range(30))}, logits_processors=LogitsProcessors())
     assert off == ours_says(engine, given[1], {"do_sample": False})
 
@@ -131,7 +131,7 @@ def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: 
     answer = data.draw(st.lists(st.integers(0, 8), max_size=5))
     how = read_generation({"do_sample": True, **raw}).resolve(SamplingParams(max_tokens=6), len(prompt))
     request = Request(id="x", prompt=tuple(prompt), params=how, eos_ids=EOS)
-    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), limit=len(prompt) + 6)
+    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=len(prompt) + 6)
     seq.tokens += answer
     logits = torch.randn(1, 61, generator=draw) * 3
     config = transformers.GenerationConfig(**raw, eos_token_id=list(EOS), max_length=len(prompt) + 6)
@@ -143,8 +143,8 @@ def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: 
         owner, config, input_ids_seq_length=len(prompt), encoder_input_ids=torch.tensor([prompt]), device="cpu"
     )
     want = steps(torch.tensor([seq.tokens]), logits.clone())
-    sampler = Sampler(61, "cpu", shelf.resolve("cpu"))
-    got = sampler._penalised(logits, sampler.plan([seq]))
+    sampler = Sampler(61, "cpu", registry.select_backends("cpu"))
+    got = sampler._process_logits(logits, sampler.prepare([seq]))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -154,17 +154,17 @@ def test_ngrams_as_spelled_out(of: list[int], tokens: list[int], size: int) -> N
     begun = tuple(tokens[len(tokens) - size + 1 :]) if size > 1 else ()
     possible = size > 0 and len(tokens) + 1 >= size
     want = sorted({gram[-1] for gram in grams if gram[:-1] == begun}) if possible else []
-    assert repeated(np.array(of, np.int64), np.array(tokens, np.int64), size).tolist() == want
+    assert banned_ngram_ids(np.array(of, np.int64), np.array(tokens, np.int64), size).tolist() == want
 
 
 @pytest.mark.parametrize(("counts", "want"), [(True, {5, 6, 8, 9}), (False, {8, 9})])
 def test_what_of_a_prompt_with_a_picture_counts(counts: bool, want: set[int]) -> None:
     """The places of a picture are no tokens; where the original gets embeddings alone, only the answer counts."""
-    how = SamplingParams(temperature=0.0, repetition_penalty=2.0).resolved({})
-    insert = Insert(1, 3, "digest")
-    request = Request(id="x", prompt=(5, 0, 0, 0, 6), params=how, inserts=(insert,), prompt_counts=counts)
-    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), limit=99)
+    how = SamplingParams(temperature=0.0, repetition_penalty=2.0).with_defaults({})
+    insert = EmbeddingSpan(1, 3, "digest")
+    request = Request(id="x", prompt=(5, 0, 0, 0, 6), params=how, embedding_spans=(insert,), penalize_prompt=counts)
+    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=99)
     seq.tokens += [8, 9]
-    sampler = Sampler(61, "cpu", shelf.resolve("cpu"))
-    changed = sampler._penalised(torch.ones(1, 61), sampler.plan([seq]))[0]
+    sampler = Sampler(61, "cpu", registry.select_backends("cpu"))
+    changed = sampler._process_logits(torch.ones(1, 61), sampler.prepare([seq]))[0]
     assert set((changed != 1).nonzero().flatten().tolist()) == want

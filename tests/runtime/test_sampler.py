@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.types import Request, SamplingParams
+from modelmill.ops import registry
 from modelmill.ops import sample as op
-from modelmill.ops import shelf
-from modelmill.runtime import chance, logprobs
-from modelmill.runtime.sampler import Plan, Sampler
+from modelmill.runtime import counter_rng, logprobs
+from modelmill.runtime.sampler import Sampler, SamplingBatch
 from modelmill.runtime.sequence import RopeRule, Sequence
 
 VOCAB = 200
-OPS = shelf.resolve("cpu")
+OPS = registry.select_backends("cpu")
 
 
 def sequence(prompt: list[int], answer: list[int], how: SamplingParams, eos: tuple[int, ...] = ()) -> Sequence:
-    request = Request(id="x", prompt=tuple(prompt), params=how.resolved({}), eos_ids=eos)
-    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), limit=999, seed=(how.seed or 0) % (1 << 64))
+    request = Request(id="x", prompt=tuple(prompt), params=how.with_defaults({}), eos_ids=eos)
+    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=999, seed=(how.seed or 0) % (1 << 64))
     seq.tokens += answer
     return seq
 
@@ -70,11 +70,11 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
     ids = torch.randint(0, VOCAB, (len(given_hows), 12), generator=generator).tolist()
     seqs = [sequence(row[:7], row[7 : 7 + i % 5], how, (3, 9)) for i, (row, how) in enumerate(zip(ids, given_hows))]
     sampler = Sampler(VOCAB, "cpu", OPS)
-    plan = sampler.plan(seqs)
+    plan = sampler.prepare(seqs)
     before = logits.clone()
-    changed = sampler._penalised(logits, plan)
+    changed = sampler._process_logits(logits, plan)
     how = brought(plan)
-    left = op.weights(changed, **{k: v for k, v in how.items() if k != "noise"}) if how else None
+    left = op.token_weights(changed, **{k: v for k, v in how.items() if k != "noise"}) if how else None
     for i, seq in enumerate(seqs):
         want = processed(seq, logits[i : i + 1])[0]
         if seq.request.params.greedy:
@@ -91,13 +91,13 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
     assert torch.equal(logits, before)
     for i, seq in enumerate(seqs):
         single = Sampler(VOCAB, "cpu", OPS)
-        alone = single.plan([seq])
+        alone = single.prepare([seq])
         assert single.sample(logits[i : i + 1], alone, brought(alone)).item() == first[i].item()
 
 
-def brought(plan: Plan) -> dict[str, torch.Tensor]:
+def brought(plan: SamplingBatch) -> dict[str, torch.Tensor]:
     """How the rows of a plan are drawn, as the batch would bring it."""
-    return {name: torch.from_numpy(values) for name, values in (plan.draws() or {}).items()}
+    return {name: torch.from_numpy(values) for name, values in (plan.sampling_inputs() or {}).items()}
 
 
 def test_presence_frequency_bias_follow_the_answer_only() -> None:
@@ -107,40 +107,43 @@ def test_presence_frequency_bias_follow_the_answer_only() -> None:
     for extra in range(3):
         want = torch.zeros(VOCAB)
         want[7], want[8], want[11] = -1.0, -0.75, 2.0 - (0.5 + 0.25 * extra) * (extra > 0)
-        plan = sampler.plan([seq])
-        assert torch.allclose(sampler._penalised(torch.zeros(1, VOCAB), plan)[0], want)
+        plan = sampler.prepare([seq])
+        assert torch.allclose(sampler._process_logits(torch.zeros(1, VOCAB), plan)[0], want)
         assert sampler.sample(torch.zeros(1, VOCAB), plan, {}).item() == 11
         seq.tokens.append(11)
     sampler.forget(seq)
-    assert not sampler.tally._slot
+    assert not sampler.token_counts._slot
 
 
 def test_ties_take_the_lowest_id() -> None:
     logits = torch.zeros(2, 9)
     logits[1, [4, 6]] = 1.0
-    assert shelf.resolve("cpu").argmax(logits).tolist() == [0, 4]
+    assert registry.select_backends("cpu").argmax(logits).tolist() == [0, 4]
 
 
 def test_chance_is_uniform_and_reproducible() -> None:
     seeds = np.array([0, 1, 2, 2**64 - 1] * 5000, dtype=np.uint64)
-    numbers = chance.uniform(seeds, np.arange(20_000))
+    numbers = counter_rng.uniform(seeds, np.arange(20_000))
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
-    assert np.array_equal(chance.uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
-    assert len({chance.derive(0, i) for i in range(1000)} | {chance.derive(1, i) for i in range(1000)}) == 2000
+    assert np.array_equal(counter_rng.uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
+    assert (
+        len({counter_rng.derive_seed(0, i) for i in range(1000)} | {counter_rng.derive_seed(1, i) for i in range(1000)})
+        == 2000
+    )
     # the first outputs of splitmix64 from seed 0, as its authors publish them
     states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert chance.mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert counter_rng.splitmix64(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 def test_logprob_table() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
-    row = logprobs.table(logits, torch.tensor([3]), 2).tolist()[0]
-    found = logprobs.read(row, 2)
+    row = logprobs.logprob_table(logits, torch.tensor([3]), 2).tolist()[0]
+    found = logprobs.read_logprobs(row, 2)
     want = logits.log_softmax(-1)[0]
     assert list(found) == [1, 2, 3]
     assert [found[i].rank for i in (1, 2, 3)] == [1, 2, 4]
     assert found[3].logprob == pytest.approx(want[3].item())
-    assert list(logprobs.read(row, 0)) == [3]
+    assert list(logprobs.read_logprobs(row, 0)) == [3]

@@ -8,39 +8,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.types import Finish, Request
-from modelmill.runtime.loop import Loop
-from modelmill.runtime.scheduler import CPU_CHUNK, LEAST_CHUNK, Schedule
+from modelmill.core.types import FinishReason, Request
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.runtime.scheduler import CPU_CHUNK_TOKENS, MIN_CHUNK_TOKENS, Schedule
 from tests.runtime import tiny
 
 
-def plans(engine: Loop) -> list[list[int]]:
+def plans(engine: EngineCore) -> list[list[int]]:
     """The tokens of each sequence in every step that is launched from now on."""
     seen: list[list[int]] = []
-    launch = engine.runner.launch
+    launch = engine.model_runner.launch
 
     def noted(plan: Schedule):
         seen.append([count for _, count in plan.work])
         return launch(plan)
 
-    engine.runner.launch = noted  # type: ignore[method-assign]
+    engine.model_runner.launch = noted  # type: ignore[method-assign]
     return seen
 
 
-def untimed(engine: Loop) -> list[tuple[int, int, bool]]:
+def untimed(engine: EngineCore) -> list[tuple[int, int, bool]]:
     """Rows, tokens and freedom of each step that is told; pieces stay as they are, however long steps take here."""
     told: list[tuple[int, int, bool]] = []
 
     def noted(plan: Schedule, seconds: float) -> None:
         assert seconds > 0
-        told.append((plan.rows, plan.tokens, plan.free))
+        told.append((plan.num_decodes, plan.num_tokens, plan.prefill_unlimited))
 
-    engine.scheduler.timed = noted  # type: ignore[method-assign]
+    engine.scheduler.observe_step = noted  # type: ignore[method-assign]
     return told
 
 
 def test_prompts_join_running_answers_in_pieces() -> None:
-    engine = tiny.loop(tiny.decoder(max_len=512), max_mixed_tokens=10, max_num_batched_tokens=4096)
+    engine = tiny.make_engine(tiny.decoder(max_len=512), max_mixed_tokens=10, max_num_batched_tokens=4096)
     seen = plans(engine)
     engine.add(Request(id="a", prompt=(5, 6), params=tiny.params(max_tokens=30, ignore_eos=True)))
     engine.step()
@@ -48,8 +48,8 @@ def test_prompts_join_running_answers_in_pieces() -> None:
     long = tuple(range(5, 30)) * 8
     engine.add(Request(id="b", prompt=long, params=tiny.params(max_tokens=2, ignore_eos=True)))
     tiny.drain(engine)
-    assert [1, LEAST_CHUNK] in seen
-    assert all(sum(counts) <= 1 + LEAST_CHUNK for counts in seen)
+    assert [1, MIN_CHUNK_TOKENS] in seen
+    assert all(sum(counts) <= 1 + MIN_CHUNK_TOKENS for counts in seen)
     # nobody runs: the whole prompt goes at once
     engine.add(Request(id="c", prompt=long[1:], params=tiny.params(max_tokens=1)))
     tiny.drain(engine)
@@ -58,13 +58,13 @@ def test_prompts_join_running_answers_in_pieces() -> None:
 
 @pytest.mark.parametrize(
     ("mixed", "most"),
-    [(None, lambda rows: rows + max(rows, CPU_CHUNK)), (40, lambda rows: max(40, rows + CPU_CHUNK))],
+    [(None, lambda rows: rows + max(rows, CPU_CHUNK_TOKENS)), (40, lambda rows: max(40, rows + CPU_CHUNK_TOKENS))],
     ids=["by the rows", "given"],
 )
 def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[int], int]) -> None:
     """What came together starts together; later prompts join in pieces, at first larger ones where more answers run."""
-    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
-    engine.scheduler.interactive(mixed, on_gpu=False)
+    engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
+    engine.scheduler.set_interactive(mixed, on_gpu=False)
     untimed(engine)
     seen = plans(engine)
     engine.add(Request(id="first", prompt=tuple(range(5, 25)), params=tiny.params(max_tokens=60, ignore_eos=True)))
@@ -85,10 +85,10 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
 
 def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
     """Once it is known how fast prompts go, here 200 tokens a second; who runs gets a token in each step."""
-    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
-    engine.scheduler.interactive(None, on_gpu=False)
-    timed = engine.scheduler.timed
-    engine.scheduler.timed = lambda plan, _: timed(plan, plan.tokens / 200)  # type: ignore[method-assign]
+    engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
+    engine.scheduler.set_interactive(None, on_gpu=False)
+    timed = engine.scheduler.observe_step
+    engine.scheduler.observe_step = lambda plan, _: timed(plan, plan.num_tokens / 200)  # type: ignore[method-assign]
     seen = plans(engine)
     how = tiny.params(max_tokens=40, ignore_eos=True)
     engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
@@ -105,10 +105,10 @@ def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
 
 def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
     """The first was compiled for, or another process had the machine; true is 2,000 tokens a second."""
-    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
-    engine.scheduler.interactive(None, on_gpu=False)
-    timed, slow = engine.scheduler.timed, [5.0]
-    engine.scheduler.timed = lambda plan, _: timed(plan, slow.pop() if slow else plan.tokens / 2000)  # type: ignore[method-assign]
+    engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
+    engine.scheduler.set_interactive(None, on_gpu=False)
+    timed, slow = engine.scheduler.observe_step, [5.0]
+    engine.scheduler.observe_step = lambda plan, _: timed(plan, slow.pop() if slow else plan.num_tokens / 2000)  # type: ignore[method-assign]
     seen = plans(engine)
     how = tiny.params(max_tokens=40, ignore_eos=True)
     engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
@@ -124,8 +124,8 @@ def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
-    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096, overlap=ahead)
-    engine.scheduler.interactive(None, on_gpu=False)
+    engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096, overlap=ahead)
+    engine.scheduler.set_interactive(None, on_gpu=False)
     told = untimed(engine)
     engine.add(Request(id="first", prompt=tuple(range(5, 25)), params=tiny.params(max_tokens=40, ignore_eos=True)))
     for _ in range(6):
@@ -135,27 +135,27 @@ def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
     del told[:]
     engine.add(Request(id="late", prompt=tuple(range(54, 4, -1)), params=tiny.params(max_tokens=3, ignore_eos=True)))
     tiny.drain(engine)
-    assert (1, 1 + CPU_CHUNK, False) in told
+    assert (1, 1 + CPU_CHUNK_TOKENS, False) in told
     assert sum(tokens - rows for rows, tokens, _ in told) == 50
 
 
 def test_pieces_shrink_where_steps_with_them_take_long() -> None:
-    engine = tiny.loop(tiny.decoder(max_len=512), max_num_batched_tokens=4096, max_num_seqs=24)
-    engine.scheduler.interactive(None, on_gpu=False)
-    pace = engine.scheduler.pace
+    engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096, max_num_seqs=24)
+    engine.scheduler.set_interactive(None, on_gpu=False)
+    pace = engine.scheduler.adaptive_chunk
     assert pace is not None
     how = tiny.params(max_tokens=150, ignore_eos=True)
     for number in range(20):
         engine.add(Request(id=str(number), prompt=(5, 6, 7 + number), params=how))
-    timed = engine.scheduler.timed
-    engine.scheduler.timed = lambda plan, _: timed(plan, 0.01 if plan.tokens == plan.rows else 0.04)  # type: ignore[method-assign]
+    timed = engine.scheduler.observe_step
+    engine.scheduler.observe_step = lambda plan, _: timed(plan, 0.01 if plan.num_tokens == plan.num_decodes else 0.04)  # type: ignore[method-assign]
     for _ in range(30):
         engine.step()
-    assert pace.room(20) == 20
+    assert pace.size_for(20) == 20
     engine.add(Request(id="late", prompt=tuple(range(5, 95)) * 5, params=tiny.params(max_tokens=3, ignore_eos=True)))
     for _ in range(30):
         engine.step()
-    assert pace.size == CPU_CHUNK
+    assert pace.size == CPU_CHUNK_TOKENS
 
 
 @settings(max_examples=20, deadline=None)
@@ -163,50 +163,53 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
 def test_pieces_change_no_answer(mixed: int, seed: int) -> None:
     given_ids = tiny.prompts(6, 3, 40, seed=seed)
     todo = tiny.requests(given_ids, tiny.params(max_tokens=9))
-    assert tiny.run(tiny.loop(max_mixed_tokens=mixed), todo) == tiny.run(tiny.loop(), todo)
+    assert tiny.run(tiny.make_engine(max_mixed_tokens=mixed), todo) == tiny.run(tiny.make_engine(), todo)
 
 
 def test_the_limit_is_not_for_the_steps_of_searches() -> None:
-    engine = tiny.loop(max_mixed_tokens=1, max_num_seqs=200, max_num_batched_tokens=400)
+    engine = tiny.make_engine(max_mixed_tokens=1, max_num_seqs=200, max_num_batched_tokens=400)
     seen = plans(engine)
     how = tiny.params(num_beams=30, n=1, max_tokens=4, temperature=0.0)
     engine.add(Request(id="single", prompt=(5, 9), params=tiny.params(max_tokens=20, ignore_eos=True)))
     for number in range(6):
         engine.add(Request(id=f"beams-{number}", prompt=(5, 6, 7 + number), params=how))
-    ended = {t.request: t.finish for t in tiny.drain(engine) if t.finish is not None}
+    ended = {t.request_id: t.finish_reason for t in tiny.drain(engine) if t.finish_reason is not None}
     assert len(ended) == 7
-    assert Finish.ABORT not in ended.values()
+    assert FinishReason.ABORT not in ended.values()
     assert any(len(counts) == 6 * 30 + 1 for counts in seen)
-    tiny.idle(engine)
+    tiny.assert_idle(engine)
 
 
 def test_a_blank_step_reads_and_stores_nothing() -> None:
-    engine = tiny.loop()
-    before = [page.clone() for page in (*engine.runner.kv.k, *engine.runner.kv.v)]
+    engine = tiny.make_engine()
+    before = [page.clone() for page in (*engine.model_runner.kv.k, *engine.model_runner.kv.v)]
     for query, seqs in ((16, 1), (64, 17)):
-        logits = engine.runner.forward(engine.runner.packer.blank(query, seqs))
+        logits = engine.model_runner.forward(engine.model_runner.packer.dummy_batch(query, seqs))
         assert logits.shape == (1, engine.vocab)
-    assert all(bool((a == b).all()) for a, b in zip(before, (*engine.runner.kv.k, *engine.runner.kv.v), strict=True))
+    assert all(
+        bool((a == b).all())
+        for a, b in zip(before, (*engine.model_runner.kv.k, *engine.model_runner.kv.v), strict=True)
+    )
 
 
 def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the moment it joins, before its step computes anything; whoever waits, or was thrown out, is as he was."""
     moments = iter(range(1000))
     monkeypatch.setattr("modelmill.runtime.scheduler.time.perf_counter", lambda: next(moments))
-    engine = tiny.loop(tiny.decoder(), max_num_seqs=2, pages=6)
+    engine = tiny.make_engine(tiny.decoder(), max_num_seqs=2, pages=6)
     # a token might end them (it never comes): where that cannot be, no more is admitted than will fit
     params = tiny.params(max_tokens=30, ignore_eos=True, stop_token_ids=(96,), logit_bias={96: -100.0})
     for request in tiny.requests(tiny.prompts(3, 8, 8), params):
         engine.add(request)
-    leaders = [engine.ledger.live[str(i)][0] for i in range(3)]
+    leaders = [engine.output_processor.live_sequences[str(i)][0] for i in range(3)]
     found: list[list[float | None]] = []
-    launch = engine.runner.launch
+    launch = engine.model_runner.launch
 
     def noted(plan: Schedule):
-        found.append([seq.began for seq in leaders])
+        found.append([seq.started_at for seq in leaders])
         return launch(plan)
 
-    engine.runner.launch = noted  # type: ignore[method-assign]
+    engine.model_runner.launch = noted  # type: ignore[method-assign]
     engine.clock = lambda: 0.0
     tiny.drain(engine)
     assert found[0] == [0, 1, None]

@@ -1,4 +1,4 @@
-"""A tiny seeded decoder and small drivers of the loop."""
+"""A tiny seeded decoder and small drivers of the engine."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import torch
 
 from modelmill.core.config import RunConfig
-from modelmill.core.types import Finish, Request, SamplingParams, Token
+from modelmill.core.types import FinishReason, Request, SamplingParams, TokenOutput
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.linear import Linear
 from modelmill.nn.rotary import RopeSpec
-from modelmill.runtime.load import fill
-from modelmill.runtime.loop import Loop
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.runtime.model_loader import fill_weights
 
 VOCAB = 97
 EOS = 1
 
 
 def decoder(
-    kind: str = "fixed", window: int | None = None, device: str = "cpu", vocab: int = VOCAB, max_len: int = 128
+    rope_rule: str = "fixed", window: int | None = None, device: str = "cpu", vocab: int = VOCAB, max_len: int = 128
 ) -> Decoder:
-    """Two layers, 32 wide; kind is a rope rule."""
-    if kind == "prompt":
+    """Two layers, 32 wide."""
+    if rope_rule == "prompt":
         rope = RopeSpec(8, 10000.0, 16, ntk_length=16)
-    elif kind == "running":
+    elif rope_rule == "running":
         rope = RopeSpec(8, 10000.0, 16, scaling={"rope_type": "dynamic", "factor": 2.0})
     else:
         rope = RopeSpec(8, 10000.0, 16)
@@ -42,15 +42,15 @@ def decoder(
         rope=rope,
         qkv_bias=True,
         windows=() if window is None else (window, window),
-        logn=16 if kind == "prompt" else None,
+        logn=16 if rope_rule == "prompt" else None,
     )
     model = Decoder(config)
-    tensors = weights(model)
-    fill(model, tensors.__getitem__, tensors, {}, {}, device)
+    tensors = random_tensors(model)
+    fill_weights(model, tensors.__getitem__, tensors, {}, {}, device)
     return model
 
 
-def weights(model: Decoder, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_tensors(model: Decoder, seed: int = 0) -> dict[str, torch.Tensor]:
     """Seeded values for every tensor of a model; large enough that tokens vary."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, torch.Tensor] = {}
@@ -68,8 +68,8 @@ def weights(model: Decoder, seed: int = 0) -> dict[str, torch.Tensor]:
     return found
 
 
-def loop(model: Decoder | None = None, pages: int | None = None, **options: Any) -> Loop:
-    """A loop with 8-token pages; ``pages`` bounds the pool."""
+def make_engine(model: Decoder | None = None, pages: int | None = None, **options: Any) -> EngineCore:
+    """An engine core with 8-token pages; ``pages`` bounds the pool."""
     overlap = options.pop("overlap", None)
     model = model or decoder()
     options = {"page_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64, **options}
@@ -79,7 +79,7 @@ def loop(model: Decoder | None = None, pages: int | None = None, **options: Any)
         options.setdefault("max_model_len", min(pages * options["page_size"], 128))
     else:
         options.setdefault("kv_cache_bytes", 1 << 24)
-    return Loop(model, RunConfig(**options), overlap=overlap)
+    return EngineCore(model, RunConfig(**options), overlap=overlap)
 
 
 def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0, vocab: int = VOCAB) -> list[tuple[int, ...]]:
@@ -91,65 +91,65 @@ def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0, vocab: int 
 
 def params(**given: Any) -> SamplingParams:
     """Greedy unless told otherwise."""
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **given}).resolved({})
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **given}).with_defaults({})
 
 
 def requests(
-    given: Iterable[tuple[int, ...]], how: SamplingParams | None = None, eos: tuple[int, ...] = (EOS,)
+    prompt_ids: Iterable[tuple[int, ...]], sampling: SamplingParams | None = None, eos: tuple[int, ...] = (EOS,)
 ) -> list[Request]:
     """One request per prompt."""
-    return [Request(id=str(i), prompt=p, params=how or params(), eos_ids=eos) for i, p in enumerate(given)]
+    return [Request(id=str(i), prompt=p, params=sampling or params(), eos_ids=eos) for i, p in enumerate(prompt_ids)]
 
 
-def drain(engine: Loop, most: int = 5000) -> list[Token]:
+def drain(engine: EngineCore, max_steps: int = 5000) -> list[TokenOutput]:
     """Step until nothing is left."""
-    events: list[Token] = []
-    for _ in range(most):
+    events: list[TokenOutput] = []
+    for _ in range(max_steps):
         if not engine.has_work:
             return events
         events += engine.step()
     raise AssertionError("the loop does not end")
 
 
-def answers(events: Iterable[Token]) -> dict[tuple[str, int], tuple[int, ...]]:
+def output_ids(events: Iterable[TokenOutput]) -> dict[tuple[str, int], tuple[int, ...]]:
     """Answer ids by (request, index)."""
     found: dict[tuple[str, int], list[int]] = {}
     for event in events:
-        ids = found.setdefault((event.request, event.index), [])
-        if event.id is not None:
-            ids.append(event.id)
-        if event.replay is not None:
-            ids.extend(event.replay)
+        ids = found.setdefault((event.request_id, event.index), [])
+        if event.token_id is not None:
+            ids.append(event.token_id)
+        if event.replayed_ids is not None:
+            ids.extend(event.replayed_ids)
     return {k: tuple(v) for k, v in found.items()}
 
 
-def finishes(events: Iterable[Token]) -> dict[tuple[str, int], Finish]:
+def finish_reasons(events: Iterable[TokenOutput]) -> dict[tuple[str, int], FinishReason]:
     """How each sequence ended."""
-    return {(e.request, e.index): e.finish for e in events if e.finish is not None}
+    return {(e.request_id, e.index): e.finish_reason for e in events if e.finish_reason is not None}
 
 
-def run(engine: Loop, todo: Iterable[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
+def run(engine: EngineCore, requests_to_run: Iterable[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
     """All requests at once; checks that nothing is left behind."""
-    for request in todo:
+    for request in requests_to_run:
         engine.add(request)
-    found = answers(drain(engine))
-    idle(engine)
+    found = output_ids(drain(engine))
+    assert_idle(engine)
     return found
 
 
-def alone(engine: Loop, todo: Iterable[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
+def run_one_by_one(engine: EngineCore, requests_to_run: Iterable[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
     """One request after the other."""
     found: Mapping[tuple[str, int], tuple[int, ...]] = {}
-    for request in todo:
+    for request in requests_to_run:
         found = {**found, **run(engine, [request])}
     return dict(found)
 
 
-def idle(engine: Loop) -> None:
+def assert_idle(engine: EngineCore) -> None:
     """Nothing runs, every page is free, every row is free."""
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.num_pages)
-    assert engine.scheduler.tables.free == engine.config.max_num_seqs
-    assert not engine.ledger.live
-    assert not engine.sampler.tally._slot
+    assert engine.scheduler.tables.num_free_rows == engine.config.max_num_seqs
+    assert not engine.output_processor.live_sequences
+    assert not engine.sampler.token_counts._slot
     assert not any(engine.scheduler.pool.refs)

@@ -11,11 +11,11 @@ import pytest
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.llm import LLM, build_engine
-from tests.extras import excuse
 from tests.models.sam_seeded import small_file
+from tests.optional_extras import skip_if_extra_missing
 
 if TYPE_CHECKING:  # it wants the extra serve, and without it tests are skipped, not this file
-    from tests.serve.running import Running
+    from tests.serve.service_thread import ServiceThread
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +35,11 @@ def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def running(stories: Path) -> Iterator[Running]:
+def running(stories: Path) -> Iterator[ServiceThread]:
     """Its service, with a worker process; called without a socket."""
-    from tests.serve.running import Running
+    from tests.serve.service_thread import ServiceThread
 
-    service = Running(stories)
+    service = ServiceThread(stories)
     yield service
     service.close()
 
@@ -59,7 +59,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         capsys.readouterr()
         code = execute([str(word) for word in words])
         out = capsys.readouterr()
-        excuse(out.err)
+        skip_if_extra_missing(out.err)
         return code, out.out, out.err
 
     return call

@@ -12,8 +12,8 @@ import pytest
 from modelmill.core.errors import MissingDependency
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
-from modelmill.serve import logs
-from tests.serve.running import Running
+from modelmill.serve import json_logs
+from tests.serve.service_thread import ServiceThread
 
 PROMPTS = ["Once upon a time", "The little dog", "Lily went to the", "One day, Tom saw a big", "It was raining"]
 START = "Once upon"
@@ -21,13 +21,13 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 TALK = [{"role": "user", "content": "Tell me a story"}]
 
 
-def complete(running: Running, **body: Any) -> Any:
+def complete(running: ServiceThread, **body: Any) -> Any:
     response = running.post("/v1/completions", {"model": "stories", **GREEDY, **body})
     assert response.status == 200, response.body
     return response.events if body.get("stream") else response.json
 
 
-def chat(running: Running, **body: Any) -> Any:
+def chat(running: ServiceThread, **body: Any) -> Any:
     response = running.post("/v1/chat/completions", {"model": "stories", "messages": TALK, **GREEDY, **body})
     assert response.status == 200, response.body
     return response.events if body.get("stream") else response.json
@@ -48,7 +48,7 @@ def texts_of(events: list[Any], count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "seed": 3, "n": 3}], ids=str)
-def test_text_is_the_same_alone_batched_streamed_and_in_the_class(running: Running, llm: LLM, how: Any) -> None:
+def test_text_is_the_same_alone_batched_streamed_and_in_the_class(running: ServiceThread, llm: LLM, how: Any) -> None:
     params = SamplingParams(**{**GREEDY, **how})
     expected = [output.text for answer in llm.generate(PROMPTS, params, progress=False) for output in answer.outputs]
     n = how.get("n", 1)
@@ -58,12 +58,12 @@ def test_text_is_the_same_alone_batched_streamed_and_in_the_class(running: Runni
     alone = [complete(running, prompt=prompt, **how) for prompt in PROMPTS]
     assert [choice["text"] for each in alone for choice in each["choices"]] == expected
     assert texts_of(complete(running, prompt=PROMPTS, stream=True, **how), n * len(PROMPTS)) == expected
-    ids = [llm.language.ids(prompt) for prompt in PROMPTS]
+    ids = [llm.language.encode_prompt(prompt) for prompt in PROMPTS]
     assert [choice["text"] for choice in complete(running, prompt=ids, **how)["choices"]] == expected
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 7, "n": 2}], ids=str)
-def test_conversations_too(running: Running, llm: LLM, how: Any) -> None:
+def test_conversations_too(running: ServiceThread, llm: LLM, how: Any) -> None:
     (answer,) = llm.chat(TALK, SamplingParams(**{**GREEDY, **how}), progress=False)
     expected = [output.text for output in answer.outputs]
     whole = chat(running, **how)
@@ -75,7 +75,7 @@ def test_conversations_too(running: Running, llm: LLM, how: Any) -> None:
     )
 
 
-def test_the_shape_of_a_chat_answer(running: Running) -> None:
+def test_the_shape_of_a_chat_answer(running: ServiceThread) -> None:
     told = chat(running)
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", told["id"])
     assert told["object"] == "chat.completion"
@@ -89,7 +89,7 @@ def test_the_shape_of_a_chat_answer(running: Running) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + 24
 
 
-def test_usage_ends_a_stream_where_it_is_asked_for(running: Running) -> None:
+def test_usage_ends_a_stream_where_it_is_asked_for(running: ServiceThread) -> None:
     for ask in (complete, chat):
         more = {"prompt": PROMPTS[0]} if ask is complete else {}
         plain = ask(running, stream=True, **more)
@@ -102,7 +102,7 @@ def test_usage_ends_a_stream_where_it_is_asked_for(running: Running) -> None:
         }
 
 
-def test_stop_strings_end_the_text_and_never_show(running: Running) -> None:
+def test_stop_strings_end_the_text_and_never_show(running: ServiceThread) -> None:
     whole = complete(running, prompt=PROMPTS[0], max_tokens=60)["choices"][0]["text"]
     stop = whole[30:34]
     cut = whole[: whole.index(stop)]
@@ -114,7 +114,7 @@ def test_stop_strings_end_the_text_and_never_show(running: Running) -> None:
 
 
 @pytest.mark.parametrize("tools", [False, True])
-def test_of_several_answers_each_ends_once_at_a_stop_string(running: Running, tools: bool) -> None:
+def test_of_several_answers_each_ends_once_at_a_stop_string(running: ServiceThread, tools: bool) -> None:
     """The worker goes on with one until it hears of its end; what comes until then is no part of a stream."""
     named = {"tools": [{"type": "function", "function": {"name": "now"}}]} if tools else {}
     how = {"n": 4, "temperature": 1.0, "seed": 5, "max_tokens": 60, "stop": [".", "a"]}
@@ -126,7 +126,7 @@ def test_of_several_answers_each_ends_once_at_a_stop_string(running: Running, to
         assert texts_of(ask(running, **how, **more, stream=True), 4) == texts
 
 
-def test_logprobs_of_a_completion_with_echo(running: Running, llm: LLM) -> None:
+def test_logprobs_of_a_completion_with_echo(running: ServiceThread, llm: LLM) -> None:
     """What a scorer asks: the prompt's tokens and theirs, offsets into the text."""
     (choice,) = complete(running, prompt=START, echo=True, logprobs=3, max_tokens=4)["choices"]
     table = choice["logprobs"]
@@ -149,7 +149,7 @@ def test_logprobs_of_a_completion_with_echo(running: Running, llm: LLM) -> None:
     assert texts_of(events, 1) == [choice["text"]]
 
 
-def test_a_completion_goes_on_with_the_text(running: Running, llm: LLM) -> None:
+def test_a_completion_goes_on_with_the_text(running: ServiceThread, llm: LLM) -> None:
     """SentencePiece drops the first space of a text, but an answer to a prompt of words begins no text."""
     ids = llm.tokenizer.encode(START)
     for prompt in (START, ids):
@@ -167,7 +167,7 @@ def test_a_completion_goes_on_with_the_text(running: Running, llm: LLM) -> None:
     assert alone["text"] == alone["text"].lstrip()
 
 
-def test_scoring_alone_writes_nothing(running: Running) -> None:
+def test_scoring_alone_writes_nothing(running: ServiceThread) -> None:
     told = complete(running, prompt=[[1, 403, 407, 261]], echo=True, logprobs=1, max_tokens=0)
     (choice,) = told["choices"]
     assert choice["logprobs"]["tokens"] == ["<s>", " Once", " upon", " a"]
@@ -176,7 +176,7 @@ def test_scoring_alone_writes_nothing(running: Running) -> None:
     assert told["usage"]["completion_tokens"] == 0
 
 
-def test_logprobs_of_a_conversation(running: Running) -> None:
+def test_logprobs_of_a_conversation(running: ServiceThread) -> None:
     (choice,) = chat(running, logprobs=True, top_logprobs=2)["choices"]
     content = choice["logprobs"]["content"]
     assert b"".join(bytes(each["bytes"]) for each in content).decode().strip() == choice["message"]["content"].strip()
@@ -187,23 +187,23 @@ def test_logprobs_of_a_conversation(running: Running) -> None:
     assert [each for part in told for each in part] == content
 
 
-def test_ids_in_and_out(running: Running, llm: LLM) -> None:
+def test_ids_in_and_out(running: ServiceThread, llm: LLM) -> None:
     (choice,) = complete(running, prompt=PROMPTS[0], return_token_ids=True)["choices"]
-    assert choice["prompt_token_ids"] == llm.language.ids(PROMPTS[0])
+    assert choice["prompt_token_ids"] == llm.language.encode_prompt(PROMPTS[0])
     assert len(choice["token_ids"]) == 24
     events = complete(running, prompt=PROMPTS[0], return_token_ids=True, stream=True)
     assert [id for event in events[:-1] for id in event["choices"][0]["token_ids"]] == choice["token_ids"]
     assert running.post("/detokenize", {"tokens": choice["token_ids"]}).json["prompt"].strip() == choice["text"].strip()
 
 
-def test_extras_reach_the_engine(running: Running, llm: LLM) -> None:
+def test_extras_reach_the_engine(running: ServiceThread, llm: LLM) -> None:
     extras = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.3, "logit_bias": {"403": -50.0}, "min_tokens": 3}
     params = SamplingParams(max_tokens=24, temperature=0.9, seed=1, **{**extras, "logit_bias": {403: -50.0}})
     expected = llm.generate([PROMPTS[1]], params, progress=False)[0].outputs[0].text
     assert complete(running, prompt=PROMPTS[1], temperature=0.9, seed=1, **extras)["choices"][0]["text"] == expected
 
 
-def test_a_client_that_says_nothing_gets_openais_defaults(running: Running, llm: LLM) -> None:
+def test_a_client_that_says_nothing_gets_openais_defaults(running: ServiceThread, llm: LLM) -> None:
     """Of an engine whose checkpoint says nothing; as if temperature 1 and top_p 1 had been sent."""
     for seed in range(3):
         said = complete(running, prompt=PROMPTS[1], seed=seed, temperature=1.0, top_p=1.0)["choices"][0]["text"]
@@ -212,7 +212,7 @@ def test_a_client_that_says_nothing_gets_openais_defaults(running: Running, llm:
     assert own != said
 
 
-def test_models_tokenize_version_health(running: Running, llm: LLM) -> None:
+def test_models_tokenize_version_health(running: ServiceThread, llm: LLM) -> None:
     assert [each["id"] for each in running.get("/v1/models").json["data"]] == ["stories", "alias"]
     assert running.get("/v1/models/alias").json["max_model_len"] == 512
     assert running.get("/v1/models/other").status == 404
@@ -222,7 +222,7 @@ def test_models_tokenize_version_health(running: Running, llm: LLM) -> None:
     assert card["suggested_sampling"]["values"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
     assert card["suggested_sampling"]["source"] == "modelmill"
     ids = running.post("/tokenize", {"prompt": PROMPTS[0]}).json["tokens"]
-    assert ids == llm.language.ids(PROMPTS[0])
+    assert ids == llm.language.encode_prompt(PROMPTS[0])
     assert running.post("/tokenize", {"prompt": PROMPTS[0], "add_special_tokens": False}).json["tokens"] == ids[1:]
     talk = running.post("/tokenize", {"messages": TALK}).json
     assert talk["count"] == chat(running)["usage"]["prompt_tokens"]
@@ -231,7 +231,7 @@ def test_models_tokenize_version_health(running: Running, llm: LLM) -> None:
     assert (health.status, health.json["status"]) == (200, "ok")
 
 
-def test_metrics_count_what_was_done(running: Running) -> None:
+def test_metrics_count_what_was_done(running: ServiceThread) -> None:
     def read() -> dict[str, float]:
         page = running.get("/metrics").body.decode()
         lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
@@ -259,14 +259,14 @@ def test_metrics_count_what_was_done(running: Running) -> None:
     assert f"modelmill:prefix_cache_hits_total{label}" in after
 
 
-def test_every_answer_carries_its_request_id(running: Running) -> None:
+def test_every_answer_carries_its_request_id(running: ServiceThread) -> None:
     given = running.get("/version", headers={"x-request-id": "mine-1"})
     assert given.headers["x-request-id"] == "mine-1"
     made = running.get("/nothing", headers={"x-request-id": "bad\x01" * 100})
     assert re.fullmatch("[0-9a-f]{32}", made.headers["x-request-id"])
 
 
-def test_the_openapi_document_tells_what_is_answered(running: Running) -> None:
+def test_the_openapi_document_tells_what_is_answered(running: ServiceThread) -> None:
     told = running.get("/openapi.json").json
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/tokenize"} <= set(
         told["paths"]
@@ -275,11 +275,11 @@ def test_the_openapi_document_tells_what_is_answered(running: Running) -> None:
         for operation in path.values():
             assert "422" not in operation["responses"]
             content = operation["responses"]["400"]["content"]["application/json"]["schema"]
-            assert content == {"$ref": "#/components/schemas/Refusal"}
+            assert content == {"$ref": "#/components/schemas/ErrorResponse"}
     assert not told["components"]["schemas"]["ChatRequest"]["additionalProperties"]
 
 
-def test_scoring_counts_on_the_token_that_was_drawn_even_where_it_ends_the_text(running: Running) -> None:
+def test_scoring_counts_on_the_token_that_was_drawn_even_where_it_ends_the_text(running: ServiceThread) -> None:
     """lm-eval leaves out the last entry: without this one it would lose a token of the text that it scores."""
     body = {"model": "stories", "prompt": "Once", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
     choice = running.post("/v1/completions", {**body, "logit_bias": {"2": 100}}).json["choices"][0]
@@ -295,7 +295,7 @@ def of_stream(events: list[Any]) -> tuple[str, dict[str, list[Any]]]:
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(running: Running, echo: bool) -> None:
+def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(running: ServiceThread, echo: bool) -> None:
     ids = complete(running, prompt=PROMPTS[0], return_token_ids=True)["choices"][0]["token_ids"]
     how = {"prompt": PROMPTS[0], "logprobs": 0, "echo": echo, "stop_token_ids": [ids[5]]}
     (whole,) = complete(running, **how)["choices"]
@@ -306,7 +306,7 @@ def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(runn
 
 @pytest.mark.parametrize("prompt", ["Once", [1, 403]])
 @pytest.mark.parametrize("echo", [False, True])
-def test_offsets_count_the_control_tokens_that_are_shown(running: Running, echo: bool, prompt: Any) -> None:
+def test_offsets_count_the_control_tokens_that_are_shown(running: ServiceThread, echo: bool, prompt: Any) -> None:
     how = {"prompt": prompt, "logprobs": 0, "echo": echo, "max_tokens": 4, "logit_bias": {"0": 100}}
     (shown,) = complete(running, **how, skip_special_tokens=False)["choices"]
     size = len("Once") if echo else 0
@@ -326,7 +326,9 @@ def test_offsets_count_the_control_tokens_that_are_shown(running: Running, echo:
     ],
     ids=["finished", "left unfinished", "ended", "no answer"],
 )
-def test_a_prompt_that_ends_inside_a_character(running: Running, bias: Any, most: int, shown: str, answer: str) -> None:
+def test_a_prompt_that_ends_inside_a_character(
+    running: ServiceThread, bias: Any, most: int, shown: str, answer: str
+) -> None:
     """What is shown is what its ids and the answer's are together: é is 198 and 172, 403 " Once", 2 the end."""
     how = {"prompt": [1, 403, 198], "logprobs": 0, "logit_bias": bias, "max_tokens": most}
     (whole,) = complete(running, **how, echo=True)["choices"]
@@ -337,7 +339,7 @@ def test_a_prompt_that_ends_inside_a_character(running: Running, bias: Any, most
 
 
 @pytest.mark.parametrize("size", [600, 60_000])
-def test_too_long_is_one_code_however_long_and_wherever(running: Running, size: int) -> None:
+def test_too_long_is_one_code_however_long_and_wherever(running: ServiceThread, size: int) -> None:
     text, ids = "é" * size, [5] * size
     for path, more in (
         ("completions", {"prompt": text}),
@@ -353,7 +355,9 @@ def test_too_long_is_one_code_however_long_and_wherever(running: Running, size: 
         assert error["param"] in ("prompt", "input", "messages")
 
 
-def test_what_this_machine_cannot_do_is_said_in_the_log(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_machine_cannot_do_is_said_in_the_log(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client is told that the log says why; there it stands, with the request's id and nothing of the request."""
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)
@@ -364,11 +368,11 @@ def test_what_this_machine_cannot_do_is_said_in_the_log(running: Running, monkey
 
     monkeypatch.setattr("modelmill.text.grammar._library", missing)
     body = {"model": "stories", "prompt": "a secret", "structured_outputs": {"regex": "secret"}}
-    with logs.to_stderr("error"):
+    with json_logs.log_to_stderr("error"):
         response = running.post("/v1/completions", body, headers={"x-request-id": "mine-2"})
     assert (response.status, response.json["error"]["type"]) == (500, "server_error")
     (line,) = said.getvalue().splitlines()
     found = json.loads(line)
-    assert (found["event"], found["error"], found["why"]) == ("cannot", "MissingDependency", why)
+    assert (found["event"], found["error"], found["reason"]) == ("request failed", "MissingDependency", why)
     assert found["request_id"] == "mine-2"
     assert "secret" not in line

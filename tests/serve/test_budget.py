@@ -19,7 +19,7 @@ def test_engines_that_load_in_turn_fill_the_device_and_no_more() -> None:
     config = RunConfig(gpu_memory_utilization=0.9)
     kv = []
     for place, mine in enumerate(weights):
-        own = budget.on_cuda(config, total - used, total, mine, weights[place + 1 :])
+        own = budget.with_cuda_budget(config, total - used, total, mine, weights[place + 1 :])
         taken = int(total * own.gpu_memory_utilization) - used
         kv.append(taken - mine)
         used += taken
@@ -28,36 +28,36 @@ def test_engines_that_load_in_turn_fill_the_device_and_no_more() -> None:
 
 
 def test_kv_bytes_that_were_given_are_for_all() -> None:
-    assert budget.parted(RunConfig(kv_cache_bytes=9000), 3).kv_cache_bytes == 3000
-    assert budget.parted(RunConfig(kv_cache_bytes=9000), 1).kv_cache_bytes == 9000
-    assert budget.parted(RunConfig(), 3).kv_cache_bytes is None
+    assert budget.split_kv_budget(RunConfig(kv_cache_bytes=9000), 3).kv_cache_bytes == 3000
+    assert budget.split_kv_budget(RunConfig(kv_cache_bytes=9000), 1).kv_cache_bytes == 9000
+    assert budget.split_kv_budget(RunConfig(), 3).kv_cache_bytes is None
     given = RunConfig(kv_cache_bytes=3000)
-    assert budget.on_cpu(given, 10**9, 2) is given
-    assert budget.on_cuda(given, 10**9, 10**9, 5, [1, 2]) is given
+    assert budget.with_cpu_budget(given, 10**9, 2) is given
+    assert budget.with_cuda_budget(given, 10**9, 10**9, 5, [1, 2]) is given
 
 
 def test_on_a_cpu_the_rest_is_divided() -> None:
-    assert budget.on_cpu(RunConfig(), 900, 2).kv_cache_bytes == 300
-    assert budget.on_cpu(RunConfig(), 900, 0).kv_cache_bytes is None
+    assert budget.with_cpu_budget(RunConfig(), 900, 2).kv_cache_bytes == 300
+    assert budget.with_cpu_budget(RunConfig(), 900, 0).kv_cache_bytes is None
 
 
 def test_room_is_left_for_engines_that_segment() -> None:
     """A language engine that loads first leaves what they will take, to the byte; one beside nobody takes all."""
     total, mine = 80 * GIB, 14 * GIB
-    aside = budget.for_viewer(3 * GIB, GIB)
-    own = budget.on_cuda(RunConfig(gpu_memory_utilization=0.9), total - GIB, total, mine, [], aside)
+    aside = budget.segment_engine_bytes(3 * GIB, GIB)
+    own = budget.with_cuda_budget(RunConfig(gpu_memory_utilization=0.9), total - GIB, total, mine, [], aside)
     assert abs(int(total * own.gpu_memory_utilization) + aside - int(0.9 * total)) < 1024
-    assert budget.on_cpu(RunConfig(), 900, 0, aside).kv_cache_bytes == 900
-    assert budget.on_cpu(RunConfig(), 900, 1, aside).kv_cache_bytes == 450
+    assert budget.with_cpu_budget(RunConfig(), 900, 0, aside).kv_cache_bytes == 900
+    assert budget.with_cpu_budget(RunConfig(), 900, 1, aside).kv_cache_bytes == 450
 
 
 def test_each_engine_knows_who_loads_before_it_and_after(tmp_path: Path) -> None:
     """Two that write text, around one that segments, which has no KV cache."""
     paths = [tmp_path / name for name in ("first", "eyes", "last")]
-    for path, kind in zip(paths, ("language", "segmentation", "language"), strict=True):
+    for path, engine_type in zip(paths, ("language", "segmentation", "language"), strict=True):
         path.mkdir()
-        (path / "manifest.json").write_text(json.dumps({"kind": kind}))
-    first, _, last = serve._orders(serve.Args(engines=tuple(paths)))
-    assert (first.earlier, len(first.others)) == (0, 1)
-    assert (last.earlier, len(last.others)) == (1, 0)
-    assert 0 < last.aside < first.aside, "it holds its weights by then"
+        (path / "manifest.json").write_text(json.dumps({"engine_type": engine_type}))
+    first, _, last = serve._open_messages(serve.Args(engines=tuple(paths)))
+    assert (first.num_loaded_before, len(first.later_weight_bytes)) == (0, 1)
+    assert (last.num_loaded_before, len(last.later_weight_bytes)) == (1, 0)
+    assert 0 < last.segment_bytes < first.segment_bytes, "it holds its weights by then"

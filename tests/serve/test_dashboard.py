@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.serve.running import Running
+from tests.serve.service_thread import ServiceThread
 
 FILE = Path(__file__).resolve().parents[2] / "docs/grafana.json"
 
@@ -16,7 +16,7 @@ def board() -> Any:
     return json.loads(FILE.read_text("utf-8"))
 
 
-def test_every_metric_exists(running: Running) -> None:
+def test_every_metric_exists(running: ServiceThread) -> None:
     body = {"model": "stories", "prompt": "Once", "max_tokens": 3, "temperature": 0}
     assert running.post("/v1/completions", body).status == 200
     lines = [line for line in running.get("/metrics").body.decode().splitlines() if not line.startswith("#")]

@@ -12,10 +12,10 @@ import torch
 
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import RequestError
-from modelmill.eval.hf import load_reference
+from modelmill.eval.hf_reference import load_reference
 from modelmill.llm import LLM
-from modelmill.serve.embeddings import vector
-from tests.serve.running import Running
+from modelmill.serve.embeddings_schema import format_embedding
+from tests.serve.service_thread import ServiceThread
 
 TEXTS = [
     "Once upon a time there was a little dog",
@@ -29,11 +29,11 @@ def states(shared: Path, llm: LLM) -> list[torch.Tensor]:
     """transformers' last_hidden_state [T, H] of each text, float32."""
     model = load_reference(open_checkpoint(shared / "data/models/stories260K"), "float32").model
     with torch.inference_mode():
-        ids = [torch.tensor([llm.language.ids(text)]) for text in TEXTS]
+        ids = [torch.tensor([llm.language.encode_prompt(text)]) for text in TEXTS]
         return [model.model(each, use_cache=False).last_hidden_state[0] for each in ids]
 
 
-def embed(running: Running, given: Any, status: int = 200, **more: Any) -> Any:
+def embed(running: ServiceThread, given: Any, status: int = 200, **more: Any) -> Any:
     response = running.post("/v1/embeddings", {"model": "stories", "input": given, **more})
     assert response.status == status, response.body
     return response.json
@@ -44,7 +44,9 @@ def unit(x: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last", None])
-def test_equal_to_transformers_in_float32(running: Running, states: list[torch.Tensor], pooling: str | None) -> None:
+def test_equal_to_transformers_in_float32(
+    running: ServiceThread, states: list[torch.Tensor], pooling: str | None
+) -> None:
     more = {} if pooling is None else {"pooling": pooling}
     told = embed(running, TEXTS, **more)
     assert [each["index"] for each in told["data"]] == [0, 1, 2]
@@ -59,7 +61,7 @@ def test_equal_to_transformers_in_float32(running: Running, states: list[torch.T
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_python_gets_the_same(running: Running, llm: LLM, states: list[torch.Tensor], pooling: str) -> None:
+def test_python_gets_the_same(running: ServiceThread, llm: LLM, states: list[torch.Tensor], pooling: str) -> None:
     found = llm.embed(TEXTS, pooling=pooling)
     expected = [unit(state[-1] if pooling == "last" else state.mean(0)) for state in states]
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
@@ -67,25 +69,25 @@ def test_python_gets_the_same(running: Running, llm: LLM, states: list[torch.Ten
     np.testing.assert_allclose(llm.embed(TEXTS, pooling=pooling, dimensions=16), served, rtol=0, atol=2e-6)
 
 
-def test_ids_are_texts(running: Running, llm: LLM) -> None:
-    ids = [llm.language.ids(text) for text in TEXTS]
+def test_ids_are_texts(running: ServiceThread, llm: LLM) -> None:
+    ids = [llm.language.encode_prompt(text) for text in TEXTS]
     texts = [each["embedding"] for each in embed(running, TEXTS)["data"]]
     np.testing.assert_allclose([each["embedding"] for each in embed(running, ids)["data"]], texts, atol=1e-6)
     np.testing.assert_allclose(embed(running, ids[0])["data"][0]["embedding"], texts[0], atol=1e-6)
 
 
-def test_shape(running: Running, llm: LLM) -> None:
+def test_shape(running: ServiceThread, llm: LLM) -> None:
     told = embed(running, TEXTS[0])
     assert told.keys() == {"object", "data", "model", "usage"}
     assert (told["object"], told["model"]) == ("list", "stories")
     (data,) = told["data"]
     assert data.keys() == {"object", "index", "embedding"}
     assert data["object"] == "embedding"
-    count = len(llm.language.ids(TEXTS[0]))
+    count = len(llm.language.encode_prompt(TEXTS[0]))
     assert told["usage"] == {"prompt_tokens": count, "total_tokens": count}
 
 
-def test_fewer_dimensions(running: Running) -> None:
+def test_fewer_dimensions(running: ServiceThread) -> None:
     full = np.array(embed(running, TEXTS[0])["data"][0]["embedding"])
     short = np.array(embed(running, TEXTS[0], dimensions=8)["data"][0]["embedding"])
     np.testing.assert_allclose(short, full[:8] / np.linalg.norm(full[:8]), atol=1e-6)
@@ -93,19 +95,19 @@ def test_fewer_dimensions(running: Running) -> None:
     assert (error["param"], error["type"]) == ("dimensions", "invalid_request_error")
 
 
-def test_answers_are_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelmill.serve.routes.embeddings.MOST_NUMBERS", 150)
+def test_answers_are_bounded(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelmill.serve.routes.embeddings.MAX_OUTPUT_FLOATS", 150)
     assert len(embed(running, TEXTS[:2])["data"]) == 2
     assert "ask for base64" in embed(running, TEXTS, 400)["error"]["message"]
     assert len(embed(running, TEXTS, encoding_format="base64")["data"]) == 3
 
 
-def test_many_and_long_ones(running: Running, llm: LLM) -> None:
-    longest = llm.loop.max_model_len
+def test_many_and_long_ones(running: ServiceThread, llm: LLM) -> None:
+    longest = llm.engine_core.max_model_len
     told = embed(running, [[5] * longest, *[[i + 3, 7] for i in range(200)]])
     assert len(told["data"]) == 201
     running.post("/v1/completions", {"model": "stories", "prompt": "x", "max_tokens": 1})
-    stats = running.do(running.engine.stats())
+    stats = running.run(running.engine.stats())
     assert stats is not None
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
 
@@ -133,7 +135,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), WRONG, ids=lambda value: str(value)[:50])
-def test_refusals(running: Running, body: Any, said: str) -> None:
+def test_refusals(running: ServiceThread, body: Any, said: str) -> None:
     response = running.post("/v1/embeddings", {"model": "stories", **body})
     assert response.status == 400, response.body
     error = response.json["error"]
@@ -141,11 +143,11 @@ def test_refusals(running: Running, body: Any, said: str) -> None:
     assert said in error["message"]
 
 
-def test_other_models(running: Running) -> None:
+def test_other_models(running: ServiceThread) -> None:
     assert embed(running, "a", 404, model="nobody")["error"]["code"] == "model_not_found"
 
 
 def test_a_state_without_a_direction_is_refused() -> None:
     with pytest.raises(RequestError, match="without a direction"):
-        vector(np.zeros(4, dtype="<f4").tobytes(), None, False)
-    assert vector(np.array([3, 4], dtype="<f4").tobytes(), 1, False) == [1.0]
+        format_embedding(np.zeros(4, dtype="<f4").tobytes(), None, False)
+    assert format_embedding(np.array([3, 4], dtype="<f4").tobytes(), 1, False) == [1.0]

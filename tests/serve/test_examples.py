@@ -13,7 +13,7 @@ import pytest
 
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
-from tests.serve.process import Serving
+from tests.serve.server_process import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # the engine reads 512 tokens, and nearly every letter is one: tools in few words
@@ -25,7 +25,7 @@ BRIEF = (
 
 @pytest.fixture(scope="module")
 def url(stories: Path) -> Iterator[str]:
-    with Serving(stories, template=BRIEF) as serving:
+    with ServerProcess(stories, template=BRIEF) as serving:
         yield serving.url + "/v1"
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from modelmill.serve import json_body, json_scan
 from modelmill.serve.json_body import BodyError, parse
-from modelmill.serve.json_scan import Bounds
+from modelmill.serve.json_scan import JsonLimits
 
-FREE = Bounds(values=1 << 30, growth=1 << 20, free=1 << 30)
+FREE = JsonLimits(max_values=1 << 30, max_growth=1 << 20, min_memory_bytes=1 << 30)
 PLAIN: list[Any] = [
     1, -2, 0.5, 1e9, None, True, "", "a", "é\u1234😀\ud83d" * 3, 'q"\\\n\\"' * 4, "x" * 40, "\\" * 9, 1234567890,
 ]  # fmt: skip
@@ -52,9 +52,9 @@ def read(data: bytes) -> str:
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """With pieces of a few bytes every cut there is happens: in characters, escapes, pairs of them, between values."""
-    monkeypatch.setattr(json_body, "PIECE_PLACES", 3)
-    monkeypatch.setattr(json_body, "PIECE_BYTES", 24)
-    monkeypatch.setattr(json_scan, "SLICE", 15)
+    monkeypatch.setattr(json_body, "MAX_CHUNK_STRUCTURALS", 3)
+    monkeypatch.setattr(json_body, "MAX_CHUNK_BYTES", 24)
+    monkeypatch.setattr(json_scan, "SLICE_BYTES", 15)
     rng, refused = random.Random(seed), 0
     for _ in range(120):
         form = {"ensure_ascii": rng.random() < 0.5, "indent": rng.choice((None, 1))}
@@ -88,7 +88,7 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
 )
 def test_bounds_name_the_field(data: bytes, message: str, field: str | None) -> None:
     with pytest.raises(BodyError) as caught:
-        parse(data, Bounds(values=500, free=16 << 10))
+        parse(data, JsonLimits(max_values=500, min_memory_bytes=16 << 10))
     assert (str(caught.value), caught.value.field) == (message, field)
 
 
@@ -105,3 +105,27 @@ def test_equal_integers_are_one_object() -> None:
     assert len({id(each) for each in found}) == 1
     mixed = parse(json.dumps([1, True, 1.0] * 9000).encode())
     assert [type(each) for each in mixed[:3]] == [int, bool, float]
+
+
+PART = '{"type":"output_text","logprobs":%s,"text":"x"}'
+ENTRY = '{"token":"a","logprob":-0.5,"bytes":[97]}'
+
+
+@pytest.mark.parametrize("between", [",", " ,\n "])
+@pytest.mark.parametrize("count", [3, 20_000])
+def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) -> None:
+    part = PART % (" [" + between.join([ENTRY] * count) + "] ")
+    text = '{"input":[{"role":"user","content":"logprobs"},{"content":[' + part + ',{"logprobs":[1]}]}],"logprobs":[1]}'
+    found, whole = parse(text.encode(), FREE, {"logprobs": 5}), json.loads(text)
+    if count > 4096:
+        whole["input"][1]["content"][0]["logprobs"] = []
+    assert found == whole
+    assert parse(text.encode(), FREE) == json.loads(text)
+    assert parse(text.encode(), FREE, {"logprobs": 4}) == json.loads(text)
+
+
+@pytest.mark.parametrize("wrong", ["[1 2]", "[1]]", "[{]}", "{", "tru", '"', "1,"])
+def test_what_nobody_uses_has_to_be_json(wrong: str) -> None:
+    text = '{"input":[{"content":[' + PART % ("[" + ",".join([*[ENTRY] * 20_000, wrong, ENTRY]) + "]") + "]}]}"
+    with pytest.raises(BodyError, match="is not JSON"):
+        parse(text.encode(), FREE, {"logprobs": 5})

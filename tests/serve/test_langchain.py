@@ -11,7 +11,7 @@ import pytest
 
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
-from tests.serve.process import Serving
+from tests.serve.server_process import ServerProcess
 from tests.serve.test_examples import BRIEF
 
 langchain_openai = pytest.importorskip(
@@ -29,7 +29,7 @@ TOWN = {
 
 @pytest.fixture(scope="module")
 def url(stories: Path) -> Iterator[str]:
-    with Serving(stories, template=BRIEF) as serving:
+    with ServerProcess(stories, template=BRIEF) as serving:
         yield serving.url + "/v1"
 
 

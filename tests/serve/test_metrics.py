@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.service_thread import ServiceThread
 
 
-def queued(running: Running) -> tuple[float, float]:
+def queued(running: ServiceThread) -> tuple[float, float]:
     """Requests that left the queue, and the seconds they waited."""
     lines = running.get("/metrics").body.decode().splitlines()
     told = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
@@ -27,7 +27,7 @@ def queued(running: Running) -> tuple[float, float]:
         ("/v1/embeddings", {"input": "a b c"}),
     ],
 )
-def test_every_request_is_counted_once(running: Running, path: str, body: dict[str, Any]) -> None:
+def test_every_request_is_counted_once(running: ServiceThread, path: str, body: dict[str, Any]) -> None:
     before, _ = queued(running)
     for _ in range(3):
         assert running.post(path, {"model": "stories", **body}).status == 200

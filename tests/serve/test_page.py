@@ -14,16 +14,18 @@ from pathlib import Path
 import pytest
 
 from modelmill.serve.app import make_app
-from modelmill.serve.routes.page import FILES, FOLDER, PATHS
-from modelmill.serve.service import Limits, Service
-from tests.serve.asgi import Client, Response
-from tests.serve.running import Running
+from modelmill.serve.routes.page import FILES, PAGE_DIR, PAGE_PATHS
+from modelmill.serve.service import Service, ServiceLimits
+from tests.serve.asgi_client import Client, Response
+from tests.serve.service_thread import ServiceThread
 
 HOSTS = ("http://www.w3.org/2000/svg",)  # a name, not an address
 
 
-def call(running: Running, path: str, method: str = "GET", limits: Limits | None = None, **headers: str) -> Response:
-    service = Service(running.service.engines, limits or Limits(), metrics=running.service.metrics)
+def call(
+    running: ServiceThread, path: str, method: str = "GET", limits: ServiceLimits | None = None, **headers: str
+) -> Response:
+    service = Service(running.service.engines, limits or ServiceLimits(), metrics=running.service.metrics)
     try:
         return asyncio.run(Client(make_app(service)).call(method, path, headers=headers))
     finally:
@@ -31,8 +33,8 @@ def call(running: Running, path: str, method: str = "GET", limits: Limits | None
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_each_file_is_sent_with_the_policy_and_without_a_key(running: Running, path: str) -> None:
-    response = call(running, path, limits=Limits(keys=("secret",)))
+def test_each_file_is_sent_with_the_policy_and_without_a_key(running: ServiceThread, path: str) -> None:
+    response = call(running, path, limits=ServiceLimits(api_keys=("secret",)))
     assert response.status == 200
     assert response.body == FILES[path].read_bytes()
     policy = response.headers["content-security-policy"]
@@ -52,12 +54,12 @@ def test_each_file_is_sent_with_the_policy_and_without_a_key(running: Running, p
     ["/page/../app.py", "/page/", "/page", "/page/index.html", "/page//app.js", "/page/%2e%2e/app.py", "//",
      "/index.html"],
 )  # fmt: skip
-def test_nothing_else_is_sent(running: Running, path: str) -> None:
+def test_nothing_else_is_sent(running: ServiceThread, path: str) -> None:
     assert call(running, path).status == 404
-    assert call(running, path, limits=Limits(keys=("secret",))).status == 401
+    assert call(running, path, limits=ServiceLimits(api_keys=("secret",))).status == 401
 
 
-def test_it_is_not_part_of_the_api(running: Running) -> None:
+def test_it_is_not_part_of_the_api(running: ServiceThread) -> None:
     paths = running.get("/openapi.json").json["paths"]
     assert not any(path == "/" or path.startswith("/page") for path in paths)
     assert call(running, "/", "POST").status == 405
@@ -65,7 +67,7 @@ def test_it_is_not_part_of_the_api(running: Running) -> None:
     assert head.status == 200
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(PAGE_DIR.iterdir()), ids=lambda file: file.name)
 def test_files_need_nothing_from_elsewhere(file: Path) -> None:
     """No other hosts, no scripts or styles in the page, no HTML made of text."""
     text = file.read_text("utf-8")
@@ -81,10 +83,10 @@ def test_files_need_nothing_from_elsewhere(file: Path) -> None:
 
 
 def test_all_of_it_is_light_and_packed() -> None:
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 80 << 10
-    assert {file.name for file in FOLDER.iterdir()} == {file.name for file in FILES.values()}
-    assert b"/" in PATHS
-    project = tomllib.loads((FOLDER.parent.parent.parent / "pyproject.toml").read_text())
+    assert sum(file.stat().st_size for file in PAGE_DIR.iterdir()) < 80 << 10
+    assert {file.name for file in PAGE_DIR.iterdir()} == {file.name for file in FILES.values()}
+    assert b"/" in PAGE_PATHS
+    project = tomllib.loads((PAGE_DIR.parent.parent.parent / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"]["modelmill.serve"] == ["page/*"]
 
 
@@ -93,7 +95,7 @@ def test_a_rate_needs_time_to_be_one(tmp_path: Path) -> None:
     """Pieces that come at once say how they were sent: 205 tokens within a millisecond are no 204,285 a second."""
     for name, text in (("pace.mjs", (Path(__file__).parent / "pace.mjs").read_text()), ("package.json", "{}")):
         (tmp_path / name).write_text(text.replace("../../modelmill/serve/page/pace.js", "./page.mjs"))
-    (tmp_path / "page.mjs").write_text((FOLDER / "pace.js").read_text())
+    (tmp_path / "page.mjs").write_text((PAGE_DIR / "pace.js").read_text())
     cases = [
         [0],
         [0, [2000, 205]],
@@ -141,9 +143,9 @@ class Buttons(HTMLParser):
 def test_names_of_buttons_hold_their_text() -> None:
     """WCAG 2.5.3: who says what he sees means the button. Names begin with it."""
     page = Buttons()
-    page.feed((FOLDER / "index.html").read_text())
+    page.feed((PAGE_DIR / "index.html").read_text())
     assert page.named
-    scripts = {file.name: file.read_text() for file in FOLDER.glob("*.js")}
+    scripts = {file.name: file.read_text() for file in PAGE_DIR.glob("*.js")}
     made = re.findall(r'\bact\("([^"]+)", "([^"]+)"', scripts["chat.js"])
     assert len(made) >= 5
     pairs = [*page.named, *((name, text) for text, name in made)]

@@ -19,8 +19,8 @@ import pytest
 
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
-from tests.patience import PATIENCE, until
-from tests.serve.process import Serving, rest
+from tests.serve.server_process import ServerProcess, read_all
+from tests.wait import TIMEOUT_SECONDS, wait_until
 
 pytestmark = pytest.mark.ray
 STARTS = ("Once upon a time", "The dog", "Lily said", "A", "Ben and Tom", "One day", "The sun", "Mom")
@@ -28,7 +28,7 @@ TOKENS = 60
 LONG = {"model": "stories", "prompt": "Once", "max_tokens": 450, "ignore_eos": True, "stream": True}
 
 
-class Cluster(Serving):
+class Cluster(ServerProcess):
     """``modelmill serve --ray`` with two replicas."""
 
     def __init__(self, engine: Path, *words: object) -> None:
@@ -47,7 +47,7 @@ class Cluster(Serving):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.finish()[1]
-            body = self.ask("/health")[1]
+            body = self.request("/health")[1]
             if body["replicas"]["running"] == 2 and body.get("serve") == "RUNNING":
                 return
             time.sleep(0.1)
@@ -64,11 +64,11 @@ class Cluster(Serving):
 
     def told(self, name: str) -> dict[str, float]:
         """One number of each replica's metrics."""
-        page = self.ask("/metrics")[1]
+        page = self.request("/metrics")[1]
         found = re.findall(rf'^modelmill:{name}\{{[^}}]*replica="(\w+)"[^}}]*\}} (\S+)$', page, re.MULTILINE)
         return {replica: float(value) for replica, value in found}
 
-    def idle(self, seconds: float = PATIENCE) -> None:
+    def idle(self, seconds: float = TIMEOUT_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         while time.monotonic() < deadline:
@@ -79,7 +79,7 @@ class Cluster(Serving):
         raise AssertionError(told)
 
 
-def gone(processes: list[psutil.Process], seconds: float = PATIENCE) -> None:
+def gone(processes: list[psutil.Process], seconds: float = TIMEOUT_SECONDS) -> None:
     _, left = psutil.wait_procs(processes, timeout=seconds)
     assert not left, left
 
@@ -150,7 +150,7 @@ def expected(llm: LLM) -> dict[str, str]:
 
 def test_the_text_of_the_class_from_both(cluster: Cluster, expected: dict[str, str]) -> None:
     load = Load(cluster.url, expected)
-    asyncio.run(load.run(lambda: until(lambda: load.complete >= 64, 240)))
+    asyncio.run(load.run(lambda: wait_until(lambda: load.complete >= 64, 240)))
     assert not load.errors
     assert not load.wrong
     counts = cluster.told("generation_tokens_total")
@@ -166,7 +166,7 @@ def test_requests_of_one_beginning_go_to_the_replica_that_has_it(cluster: Cluste
         start = f"{talk} said: " + "The miller of the old mill was a big man. " * 8
         for turn in range(6):
             body = {"model": "stories", "prompt": f"{start} {turn}", "max_tokens": 1}
-            status, answer, headers = cluster.ask("/v1/completions", body, **{"X-Request-Id": f"t{talk}-{turn}"})
+            status, answer, headers = cluster.request("/v1/completions", body, **{"X-Request-Id": f"t{talk}-{turn}"})
             assert (status, headers["x-request-id"]) == (200, f"t{talk}-{turn}")
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert bool(cached) == bool(turn), "another replica was asked"
@@ -176,10 +176,10 @@ def test_requests_of_one_beginning_go_to_the_replica_that_has_it(cluster: Cluste
 
 
 def test_refusals_come_through(cluster: Cluster) -> None:
-    assert cluster.ask("/v1/completions", {"model": "gpt", "prompt": "a"})[1]["error"]["code"] == "model_not_found"
-    assert cluster.ask("/v1/completions", {"model": "stories", "prompt": "a", "temperature": 3})[0] == 400
-    assert cluster.ask("/nothing")[0] == 404
-    assert cluster.ask("/v1/models")[1]["data"][0]["id"] == "stories"
+    assert cluster.request("/v1/completions", {"model": "gpt", "prompt": "a"})[1]["error"]["code"] == "model_not_found"
+    assert cluster.request("/v1/completions", {"model": "stories", "prompt": "a", "temperature": 3})[0] == 400
+    assert cluster.request("/nothing")[0] == 404
+    assert cluster.request("/v1/models")[1]["data"][0]["id"] == "stories"
 
 
 def test_who_can_reach_it(cluster: Cluster) -> None:
@@ -202,7 +202,7 @@ def test_who_can_reach_it(cluster: Cluster) -> None:
 
 def test_clients_that_leave_free_the_pages(cluster: Cluster) -> None:
     before = sum(cluster.told("generation_tokens_total").values())
-    socks = [cluster.begin("/v1/completions", LONG) for _ in range(16)]
+    socks = [cluster.start_post("/v1/completions", LONG) for _ in range(16)]
     for sock in socks:
         sock.recv(1)
         sock.close()
@@ -218,22 +218,24 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
     broken: list[int] = []
 
     def kill() -> None:
-        until(lambda: load.complete >= 24, 240)
-        socks = [cluster.begin("/v1/completions", {**LONG, "n": 4}) for _ in range(16)]
+        wait_until(lambda: load.complete >= 24, 240)
+        socks = [cluster.start_post("/v1/completions", {**LONG, "n": 4}) for _ in range(16)]
         heads = [sock.recv(1 << 10) for sock in socks]
         victim.kill()
         for head, sock in zip(heads, socks, strict=True):
-            told = head + rest(sock)
+            told = head + read_all(sock)
             sock.close()
             done, lost = told.count(b"data: [DONE]"), told.count(b'"code":"replica_lost"')
             assert done + lost == 1, told[-300:]
             assert lost or told.count(b'"finish_reason":"length"') == 4
             broken.append(lost)
         gone([victim, *others])
-        until(lambda: victim.pid not in [each.pid for each in cluster.replicas] and len(cluster.replicas) == 2, 240)
+        wait_until(
+            lambda: victim.pid not in [each.pid for each in cluster.replicas] and len(cluster.replicas) == 2, 240
+        )
         cluster.whole()
         done = load.complete
-        until(lambda: load.complete >= done + 24, 240)
+        wait_until(lambda: load.complete >= done + 24, 240)
 
     asyncio.run(load.run(kill))
     print(f"{sum(broken)} of 16 streams ended with an error, the others whole")
@@ -249,14 +251,14 @@ def test_an_engine_s_process_is_killed(cluster: Cluster, expected: dict[str, str
     load = Load(cluster.url, expected)
 
     def kill() -> None:
-        until(lambda: load.complete >= 12, 240)
+        wait_until(lambda: load.complete >= 12, 240)
         workers = [each for replica in cluster.replicas for each in replica.children() if "modelmill.serve.worker" in
                    each.cmdline()]  # fmt: skip
         assert len(workers) == 2
         workers[0].kill()
         gone([workers[0]])
         done = load.complete
-        until(lambda: load.complete >= done + 36, 240)
+        wait_until(lambda: load.complete >= done + 36, 240)
 
     asyncio.run(load.run(kill))
     assert not load.wrong
@@ -270,12 +272,12 @@ def test_replicas_are_replaced_one_after_another(cluster: Cluster, expected: dic
     before = {each.pid for each in cluster.replicas}
 
     def roll() -> None:
-        until(lambda: load.complete >= 12, 240)
+        wait_until(lambda: load.complete >= 12, 240)
         cluster.process.send_signal(signal.SIGHUP)
-        until(lambda: not before & {each.pid for each in cluster.replicas}, 240)
+        wait_until(lambda: not before & {each.pid for each in cluster.replicas}, 240)
         cluster.whole()
         done = load.complete
-        until(lambda: load.complete >= done + 12, 240)
+        wait_until(lambda: load.complete >= done + 12, 240)
 
     asyncio.run(load.run(roll))
     print(f"{load.complete} whole while both were replaced")
@@ -286,7 +288,7 @@ def test_replicas_are_replaced_one_after_another(cluster: Cluster, expected: dic
 def test_sigterm_lets_answers_finish_and_leaves_nothing(stories: Path) -> None:
     with Cluster(stories) as cluster:
         children = psutil.Process(cluster.process.pid).children(recursive=True)
-        sock = cluster.begin("/v1/completions", LONG)
+        sock = cluster.start_post("/v1/completions", LONG)
         told = sock.recv(1)
         cluster.process.send_signal(signal.SIGTERM)
         while part := sock.recv(1 << 16):

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
 from modelmill.cli.main import execute
-from modelmill.cli.serve_ray import _anywhere
+from modelmill.cli.serve_ray import _make_portable
 from modelmill.serve import stream
-from modelmill.serve.message import Open
-from modelmill.serve.replicas.affinity import CUTS, Affinity, beginnings
-from modelmill.serve.replicas.call import parts
-from modelmill.serve.replicas.front import Front, guarded, merged
-from modelmill.serve.replicas.plan import Plan, Shape
-from modelmill.serve.service import Limits, Service
-from tests.patience import PATIENCE
-from tests.serve.asgi import Client, Response
-from tests.serve.running import Running
+from modelmill.serve.replicas.affinity import PREFIX_LENGTHS, PrefixAffinity, prefix_digests
+from modelmill.serve.replicas.asgi_call import call_app
+from modelmill.serve.replicas.deployment import DeploymentSpec, ReplicaSpec
+from modelmill.serve.replicas.proxy import ReplicaProxy, merge_metrics, with_middleware
+from modelmill.serve.service import Service, ServiceLimits
+from modelmill.serve.worker_messages import OpenEngine
+from tests.serve.asgi_client import Client, Response
+from tests.serve.service_thread import ServiceThread
+from tests.wait import TIMEOUT_SECONDS
 
 LONG = "You are a miller. " * 40
 
@@ -40,15 +40,17 @@ def chat(*texts: str, **more: Any) -> bytes:
 
 
 def test_beginnings_are_shared_as_far_as_prompts_are() -> None:
-    one, two = beginnings(chat(LONG, "Why?")), beginnings(chat(LONG, "How?"))
+    one, two = prefix_digests(chat(LONG, "Why?")), prefix_digests(chat(LONG, "How?"))
     assert one
     shared = [a for a, b in zip(one, two) if a == b]
     assert shared == one[: len(shared)]
-    assert len(shared) == sum(cut <= len(LONG) + 7 for cut in CUTS)
-    assert beginnings(chat(LONG)) != beginnings(chat(LONG, model="other"))
-    assert not set(beginnings(chat(LONG))) & set(beginnings(chat(LONG, cache_salt="mine")))
-    assert not set(beginnings(chat(LONG))) & set(beginnings(chat(LONG, tools=[{"type": "function"}])))
-    assert beginnings(b'{"prompt": ["%s", "b"]}' % LONG.encode()) == beginnings(b'{"prompt": "%s"}' % LONG.encode())
+    assert len(shared) == sum(cut <= len(LONG) + 7 for cut in PREFIX_LENGTHS)
+    assert prefix_digests(chat(LONG)) != prefix_digests(chat(LONG, model="other"))
+    assert not set(prefix_digests(chat(LONG))) & set(prefix_digests(chat(LONG, cache_salt="mine")))
+    assert not set(prefix_digests(chat(LONG))) & set(prefix_digests(chat(LONG, tools=[{"type": "function"}])))
+    assert prefix_digests(b'{"prompt": ["%s", "b"]}' % LONG.encode()) == prefix_digests(
+        b'{"prompt": "%s"}' % LONG.encode()
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,41 +59,41 @@ def test_beginnings_are_shared_as_far_as_prompts_are() -> None:
      b'{"prompt": [[1, 2]]}', b'{"input": [{"content": [{"text": 1}]}]}', b"\xff\xfe", b'{"prompt": "\\ud800"}'],
 )  # fmt: skip
 def test_beginnings_of_anything(body: bytes) -> None:
-    assert len(beginnings(body)) <= len(CUTS)
+    assert len(prefix_digests(body)) <= len(PREFIX_LENGTHS)
 
 
 def test_a_conversation_stays_where_it_began() -> None:
-    affinity, loads = Affinity(), {"a": 0, "b": 0, "c": 0}
+    affinity, loads = PrefixAffinity(), {"a": 0, "b": 0, "c": 0}
     homes = {}
     for talk in range(9):
-        prefix = beginnings(chat(f"{talk} {LONG}"))
-        homes[talk] = affinity.order(prefix, loads)[0]
-        affinity.routed(prefix, homes[talk])
+        prefix = prefix_digests(chat(f"{talk} {LONG}"))
+        homes[talk] = affinity.rank_replicas(prefix, loads)[0]
+        affinity.record_route(prefix, homes[talk])
     assert sorted(homes.values()) == sorted("abc" * 3)
     for talk in range(9):
-        assert affinity.order(beginnings(chat(f"{talk} {LONG}", "and on")), loads)[0] == homes[talk]
+        assert affinity.rank_replicas(prefix_digests(chat(f"{talk} {LONG}", "and on")), loads)[0] == homes[talk]
 
 
 def test_a_replica_that_is_gone_is_forgotten() -> None:
-    affinity, prefix = Affinity(), beginnings(chat(LONG))
-    affinity.routed(prefix, "a")
-    affinity.forget(["b"])
-    assert affinity.order(prefix, {"b": 0, "a": 3})[0] == "b"
-    assert affinity.order(prefix, {}) == []
+    affinity, prefix = PrefixAffinity(), prefix_digests(chat(LONG))
+    affinity.record_route(prefix, "a")
+    affinity.retain(["b"])
+    assert affinity.rank_replicas(prefix, {"b": 0, "a": 3})[0] == "b"
+    assert affinity.rank_replicas(prefix, {}) == []
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=200), st.integers(0, 5), st.integers(1, 5))
 def test_imbalance_is_bounded(visits: list[tuple[int, bool]], slack: int, count: int) -> None:
     """However requests come and go, none is sent to a replica with more than slack answers beyond the least busy."""
-    affinity, loads = Affinity(slack), {str(name): 0 for name in range(count)}
+    affinity, loads = PrefixAffinity(slack), {str(name): 0 for name in range(count)}
     held: list[str] = []
     for talk, ends in visits:
-        prefix = beginnings(chat(f"{talk} {LONG}"))
-        order = affinity.order(prefix, loads)
+        prefix = prefix_digests(chat(f"{talk} {LONG}"))
+        order = affinity.rank_replicas(prefix, loads)
         assert sorted(order) == sorted(loads)
         assert loads[order[0]] <= min(loads.values()) + slack
-        affinity.routed(prefix, order[0])
+        affinity.record_route(prefix, order[0])
         loads[order[0]] += 1
         held.append(order[0])
         if ends:
@@ -99,34 +101,34 @@ def test_imbalance_is_bounded(visits: list[tuple[int, bool]], slack: int, count:
 
 
 def test_memory_of_beginnings_is_bounded() -> None:
-    affinity = Affinity(kept=100)
+    affinity = PrefixAffinity(max_prefixes=100)
     for talk in range(200):
-        affinity.routed(beginnings(chat(f"{talk} {LONG}")), "a")
-    assert len(affinity._home) == 100
+        affinity.record_route(prefix_digests(chat(f"{talk} {LONG}")), "a")
+    assert len(affinity._prefix_owner) == 100
 
 
 def test_plans() -> None:
-    orders = (Open("/m", {}, {}, others=(7,)), Open("/n", {}, {}, earlier=1))
+    orders = (OpenEngine("/m", {}, {}, later_weight_bytes=(7,)), OpenEngine("/n", {}, {}, num_loaded_before=1))
     parts = [
-        1 + order.earlier + len(order.others) for order in Plan(("m", "n"), orders, 8, 1024, "info").beside(3).orders
+        1 + order.num_loaded_before + len(order.later_weight_bytes)
+        for order in ReplicaSpec(("m", "n"), orders, 8, 1024, "info").split_for_replicas(3).open_messages
     ]
     assert parts == [6, 6], "three replicas of two engines"
-    assert [Shape(2, 4, device).gpus(there) for device in ("auto", "cuda", "cpu") for there in (0, 8)] == [
-        0, 4, 4, 4, 0, 0,
-    ]  # fmt: skip
+    places = [(device, cluster_gpus) for device in ("auto", "cuda", "cpu") for cluster_gpus in (0, 8)]
+    assert [DeploymentSpec(2, 4, device).gpus_per_replica(there) for device, there in places] == [0, 4, 4, 4, 0, 0]
 
 
 # -- the front
 
 
-class Fake:
+class FakeReplicas:
     """Replicas that do as they are told: a list of parts, an Exception among them is raised."""
 
     def __init__(self, *answers: Sequence[Any]) -> None:
         self.answers, self.asked, self.closed = list(answers), list[Any](), 0
         self.status = "ok"
 
-    async def ask(
+    async def call_replica(
         self, head: dict[str, Any], body: bytes, prefix: Sequence[str], avoid: Sequence[str]
     ) -> AsyncGenerator[Any]:
         place = len(self.asked)
@@ -142,27 +144,27 @@ class Fake:
         finally:
             self.closed += 1
 
-    async def pages(self) -> list[tuple[str, bytes]]:
+    async def metrics_pages(self) -> list[tuple[str, bytes]]:
         return []
 
     def state(self) -> dict[str, Any]:
-        return {"status": self.status, "replicas": {"running": 2, "wanted": 2}}
+        return {"status": self.status, "replicas": {"running": 2, "target": 2}}
 
 
 JSON = [(b"content-type", b"application/json"), (b"x-request-id", b"inner")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
-def ask(fake: Fake, limits: Limits | None = None, **options: Any) -> Response:
-    service = Service({}, limits or Limits())
-    client = Client(guarded(Front(fake, service), service))
+def ask(fake: FakeReplicas, limits: ServiceLimits | None = None, **options: Any) -> Response:
+    service = Service({}, limits or ServiceLimits())
+    client = Client(with_middleware(ReplicaProxy(fake, service), service))
     response = asyncio.run(client.post("/v1/completions", {"prompt": LONG, "model": "m"}, **options))
     service.close()
     return response
 
 
 def test_an_answer_goes_through() -> None:
-    fake = Fake([(200, JSON), b"{}"])
+    fake = FakeReplicas([(200, JSON), b"{}"])
     response = ask(fake, headers={"x-request-id": "mine", "authorization": "Bearer secret"})
     assert (response.status, response.body) == (200, b"{}")
     assert response.headers["x-request-id"] == "mine"
@@ -170,30 +172,30 @@ def test_an_answer_goes_through() -> None:
     assert json.loads(body)["model"] == "m"
     assert (b"x-request-id", b"mine") in head["headers"]
     assert not [name for name, _ in head["headers"] if name in (b"authorization", b"host")]
-    assert prefix == tuple(beginnings(body))
+    assert prefix == tuple(prefix_digests(body))
     assert avoid == ()
     assert fake.closed == 1
 
 
 def test_a_replica_that_is_lost_before_it_answers_is_followed_by_another() -> None:
-    fake = Fake([RuntimeError("actor died")], [(503, JSON), b"{}"], [(200, JSON), b"{}"])
+    fake = FakeReplicas([RuntimeError("actor died")], [(503, JSON), b"{}"], [(200, JSON), b"{}"])
     assert ask(fake).status == 200
     assert [avoid for *_, avoid in fake.asked] == [(), ("r0",), ("r0", "r1")]
     assert fake.closed == 3
 
 
 def test_when_none_is_left_the_client_is_told() -> None:
-    lost = ask(Fake(*[[RuntimeError("actor died at 10.0.0.1")]] * 3))
+    lost = ask(FakeReplicas(*[[RuntimeError("actor died at 10.0.0.1")]] * 3))
     assert (lost.status, lost.json["error"]["code"]) == (503, "replica_lost")
     assert "10.0.0.1" not in lost.body.decode()
     assert "retry-after" in lost.headers
     # the last replica's own refusal is the answer
-    refused = ask(Fake([ValueError()], [(503, JSON), b"1"], [(503, JSON), b'{"error": 1}']))
+    refused = ask(FakeReplicas([ValueError()], [(503, JSON), b"1"], [(503, JSON), b'{"error": 1}']))
     assert (refused.status, refused.body) == (503, b'{"error": 1}')
 
 
 def test_a_stream_that_breaks_ends_with_an_error_and_without_done() -> None:
-    response = ask(Fake([(200, EVENTS), b"data: {}\n\n", RuntimeError("actor died")]))
+    response = ask(FakeReplicas([(200, EVENTS), b"data: {}\n\n", RuntimeError("actor died")]))
     assert response.status == 200
     assert response.events[0] == {}
     assert response.events[-1]["error"]["code"] == "replica_lost"
@@ -201,50 +203,50 @@ def test_a_stream_that_breaks_ends_with_an_error_and_without_done() -> None:
 
 
 def test_an_answer_that_breaks_is_asked_for_again() -> None:
-    response = ask(Fake([(200, JSON), b'{"half', RuntimeError()], [(200, JSON), b'{"wh', b'ole": 1}']))
+    response = ask(FakeReplicas([(200, JSON), b'{"half', RuntimeError()], [(200, JSON), b'{"wh', b'ole": 1}']))
     assert response.json == {"whole": 1}
 
 
 def test_refusals_of_the_engine_are_not_tried_elsewhere() -> None:
     for status in (400, 404, 429):
-        fake = Fake([(status, JSON), b"{}"])
+        fake = FakeReplicas([(status, JSON), b"{}"])
         assert ask(fake).status == status
         assert len(fake.asked) == 1
 
 
 def test_the_door_is_the_front_s() -> None:
-    limits = Limits(keys=("secret",), body=2000)
-    assert ask(Fake(), limits).status == 401
-    assert ask(Fake([(200, JSON)]), limits, headers={"authorization": "Bearer secret"}).status == 200
-    assert ask(Fake(), Limits(body=100)).status == 413
-    assert ask(Fake(), headers={"host": "evil.example"}).status == 403
+    limits = ServiceLimits(api_keys=("secret",), max_body_bytes=2000)
+    assert ask(FakeReplicas(), limits).status == 401
+    assert ask(FakeReplicas([(200, JSON)]), limits, headers={"authorization": "Bearer secret"}).status == 200
+    assert ask(FakeReplicas(), ServiceLimits(max_body_bytes=100)).status == 413
+    assert ask(FakeReplicas(), headers={"host": "evil.example"}).status == 403
 
 
 def test_while_none_is_ready() -> None:
-    fake = Fake()
+    fake = FakeReplicas()
     fake.status = "loading"
     response = ask(fake)
     assert (response.status, response.json["error"]["code"]) == (503, "not_ready")
-    service = Service({}, Limits())
-    client = Client(guarded(Front(fake, service), service))
+    service = Service({}, ServiceLimits())
+    client = Client(with_middleware(ReplicaProxy(fake, service), service))
     assert asyncio.run(client.get("/health")).status == 503
     fake.status = "ok"
-    assert asyncio.run(client.get("/health")).json == {"status": "ok", "replicas": {"running": 2, "wanted": 2}}
+    assert asyncio.run(client.get("/health")).json == {"status": "ok", "replicas": {"running": 2, "target": 2}}
     service.draining = True
     assert asyncio.run(client.get("/health")).json["status"] == "draining"
 
 
 def test_who_leaves_takes_his_request_along() -> None:
     async def main() -> None:
-        fake = Fake([(200, EVENTS), b"data: {}\n\n", "wait"])
-        service = Service({}, Limits())
-        client = Client(guarded(Front(fake, service), service))
+        fake = FakeReplicas([(200, EVENTS), b"data: {}\n\n", "wait"])
+        service = Service({}, ServiceLimits())
+        client = Client(with_middleware(ReplicaProxy(fake, service), service))
         async with aclosing(client.parts("POST", "/v1/completions", {"prompt": "a"})) as told:
             async for kind, _ in told:
                 if kind == "body":
                     break
         assert fake.closed == 1
-        assert service.active == 0
+        assert service.num_active == 0
 
     asyncio.run(main())
 
@@ -261,10 +263,10 @@ def test_who_leaves_takes_his_request_along() -> None:
 )
 def test_who_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch, answer: list[Any], taken: int) -> None:
     """However much he took before; and his request is given up."""
-    monkeypatch.setattr(stream, "STALL", 0.05)
-    fake = Fake(answer)
-    service = Service({}, Limits())
-    app = guarded(Front(fake, service), service)
+    monkeypatch.setattr(stream, "SEND_TIMEOUT", 0.05)
+    fake = FakeReplicas(answer)
+    service = Service({}, ServiceLimits())
+    app = with_middleware(ReplicaProxy(fake, service), service)
 
     async def stuck(scope: Scope, receive: Receive, send: Send) -> None:
         left = taken
@@ -279,18 +281,18 @@ def test_who_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch, answer: l
         await app(scope, receive, full)
 
     async def main() -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             assert len((await Client(stuck).post("/v1/completions", {"prompt": "a"})).body) <= 20
         assert fake.closed == 1
-        assert service.active == 0
+        assert service.num_active == 0
 
     asyncio.run(main())
 
 
-def test_metrics_of_all_say_whose_they_are(running: Running) -> None:
+def test_metrics_of_all_say_whose_they_are(running: ServiceThread) -> None:
     running.post("/v1/completions", {"model": "stories", "prompt": "a", "max_tokens": 2})
     page = running.get("/metrics").body
-    both = merged([("r0", page), ("r1", page)]).decode()
+    both = merge_metrics([("r0", page), ("r1", page)]).decode()
     lines = [line for line in page.decode().splitlines() if line and not line.startswith("#")]
     found = [line for line in both.splitlines() if line and not line.startswith("#")]
     assert len(found) == 2 * len(lines)
@@ -302,34 +304,34 @@ def test_metrics_of_all_say_whose_they_are(running: Running) -> None:
 # -- a replica's side
 
 
-def test_the_application_called_without_a_socket(running: Running) -> None:
+def test_the_application_called_without_a_socket(running: ServiceThread) -> None:
     head = {"method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "query": b"",
             "headers": [(b"content-type", b"application/json")]}  # fmt: skip
     how = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
 
     async def told(body: dict[str, Any], most: int | None = None) -> list[Any]:
         found = []
-        async with aclosing(parts(running.client.app, head, json.dumps(body).encode())) as pieces:
+        async with aclosing(call_app(running.client.app, head, json.dumps(body).encode())) as pieces:
             async for piece in pieces:
                 found.append(piece)
                 if len(found) == most:
                     break
         return found
 
-    (status, _), whole = running.do(told(how))
+    (status, _), whole = running.run(told(how))
     assert status == 200
     text = json.loads(whole)["choices"][0]["text"]
-    start, *pieces = running.do(told({**how, "stream": True}))
+    start, *pieces = running.run(told({**how, "stream": True}))
     assert start[0] == 200
     events = [json.loads(line[6:]) for line in b"".join(pieces).splitlines() if line.startswith(b"data: {")]
     assert "".join(event["choices"][0]["text"] for event in events) == text
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
     # leaving ends the request in the engine
     long = {**how, "stream": True, "max_tokens": 450, "ignore_eos": True}
-    running.do(told(long, most=2))
+    running.run(told(long, most=2))
 
     async def idle() -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             stats = await running.engine.stats()
             if stats is not None and stats.running == stats.waiting == 0 and stats.free_pages == stats.pages:
@@ -337,7 +339,7 @@ def test_the_application_called_without_a_socket(running: Running) -> None:
             await asyncio.sleep(0.01)
         raise AssertionError(stats)
 
-    running.do(idle())
+    running.run(idle())
 
 
 # -- the flags
@@ -382,7 +384,7 @@ def test_a_checkpoint_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "model.gguf").write_text("")
     (tmp_path / "own.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(tmp_path)
-    order = _anywhere(Open("model.gguf", {"quantization": "int8"}, {"tp": 2}, template="own.jinja"))
+    order = _make_portable(OpenEngine("model.gguf", {"quantization": "int8"}, {"tp": 2}, chat_template="own.jinja"))
     assert built == [(Path("model.gguf"), "int8")]
     assert (order.model, order.build, order.run) == (str(tmp_path / "cached.engine"), {}, {"tp": 2})
-    assert order.template == str(tmp_path / "own.jinja")
+    assert order.chat_template == str(tmp_path / "own.jinja")

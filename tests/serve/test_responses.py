@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.serve.items import Items
-from modelmill.serve.responses import messages_of
-from modelmill.text import tools
-from modelmill.text.calls import Part, reader
-from tests.serve.running import Running
+from modelmill.serve.response_items import ResponseItems
+from modelmill.serve.responses_schema import items_to_messages
+from modelmill.text import tool_prompts
+from modelmill.text.tool_parser import ToolCallDelta, make_tool_parser
+from tests.serve.service_thread import ServiceThread
 
 GREEDY = {"model": "stories", "temperature": 0, "max_output_tokens": 24}
 WEATHER = {
@@ -34,16 +34,16 @@ WEATHER = {
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine reads 512 tokens, and nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tools.INTRO", "{tools}")
+    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
-def ask(running: Running, status: int = 200, **body: Any) -> Any:
+def ask(running: ServiceThread, status: int = 200, **body: Any) -> Any:
     response = running.post("/v1/responses", {**GREEDY, **body})
     assert response.status == status, response.body
     return response.json
 
 
-def stream(running: Running, **body: Any) -> list[dict[str, Any]]:
+def stream(running: ServiceThread, **body: Any) -> list[dict[str, Any]]:
     """The events of a stream; checks their framing and numbers."""
     response = running.post("/v1/responses", {**GREEDY, "stream": True, **body})
     assert response.status == 200, response.body
@@ -59,7 +59,7 @@ def stream(running: Running, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
-def chat(running: Running, messages: list[Any], **body: Any) -> Any:
+def chat(running: ServiceThread, messages: list[Any], **body: Any) -> Any:
     given = {"model": "stories", "messages": messages, "temperature": 0, "max_tokens": 24, **body}
     response = running.post("/v1/chat/completions", given)
     assert response.status == 200, response.body
@@ -118,7 +118,9 @@ SAME: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("given", "messages"), SAME, ids=["text", "instructions", "items"])
-def test_the_text_is_that_of_a_chat_whole_and_streamed(running: Running, given: Any, messages: Any, how: Any) -> None:
+def test_the_text_is_that_of_a_chat_whole_and_streamed(
+    running: ServiceThread, given: Any, messages: Any, how: Any
+) -> None:
     expected = chat(running, messages, **how)["message"]["content"]
     whole = ask(running, **given, **how)
     assert text_of(whole) == expected
@@ -129,7 +131,7 @@ def test_the_text_is_that_of_a_chat_whole_and_streamed(running: Running, given: 
     assert text_of(events[-1]["response"]) == expected
 
 
-def test_the_order_of_events(running: Running) -> None:
+def test_the_order_of_events(running: ServiceThread) -> None:
     events = stream(running, input="Tell me a story")
     kinds = [event["type"].removeprefix("response.") for event in events]
     head = ["created", "in_progress", "output_item.added", "content_part.added"]
@@ -146,7 +148,7 @@ def test_the_order_of_events(running: Running) -> None:
     assert first["id"] == last["id"]
 
 
-def test_the_shape_of_a_response(running: Running) -> None:
+def test_the_shape_of_a_response(running: ServiceThread) -> None:
     told = ask(running, input="Tell me a story", metadata={"a": "b"}, instructions="Be brief")
     assert told["id"].startswith("resp_")
     assert told["object"] == "response"
@@ -162,7 +164,7 @@ def test_the_shape_of_a_response(running: Running) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + 24
 
 
-def test_a_response_that_ends_by_itself_is_completed(running: Running) -> None:
+def test_a_response_that_ends_by_itself_is_completed(running: ServiceThread) -> None:
     choice = {"structured_outputs": {"choice": ["yes", "no"]}}
     told = ask(running, input="Well?", **choice)
     assert (told["status"], told["incomplete_details"]) == ("completed", None)
@@ -171,7 +173,7 @@ def test_a_response_that_ends_by_itself_is_completed(running: Running) -> None:
     assert stream(running, input="Well?", **choice)[-1]["type"] == "response.completed"
 
 
-def test_json_of_a_schema(running: Running) -> None:
+def test_json_of_a_schema(running: ServiceThread) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     format = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
     told = ask(running, input="Well?", text={"format": format, "verbosity": "low"}, max_output_tokens=200)
@@ -189,7 +191,7 @@ CHOICES: list[Any] = [
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named", "allowed"])
-def test_a_call_that_is_forced(running: Running, choice: Any) -> None:
+def test_a_call_that_is_forced(running: ServiceThread, choice: Any) -> None:
     other = {"type": "function", "name": "other"}
     asked = {"tools": [WEATHER] if choice == "required" else [WEATHER, other], "tool_choice": choice}
     told = ask(running, input="x", max_output_tokens=280, **asked)
@@ -213,7 +215,7 @@ def test_a_call_that_is_forced(running: Running, choice: Any) -> None:
     assert ask(running, input=again)["usage"]["output_tokens"] > 0
 
 
-def test_log_probabilities(running: Running) -> None:
+def test_log_probabilities(running: ServiceThread) -> None:
     assert ask(running, input="Hi")["output"][0]["content"][0]["logprobs"] == []
     asked = {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     found = ask(running, **asked)["output"][0]["content"][0]["logprobs"]
@@ -231,7 +233,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>
 @pytest.mark.parametrize(
     "around", [("Hi ", " bye"), ("Hi", "bye"), ("", ""), ("Hi <b ", ""), ("", "\n< So < \n")], ids=str
 )
-def test_each_token_is_told_beside_the_text_that_it_is_in(running: Running, around: tuple[str, str]) -> None:
+def test_each_token_is_told_beside_the_text_that_it_is_in(running: ServiceThread, around: tuple[str, str]) -> None:
     """Those of a call belong to no message; whole or streamed it is the same."""
     before, after = around
     body = {"input": "x", "tools": [WEATHER], "include": ["message.output_text.logprobs"], "max_output_tokens": 200}
@@ -260,18 +262,26 @@ TOKENS = [
 # the same examples every time: a single character that stands twice in what a reader holds may take the later place
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(
-    style=st.sampled_from([tools.MARKED, tools.BARE, tools.LISTED, tools.TOLD, tools.REACT]),
+    style=st.sampled_from(
+        [
+            tool_prompts.MARKED_STYLE,
+            tool_prompts.BARE_STYLE,
+            tool_prompts.LISTED_STYLE,
+            tool_prompts.DESCRIBED_STYLE,
+            tool_prompts.REACT_STYLE,
+        ]
+    ),
     tokens=st.lists(st.sampled_from(TOKENS), max_size=14),
 )
 def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(style: str, tokens: list[str]) -> None:
-    items, found = Items(holds=True), reader(style, ["f"])
+    items, found = ResponseItems(hold_spaces=True), make_tool_parser(style, ["f"])
     for place, token in enumerate(tokens):
-        items.hear(token, [place])
+        items.record_tokens(token, [place])
         for piece in found.push(token):
-            deque(items.say(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
+            deque(items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
     for piece in found.flush():
-        deque(items.say(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
-    deque(items.end("completed"), maxlen=0)
+        deque(items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
+    deque(items.finish("completed"), maxlen=0)
     parts = [item["content"][0] for item in items.output if item["type"] == "message"]
     told = [one for part in parts for one in part["logprobs"]]
     assert told == sorted(set(told))
@@ -279,13 +289,13 @@ def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(style: str, t
         # blanks at its head may be from before a call, whose tokens belong to no message
         assert part["text"].lstrip() in "".join(tokens[one] for one in part["logprobs"])
     if not any(item["type"] == "function_call" for item in items.output):
-        assert told == [*range(len(tokens))] or style == tools.REACT
+        assert told == [*range(len(tokens))] or style == tool_prompts.REACT_STYLE
 
 
-def called(items: Items, piece: Part) -> Iterator[Any]:
+def called(items: ResponseItems, piece: ToolCallDelta) -> Iterator[Any]:
     if piece.name is not None:
-        yield from items.call(piece.id or "", piece.name)
-    yield from items.argue(piece.arguments)
+        yield from items.start_call(piece.id or "", piece.name)
+    yield from items.add_arguments(piece.arguments)
 
 
 WRONG: list[tuple[Any, str, str | None]] = [
@@ -340,7 +350,7 @@ WRONG: list[tuple[Any, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("body", "said", "param"), WRONG, ids=lambda value: str(value)[:60])
-def test_refusals(running: Running, body: Any, said: str, param: str | None) -> None:
+def test_refusals(running: ServiceThread, body: Any, said: str, param: str | None) -> None:
     error = ask(running, 400, **body)["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert said in error["message"]
@@ -352,32 +362,32 @@ def test_refusals(running: Running, body: Any, said: str, param: str | None) -> 
         assert ask(running, 400, stream=True, **body)["error"]["message"] == error["message"]
 
 
-def test_other_models_and_missing_ones(running: Running) -> None:
+def test_other_models_and_missing_ones(running: ServiceThread) -> None:
     assert ask(running, 404, model="nobody", input="x")["error"]["code"] == "model_not_found"
     assert running.post("/v1/responses", {"input": "x"}).status == 400
     assert running.get("/v1/responses/resp_1").status == 404
 
 
 def test_spaces_before_a_call_are_no_message() -> None:
-    items = Items(holds=True)
-    kinds = [event["type"] for event in items.say("\n ")]
-    kinds += [event["type"] for event in (*items.call("call_1", "f"), *items.argue("{}"))]
-    kinds += [event["type"] for event in (*items.say("\n"), *items.end("completed"))]
+    items = ResponseItems(hold_spaces=True)
+    kinds = [event["type"] for event in items.add_text("\n ")]
+    kinds += [event["type"] for event in (*items.start_call("call_1", "f"), *items.add_arguments("{}"))]
+    kinds += [event["type"] for event in (*items.add_text("\n"), *items.finish("completed"))]
     assert [item["type"] for item in items.output] == ["function_call"]
     assert not any("text" in kind for kind in kinds)
 
 
 def test_text_around_a_call_keeps_its_spaces_and_order() -> None:
-    items = Items(holds=True)
+    items = ResponseItems(hold_spaces=True)
     events = [
-        *items.say(" "),
-        *items.say(" Let me see."),
-        *items.call("call_1", "f"),
-        *items.argue("{"),
-        *items.argue("}"),
+        *items.add_text(" "),
+        *items.add_text(" Let me see."),
+        *items.start_call("call_1", "f"),
+        *items.add_arguments("{"),
+        *items.add_arguments("}"),
     ]
-    events += [*items.say(" "), *items.say("So")]
-    events += items.end("incomplete")
+    events += [*items.add_text(" "), *items.add_text("So")]
+    events += items.finish("incomplete")
     first, call, last = items.output
     assert first["content"][0]["text"] == "  Let me see."
     assert (first["status"], call["status"], last["status"]) == ("completed", "completed", "incomplete")
@@ -391,8 +401,8 @@ def test_text_around_a_call_keeps_its_spaces_and_order() -> None:
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("text", ["", "  "])
 def test_an_answer_of_nothing_is_one_message(holds: bool, text: str) -> None:
-    items = Items(holds)
-    events = [*items.say(text), *items.end("completed")]
+    items = ResponseItems(holds)
+    events = [*items.add_text(text), *items.finish("completed")]
     assert "".join(event.get("delta", "") for event in events) == text
     (item,) = items.output
     assert item["content"][0]["text"] == text
@@ -400,24 +410,24 @@ def test_an_answer_of_nothing_is_one_message(holds: bool, text: str) -> None:
 
 def test_a_call_without_a_turn_before_it_gets_one() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    first, second = messages_of([{"role": "user", "content": "x"}, call], None)
+    first, second = items_to_messages([{"role": "user", "content": "x"}, call], None)
     assert first["role"] == "user"
     assert (second["role"], second["content"], len(second["tool_calls"])) == ("assistant", None, 1)
 
 
-def test_a_worker_that_dies_is_told_in_the_stream(running: Running) -> None:
-    from modelmill.serve.responses import ResponsesRequest
-    from modelmill.serve.routes.responses import Reply, _meant
-    from modelmill.serve.ticket import Ticket
+def test_a_worker_that_dies_is_told_in_the_stream(running: ServiceThread) -> None:
+    from modelmill.serve.request_handle import RequestHandle
+    from modelmill.serve.responses_schema import ResponsesRequest
+    from modelmill.serve.routes.responses import ResponsesBuilder, _make_chat_request
 
     body = ResponsesRequest(model="stories", input="x", stream=True)
-    chat, dialogue = _meant(running.engine.language, body, 512)
-    reply = Reply(body, chat, Ticket([dialogue], lambda _: None), running.engine.language)
+    chat, dialogue = _make_chat_request(running.engine.text_processor, body, 512)
+    reply = ResponsesBuilder(body, chat, RequestHandle([dialogue], lambda _: None), running.engine.text_processor)
     from modelmill.serve import errors
-    from modelmill.serve.ticket import WorkerLost
+    from modelmill.serve.request_handle import WorkerLost
 
-    reply.first()
-    blocks = reply.failed(errors.of(WorkerLost("the engine ended"))).decode().split("\n\n")
+    reply.first_events()
+    blocks = reply.error_events(errors.to_api_error(WorkerLost("the engine ended"))).decode().split("\n\n")
     error, failed = (json.loads(block.split("\n")[1].removeprefix("data: ")) for block in blocks[:2])
     assert (error["type"], error["sequence_number"], error["code"]) == ("error", 2, "engine_restarted")
     assert error["error"]["message"] == error["message"] == "the engine ended"

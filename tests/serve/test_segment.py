@@ -19,23 +19,23 @@ import pytest
 
 from modelmill.segmenter import Segmenter
 from modelmill.serve.app import make_app
-from modelmill.serve.engine import State
-from modelmill.serve.message import Missed, decode, encode
-from modelmill.serve.pictures import Found, Look
-from modelmill.serve.service import Limits, Service
-from modelmill.vision.masks import from_coco, mask_of
-from modelmill.vision.prompts import make
-from tests.serve.asgi import Client, Response
-from tests.serve.seeing import Seeing, encoded, photo, url
+from modelmill.serve.engine_client import EngineState
+from modelmill.serve.segment_messages import SegmentJob, SegmentResult
+from modelmill.serve.service import Service, ServiceLimits
+from modelmill.serve.worker_messages import SegmentFailure, decode, encode
+from modelmill.vision.masks import decode_rle, from_coco_rle
+from modelmill.vision.prompts import make_prompt
+from tests.serve.asgi_client import Client, Response
+from tests.serve.segment_service import SegmentService, data_url, encode_image, random_photo
 
-PICTURE = photo()
-IMAGE = url(encoded(PICTURE))
+PICTURE = random_photo()
+IMAGE = data_url(encode_image(PICTURE))
 EVERYTHING = {"points_per_side": 3, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "box_nms_thresh": 1.0}
 
 
 @pytest.fixture(scope="module")
-def seeing(stories: Path, sam: Path) -> Iterator[Seeing]:
-    service = Seeing(stories, sam)
+def seeing(stories: Path, sam: Path) -> Iterator[SegmentService]:
+    service = SegmentService(stories, sam)
     yield service
     service.close()
 
@@ -45,27 +45,27 @@ def segmenter(sam: Path) -> Segmenter:
     return Segmenter(sam, device="cpu", threads=1)
 
 
-def asked(seeing: Seeing, **body: Any) -> dict[str, Any]:
+def asked(seeing: SegmentService, **body: Any) -> dict[str, Any]:
     response = seeing.post("/v1/segment", {"model": "sam", **body})
     assert response.status == 200, response.body
     return response.json
 
 
 @contextmanager
-def still(seeing: Seeing) -> Iterator[None]:
+def still(seeing: SegmentService) -> Iterator[None]:
     """Its worker computes nothing meanwhile, however late the others are."""
-    os.kill(seeing.eye.pid or 0, signal.SIGSTOP)
+    os.kill(seeing.segment_engine.pid or 0, signal.SIGSTOP)
     try:
         yield
     finally:
-        if seeing.eye.pid is not None:
-            os.kill(seeing.eye.pid, signal.SIGCONT)
+        if seeing.segment_engine.pid is not None:
+            os.kill(seeing.segment_engine.pid, signal.SIGCONT)
 
 
 def pixels(mask: dict[str, Any]) -> np.ndarray:
     """Of an answer's mask, whichever form it has."""
     if "rle" in mask:
-        return mask_of(from_coco(mask["rle"]), *mask["rle"]["size"]).numpy()
+        return decode_rle(from_coco_rle(mask["rle"]), *mask["rle"]["size"]).numpy()
     head, _, data = mask["png"].partition(",")
     assert head == "data:image/png;base64"
     return np.asarray(PIL.Image.open(io.BytesIO(base64.b64decode(data))))
@@ -82,7 +82,7 @@ def pixels(mask: dict[str, Any]) -> np.ndarray:
     ],
     ids=str,
 )
-def test_masks_are_the_classes(seeing: Seeing, segmenter: Segmenter, prompt: dict[str, Any], form: str) -> None:
+def test_masks_are_the_classes(seeing: SegmentService, segmenter: Segmenter, prompt: dict[str, Any], form: str) -> None:
     segmenter.set_image(PICTURE)
     for multimask in (True, False):
         told = asked(seeing, image=IMAGE, format=form, multimask=multimask, **prompt)
@@ -97,15 +97,15 @@ def test_masks_are_the_classes(seeing: Seeing, segmenter: Segmenter, prompt: dic
         assert (told["image"]["width"], told["image"]["height"]) == PICTURE.size
 
 
-def test_a_second_click_finds_the_embedding(seeing: Seeing) -> None:
-    fresh = url(encoded(photo(7)))
+def test_a_second_click_finds_the_embedding(seeing: SegmentService) -> None:
+    fresh = data_url(encode_image(random_photo(7)))
     first = asked(seeing, image=fresh, points=[[5, 5]])
     again = asked(seeing, image=fresh, points=[[5, 5]])
     by_id = asked(seeing, image_id=first["image"]["id"], points=[[5, 5]])
     assert [each["image"]["cached"] for each in (first, again, by_id)] == [False, True, True]
     assert first["masks"] == again["masks"] == by_id["masks"]
     # the same pixels in another file are the same picture; another shape or salt is not
-    bmp = base64.b64encode(encoded(photo(7), "BMP")).decode()
+    bmp = base64.b64encode(encode_image(random_photo(7), "BMP")).decode()
     assert asked(seeing, image=bmp)["image"] == {**first["image"], "cached": True}
     salted = asked(seeing, image=fresh, cache_salt="mine")
     assert not salted["image"]["cached"]
@@ -115,60 +115,65 @@ def test_a_second_click_finds_the_embedding(seeing: Seeing) -> None:
     assert asked(seeing, image_id=id, cache_salt="mine")["image"]["cached"]
     for other in ({}, {"cache_salt": "yours"}):
         assert seeing.post("/v1/segment", {"image_id": id, **other}).status == 404
-    turned = asked(seeing, image=url(encoded(PIL.Image.frombytes("RGB", (80, 120), photo(7).tobytes()))))
+    turned = asked(
+        seeing, image=data_url(encode_image(PIL.Image.frombytes("RGB", (80, 120), random_photo(7).tobytes())))
+    )
     assert not turned["image"]["cached"]
 
 
-def test_keys_share_no_embeddings_unless_they_may(seeing: Seeing) -> None:
+def test_keys_share_no_embeddings_unless_they_may(seeing: SegmentService) -> None:
     """Else one key could learn whether another has looked at a picture."""
 
     def cached(client: Client, key: str, **body: Any) -> tuple[int, Any]:
         given = {"authorization": f"Bearer {key}"}
-        told = seeing.do(client.post("/v1/segment", {"model": "sam", **body}, headers=given))
+        told = seeing.run(client.post("/v1/segment", {"model": "sam", **body}, headers=given))
         return told.status, told.json.get("image")
 
     def door(**limits: Any) -> Client:
-        return Client(make_app(Service(seeing.service.engines, Limits(keys=("one", "two"), **limits))))
+        return Client(make_app(Service(seeing.service.engines, ServiceLimits(api_keys=("one", "two"), **limits))))
 
     apart, shared = door(), door(share_cache=True)
     for salt in ({}, {"cache_salt": "mine"}):
-        told = [cached(apart, key, image=url(encoded(photo(21))), **salt)[1] for key in ("one", "two", "one", "two")]
+        told = [
+            cached(apart, key, image=data_url(encode_image(random_photo(21))), **salt)[1]
+            for key in ("one", "two", "one", "two")
+        ]
         assert [each["cached"] for each in told] == [False, False, True, True]
         assert told[0]["id"] != told[1]["id"]
         assert cached(apart, "one", image_id=told[0]["id"], **salt)[0] == 200
         assert cached(apart, "two", image_id=told[0]["id"], **salt)[0] == 404
-    assert not cached(shared, "one", image=url(encoded(photo(22))))[1]["cached"]
-    assert cached(shared, "two", image=url(encoded(photo(22))))[1]["cached"]
+    assert not cached(shared, "one", image=data_url(encode_image(random_photo(22))))[1]["cached"]
+    assert cached(shared, "two", image=data_url(encode_image(random_photo(22))))[1]["cached"]
 
 
-def test_what_is_clear_in_a_drawn_mask_is_no_object(seeing: Seeing) -> None:
+def test_what_is_clear_in_a_drawn_mask_is_no_object(seeing: SegmentService) -> None:
     drawn = PIL.Image.new("L", PICTURE.size)
     drawn.paste(255, (20, 10, 60, 50))
     clear = PIL.Image.new("RGB", PICTURE.size, (255, 255, 255))
     clear.putalpha(drawn)
-    black, white = (asked(seeing, image=IMAGE, mask=url(encoded(mask)))["masks"] for mask in (drawn, clear))
+    black, white = (asked(seeing, image=IMAGE, mask=data_url(encode_image(mask)))["masks"] for mask in (drawn, clear))
     assert black == white
 
 
-def test_no_prompt_makes_the_embedding_ready(seeing: Seeing) -> None:
-    told = asked(seeing, image=url(encoded(photo(8))))
+def test_no_prompt_makes_the_embedding_ready(seeing: SegmentService) -> None:
+    told = asked(seeing, image=data_url(encode_image(random_photo(8))))
     assert told["masks"] == []
     assert asked(seeing, image_id=told["image"]["id"], box=[1, 1, 9, 9])["image"]["cached"]
 
 
-def test_several_prompts_in_one_call(seeing: Seeing, segmenter: Segmenter) -> None:
+def test_several_prompts_in_one_call(seeing: SegmentService, segmenter: Segmenter) -> None:
     segmenter.set_image(PICTURE)
     boxes = [[1, 1, 40, 40], [30, 20, 110, 70]]
     told = asked(seeing, image=IMAGE, boxes=boxes)
     assert [mask["prompt"] for mask in told["masks"]] == [0, 0, 0, 1, 1, 1]
-    expected = segmenter.predict_all([make(box=box) for box in boxes])
+    expected = segmenter.predict_all([make_prompt(box=box) for box in boxes])
     assert [m["box"] for m in told["masks"]] == [list(m.box) for masks in expected for m in masks]
     mixed = [{"points": [[5, 5]]}, {"box": boxes[0]}, {"points": [[9, 9], [50, 50]], "labels": [0, 1]}]
     told = asked(seeing, image=IMAGE, prompts=mixed, multimask=False)
     assert [mask["prompt"] for mask in told["masks"]] == [0, 1, 2]
 
 
-def test_logits_and_drawn_masks_are_prompts(seeing: Seeing, segmenter: Segmenter) -> None:
+def test_logits_and_drawn_masks_are_prompts(seeing: SegmentService, segmenter: Segmenter) -> None:
     segmenter.set_image(PICTURE)
     first = asked(seeing, image=IMAGE, points=[[50, 40]], logits=True)["masks"][0]
     told = asked(seeing, image=IMAGE, points=[[50, 40]], mask=first["logits"])
@@ -176,8 +181,8 @@ def test_logits_and_drawn_masks_are_prompts(seeing: Seeing, segmenter: Segmenter
     assert [m["box"] for m in told["masks"]] == [list(m.box) for m in segmenter.predict([(50, 40)], mask=own.logits)]
     drawn = PIL.Image.new("L", PICTURE.size)
     drawn.paste(255, (20, 20, 60, 60))
-    assert len(asked(seeing, image=IMAGE, mask=url(encoded(drawn)))["masks"]) == 3
-    for wrong in ("AAAA", url(b"\0" * 12, "application/octet-stream"), "data:image/png;base64,"):
+    assert len(asked(seeing, image=IMAGE, mask=data_url(encode_image(drawn)))["masks"]) == 3
+    for wrong in ("AAAA", data_url(b"\0" * 12, "application/octet-stream"), "data:image/png;base64,"):
         response = seeing.post("/v1/segment", {"image": IMAGE, "mask": wrong})
         assert response.status == 400
         assert response.json["error"]["param"] == "mask"
@@ -186,7 +191,7 @@ def test_logits_and_drawn_masks_are_prompts(seeing: Seeing, segmenter: Segmenter
     assert (response.status, response.json["error"]["param"]) == (400, "mask")
 
 
-def test_everything(seeing: Seeing, segmenter: Segmenter) -> None:
+def test_everything(seeing: SegmentService, segmenter: Segmenter) -> None:
     told = asked(seeing, image=IMAGE, everything=EVERYTHING)
     expected = segmenter.everything(PICTURE, **EVERYTHING)
     assert len(told["masks"]) == len(expected) > 1
@@ -200,18 +205,20 @@ def test_everything(seeing: Seeing, segmenter: Segmenter) -> None:
     assert asked(seeing, image=IMAGE, everything=False)["masks"] == []
 
 
-def test_a_click_does_not_wait_for_everything(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_click_does_not_wait_for_everything(seeing: SegmentService, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two batches of points others have their turn; who leaves is worked for no longer."""
     body = {"model": "sam", "image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}}
     click = {"image": IMAGE, "points": [[3, 3]]}
 
-    hear, heard = seeing.eye.sight.hear, []
-    monkeypatch.setattr(seeing.eye.sight, "hear", lambda message: (heard.append(message.id), hear(message)))
+    hear, heard = seeing.segment_engine.segment_client.handle, []
+    monkeypatch.setattr(
+        seeing.segment_engine.segment_client, "handle", lambda message: (heard.append(message.id), hear(message))
+    )
 
     async def taken(count: int) -> str:
-        while len(seeing.eye.sight) < count:
+        while len(seeing.segment_engine.segment_client) < count:
             await asyncio.sleep(0.001)
-        return list(seeing.eye.sight._waiting)[-1]
+        return list(seeing.segment_engine.segment_client._waiting)[-1]
 
     async def main() -> tuple[list[str], Response]:
         with still(seeing):
@@ -224,17 +231,17 @@ def test_a_click_does_not_wait_for_everything(seeing: Seeing, monkeypatch: pytes
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
         assert (await slow).status == 200
-        while len(seeing.eye.sight):
+        while len(seeing.segment_engine.segment_client):
             await asyncio.sleep(0.001)
         return [second, first], await quick
 
-    order, quick = seeing.do(main())
+    order, quick = seeing.run(main())
     assert quick.status == 200
     assert heard == order
     assert asked(seeing, image=IMAGE, points=[[3, 3]])["masks"] == quick.json["masks"]
 
 
-def test_a_queue_that_is_full(seeing: Seeing) -> None:
+def test_a_queue_that_is_full(seeing: SegmentService) -> None:
     body = {"image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 6}}
 
     async def main() -> list[Response]:
@@ -244,14 +251,14 @@ def test_a_queue_that_is_full(seeing: Seeing) -> None:
                 await asyncio.sleep(0.001)
         return await asyncio.gather(*tasks)
 
-    answers = seeing.do(main())
+    answers = seeing.run(main())
     refused = [each for each in answers if each.status == 429]
     assert Counter(each.status for each in answers) == {200: 17, 429: 7}
     assert refused[0].headers["retry-after"]
     assert refused[0].json["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_verbs_of_the_other_kind(seeing: Seeing) -> None:
+def test_verbs_of_the_other_kind(seeing: SegmentService) -> None:
     talk = {"messages": [{"role": "user", "content": "hi"}]}
     for path, body in (
         ("/v1/chat/completions", talk),
@@ -269,8 +276,13 @@ def test_verbs_of_the_other_kind(seeing: Seeing) -> None:
     # without a name each verb finds the engine that it is for
     assert seeing.post("/v1/segment", {"image": IMAGE}).json["model"] == "sam"
     assert seeing.post("/tokenize", {"prompt": "hi"}).status == 200
-    cards = {card["id"]: card["kind"] for card in seeing.get("/v1/models").json["data"]}
-    assert cards == {"stories": "language", "alias": "language", "sam": "segmentation"}
+    cards = seeing.get("/v1/models").json["data"]
+    assert all(card["kind"] == card["engine_type"] for card in cards)
+    assert {card["id"]: card["engine_type"] for card in cards} == {
+        "stories": "language",
+        "alias": "language",
+        "sam": "segmentation",
+    }
 
 
 def test_no_engine_that_segments(running: Any) -> None:
@@ -279,7 +291,7 @@ def test_no_engine_that_segments(running: Any) -> None:
     assert response.json["error"]["message"] == "no engine that segments images is served here"
 
 
-def test_metrics_and_the_document(seeing: Seeing) -> None:
+def test_metrics_and_the_document(seeing: SegmentService) -> None:
     asked(seeing, image=IMAGE, points=[[1, 1]])
     page = seeing.get("/metrics").body.decode()
     for name in ("segment_latency_seconds_count", "segment_masks_total", "image_cache_hits_total"):
@@ -292,24 +304,24 @@ def test_metrics_and_the_document(seeing: Seeing) -> None:
     assert "SegmentRequest" in document["components"]["schemas"]
 
 
-def test_a_worker_that_dies_while_it_looks(seeing: Seeing) -> None:
+def test_a_worker_that_dies_while_it_looks(seeing: SegmentService) -> None:
     async def main() -> Response:
-        os.kill(seeing.eye.pid or 0, signal.SIGSTOP)
+        os.kill(seeing.segment_engine.pid or 0, signal.SIGSTOP)
         asking = asyncio.create_task(
             seeing.client.post("/v1/segment", {"image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}})
         )
-        while len(seeing.eye.sight) == 0:
+        while len(seeing.segment_engine.segment_client) == 0:
             await asyncio.sleep(0.001)
-        seeing.eye._child.kill()  # type: ignore[union-attr]
+        seeing.segment_engine._worker_process.kill()  # type: ignore[union-attr]
         answer = await asking
         assert seeing.service.ready is False
-        while seeing.eye.state is not State.READY:
+        while seeing.segment_engine.state is not EngineState.READY:
             await asyncio.sleep(0.01)
         return answer
 
-    answer = seeing.do(main())
+    answer = seeing.run(main())
     assert (answer.status, answer.json["error"]["code"]) == (503, "engine_restarted")
-    assert seeing.eye.restarts == 1
+    assert seeing.segment_engine.restarts == 1
     # it starts anew: what it had seen is gone, and that is told
     gone = seeing.post("/v1/segment", {"image_id": "0" * 64, "points": [[1, 1]]})
     assert (gone.status, gone.json["error"]["code"]) == (404, "image_not_found")
@@ -319,12 +331,12 @@ def test_a_worker_that_dies_while_it_looks(seeing: Seeing) -> None:
 def test_frames_carry_bytes_as_they_are() -> None:
     body = bytes(range(256)) * 3
     for message in (
-        Look("a", "", "salt", [{"points": [[1.5, 2]], "labels": None, "box": None, "mask": 0}], None, True, "png",
+        SegmentJob("a", "", "salt", [{"points": [[1.5, 2]], "labels": None, "box": None, "mask": 0}], None, True, "png",
              False, body, (b"", body[1:])),
-        Look("b", digest="f" * 64, prompts=[]),
-        Found("c", {"masks": [], "image": {"id": "x"}}, (body, b"\0")),
-        Found("d", {}),
-        Missed("e", "invalid", "no", None),
+        SegmentJob("b", image_digest="f" * 64, prompts=[]),
+        SegmentResult("c", {"masks": [], "image": {"id": "x"}}, (body, b"\0")),
+        SegmentResult("d", {}),
+        SegmentFailure("e", "invalid", "no", None),
     ):  # fmt: skip
         frame = encode(message)
         assert decode(frame[4:]) == message

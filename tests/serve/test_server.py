@@ -14,12 +14,12 @@ import openai
 import psutil
 import pytest
 
-from modelmill.cli.serve import Args, opened, served_name
+from modelmill.cli.serve import Args, _server_options, announce_address, served_name
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
-from modelmill.serve.server import OPEN_FILES
-from tests.patience import PATIENCE, soon
-from tests.serve.process import Serving, rest
+from modelmill.serve.server import MAX_OPEN_FILES
+from tests.serve.server_process import ServerProcess, read_all
+from tests.wait import TIMEOUT_SECONDS, time_limit
 
 TALK: list[Any] = [{"role": "user", "content": "Tell me a story"}]
 KV = "KV cache: 7.60 MiB for 6,224 tokens, RAM that is taken as they come; up to 7.60 MiB of it keep prompt beginnings"
@@ -27,16 +27,16 @@ LONG = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max
 
 
 @pytest.fixture(scope="module")
-def server(stories: Path) -> Iterator[Serving]:
-    with Serving(stories) as serving:
+def server(stories: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(stories) as serving:
         yield serving
 
 
-def client(server: Serving) -> openai.OpenAI:
+def client(server: ServerProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
 
 
-def test_the_openai_client(server: Serving, llm: LLM) -> None:
+def test_the_openai_client(server: ServerProcess, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20)
     said = llm.chat(TALK, params, progress=False)[0].outputs[0].text
     with client(server) as api:
@@ -57,7 +57,7 @@ def test_the_openai_client(server: Serving, llm: LLM) -> None:
         assert wrong.value.param == "temperature"
 
 
-def test_the_openai_client_for_asyncio(server: Serving) -> None:
+def test_the_openai_client_for_asyncio(server: ServerProcess) -> None:
     async def main() -> None:
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as api:
             how: Any = {"model": "stories", "messages": TALK, "max_tokens": 12}
@@ -76,10 +76,10 @@ def test_the_openai_client_for_asyncio(server: Serving) -> None:
 
 
 def test_loading_is_told_and_requests_are_refused_meanwhile(stories: Path) -> None:
-    with Serving(stories, ready=False) as serving:
-        status, body, _ = serving.ask("/health")
-        refused = serving.ask("/v1/completions", {**LONG, "max_tokens": 1})
-        if serving.ask("/health")[0] == 503:  # it was loading all the time
+    with ServerProcess(stories, ready=False) as serving:
+        status, body, _ = serving.request("/health")
+        refused = serving.request("/v1/completions", {**LONG, "max_tokens": 1})
+        if serving.request("/health")[0] == 503:  # it was loading all the time
             assert (status, body["status"]) == (503, "loading")
             assert body["engines"][0]["progress"].keys() == {"stage", "done", "total"}
             status, body, headers = refused
@@ -88,28 +88,28 @@ def test_loading_is_told_and_requests_are_refused_meanwhile(stories: Path) -> No
         serving.wait(200)
 
 
-def test_health_without_a_body_and_more_connections_than_a_shell_allows(server: Serving) -> None:
+def test_health_without_a_body_and_more_connections_than_a_shell_allows(server: ServerProcess) -> None:
     with server.connect() as sock:
         sock.sendall(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        told = rest(sock)
+        told = read_all(sock)
     assert told.startswith(b"HTTP/1.1 200")
     assert told.endswith(b"\r\n\r\n")
     soft, hard = psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)
-    assert soft == (hard if 0 <= hard < OPEN_FILES else max(soft, OPEN_FILES))
+    assert soft == (hard if 0 <= hard < MAX_OPEN_FILES else max(soft, MAX_OPEN_FILES))
 
 
 def test_sigterm_lets_running_answers_finish(stories: Path) -> None:
-    with Serving(stories, "--shutdown-timeout", 60) as serving:
+    with ServerProcess(stories, "--shutdown-timeout", 60) as serving:
         (worker,) = serving.workers
         worker.suspend()
-        sock = serving.begin("/v1/completions", {**LONG, "stream": True})
+        sock = serving.start_post("/v1/completions", {**LONG, "stream": True})
         head = sock.recv(1 << 16)  # it was taken
         serving.process.send_signal(signal.SIGTERM)
-        serving.wait(503, PATIENCE)
-        status, body, _ = serving.ask("/v1/completions", LONG)
+        serving.wait(503, TIMEOUT_SECONDS)
+        status, body, _ = serving.request("/v1/completions", LONG)
         assert (status, body["error"]["code"]) == (503, "draining")
         worker.resume()
-        told = head + rest(sock)
+        told = head + read_all(sock)
         sock.close()
         assert b'"finish_reason":"length"' in told
         assert told.count(b"data: [DONE]") == 1
@@ -120,17 +120,17 @@ def test_sigterm_lets_running_answers_finish(stories: Path) -> None:
 @pytest.mark.parametrize("how", ["timeout", "twice"])
 def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
     patience = 0.05 if how == "timeout" else 60
-    with Serving(stories, "--shutdown-timeout", patience, "--max-num-seqs", 4) as serving:
+    with ServerProcess(stories, "--shutdown-timeout", patience, "--max-num-seqs", 4) as serving:
         workers = serving.workers
         assert len(workers) == 1
-        socks = [serving.begin("/v1/completions", {**LONG, "n": 4, "stream": True}) for _ in range(40)]
+        socks = [serving.start_post("/v1/completions", {**LONG, "n": 4, "stream": True}) for _ in range(40)]
         socks[0].recv(10)
-        serving.until_waiting(39)
+        serving.wait_for_queue(39)
         serving.process.send_signal(signal.SIGTERM)
         if how == "twice":
             serving.process.send_signal(signal.SIGINT)
-        with soon():  # less than the 60 s of its --shutdown-timeout, or than those of the answers it has begun
-            told = [rest(sock) for sock in socks]
+        with time_limit():  # less than the 60 s of its --shutdown-timeout, or than those of the answers it has begun
+            told = [read_all(sock) for sock in socks]
             assert serving.finish()[0] == 0
         # the last may have come in before the signal or after it: an event that ends it, or a refusal
         assert json.loads(told[-1][told[-1].index(b"{") : told[-1].rindex(b"}") + 1])["error"]["code"] == "draining"
@@ -140,17 +140,17 @@ def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
         assert not any(psutil.pid_exists(worker.pid) for worker in workers)
 
 
-def test_a_worker_that_is_killed(server: Serving) -> None:
+def test_a_worker_that_is_killed(server: ServerProcess) -> None:
     """Running answers end with an error, /health tells, and the next request is served."""
     (worker,) = server.workers
     worker.suspend()
-    stream = server.begin("/v1/completions", {**LONG, "n": 8, "stream": True})
-    whole = server.begin("/v1/completions", {**LONG, "n": 8})
+    stream = server.start_post("/v1/completions", {**LONG, "n": 8, "stream": True})
+    whole = server.start_post("/v1/completions", {**LONG, "n": 8})
     told = stream.recv(1 << 12)
     worker.kill()
-    with soon():
+    with time_limit():
         while True:
-            status, body, _ = server.ask("/health")
+            status, body, _ = server.request("/health")
             (engine,) = body["engines"]
             if status == 503 or engine["restarts"]:
                 break
@@ -162,7 +162,7 @@ def test_a_worker_that_is_killed(server: Serving) -> None:
     assert whole.recv(1 << 16).startswith(b"HTTP/1.1 503")
     body = server.wait(200)
     assert body["engines"][0]["restarts"] == 1
-    assert server.ask("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
+    assert server.request("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
     assert len(server.workers) == 1
     for sock in (stream, whole):
         sock.close()
@@ -170,7 +170,7 @@ def test_a_worker_that_is_killed(server: Serving) -> None:
 
 def test_a_system_without_descriptors_for_a_while(stories: Path) -> None:
     """What cannot be started now is tried again, and said."""
-    with Serving(stories) as server:
+    with ServerProcess(stories) as server:
         process, (worker,) = psutil.Process(server.process.pid), server.workers
         limits = process.rlimit(psutil.RLIMIT_NOFILE)
         process.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
@@ -179,9 +179,9 @@ def test_a_system_without_descriptors_for_a_while(stories: Path) -> None:
         failed = next(line for line in server.process.stderr if "worker failed" in line)
         process.rlimit(psutil.RLIMIT_NOFILE, limits)
         told = json.loads(failed)
-        assert (told["error"], told["why"]) == ("OSError", "Too many open files")
+        assert (told["error"], told["reason"]) == ("OSError", "Too many open files")
         assert server.wait(200)["engines"][0]["restarts"] >= 2
-        assert server.ask("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
+        assert server.request("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
 
 
 def rest_of_chunked(sock: Any) -> bytes:
@@ -192,7 +192,9 @@ def rest_of_chunked(sock: Any) -> bytes:
     return told
 
 
-def test_a_second_server_on_the_port_and_an_engine_that_is_none(server: Serving, tmp_path: Path, cli: Any) -> None:
+def test_a_second_server_on_the_port_and_an_engine_that_is_none(
+    server: ServerProcess, tmp_path: Path, cli: Any
+) -> None:
     code, _, said = cli("serve", tmp_path, "--port", server.address[1])
     assert code == 2
     assert "--port" in said
@@ -222,27 +224,33 @@ def test_command_lines_that_make_no_sense(words: list[str], told: str, cli: Any)
 
 
 def test_where_it_listens_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    opened(Args(json=True), "http://127.0.0.1:8123", ["a", "b"], "loading a, b")
+    announce_address(Args(json=True), "http://127.0.0.1:8123", ["a", "b"], "loading a, b")
     out, said = capsys.readouterr()
     assert json.loads(out) == {"url": "http://127.0.0.1:8123", "models": ["a", "b"]}
     assert out.count("\n") == 1
     assert said == "modelmill: listening on http://127.0.0.1:8123; loading a, b\n"
-    opened(Args(), "http://127.0.0.1:8123", ["a"], "loading a")
+    announce_address(Args(), "http://127.0.0.1:8123", ["a"], "loading a")
     assert capsys.readouterr().out == ""
 
 
 def test_two_engines_share_the_memory(stories: Path) -> None:
     names = ("--served-model-name", "one", "--served-model-name", "two")
-    with Serving(stories, stories, *names) as serving:
+    with ServerProcess(stories, stories, *names) as serving:
         assert len(serving.workers) == 2
         answers = [
-            serving.ask("/v1/completions", {**LONG, "model": name, "max_tokens": 8})[1] for name in ("one", "two")
+            serving.request("/v1/completions", {**LONG, "model": name, "max_tokens": 8})[1] for name in ("one", "two")
         ]
         assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
-        assert [each["id"] for each in serving.ask("/v1/models")[1]["data"]] == ["one", "two"]
-        page = serving.ask("/metrics")[1]
+        assert [each["id"] for each in serving.request("/v1/models")[1]["data"]] == ["one", "two"]
+        page = serving.request("/metrics")[1]
         assert 'model_name="one"' in page
         assert 'model_name="two"' in page
+
+
+def test_spaces_around_a_key_are_none_of_it() -> None:
+    """A client's are taken off, so that a key with them would never fit."""
+    place = _server_options(Args(engines=(Path("a"),), api_key=(" abc ", "d e")))
+    assert place.limits.api_keys == ("abc", "d e")
 
 
 def test_two_engines_from_a_file(stories: Path, tmp_path: Path) -> None:
@@ -251,20 +259,20 @@ def test_two_engines_from_a_file(stories: Path, tmp_path: Path) -> None:
     engines = [str(stories), str(stories)]
     options = {"engines": engines, "served-model-name": ["one", "two"], "max_num_seqs": 4, "api-key": ["sesame"]}
     file.write_text(json.dumps({**options, "max-waiting": 3, "shutdown_timeout": 5}))
-    with Serving("--config", file, "--max-waiting", 0, ready=False) as serving:
+    with ServerProcess("--config", file, "--max-waiting", 0, ready=False) as serving:
         serving.wait(200)
         key = {"authorization": "Bearer sesame"}
-        assert serving.ask("/v1/models")[0] == 401
-        assert [each["id"] for each in serving.ask("/v1/models", **key)[1]["data"]] == ["one", "two"]
+        assert serving.request("/v1/models")[0] == 401
+        assert [each["id"] for each in serving.request("/v1/models", **key)[1]["data"]] == ["one", "two"]
         body = {**LONG, "model": "two", "max_tokens": 2}
-        assert serving.ask("/v1/completions", body, **key)[0] == 200
+        assert serving.request("/v1/completions", body, **key)[0] == 200
         # four rows and none that wait: five answers are more than it takes
-        status, told, _ = serving.ask("/v1/completions", {**body, "n": 5, "temperature": 1}, **key)
+        status, told, _ = serving.request("/v1/completions", {**body, "n": 5, "temperature": 1}, **key)
         assert (status, told["error"]["type"]) == (400, "invalid_request_error")
         assert len(serving.workers) == 2
 
 
-def test_bench_serve_measures_it(server: Serving, cli: Any) -> None:
+def test_bench_serve_measures_it(server: ServerProcess, cli: Any) -> None:
     words = ("--num-prompts", 6, "--input-len", 4, "--output-len", 5, "--concurrency", 3, "--first-ms", 1e6, "--json")
     code, out, said = cli("bench", "serve", "--url", server.url, *words)
     assert code == 0, said
@@ -279,7 +287,7 @@ def test_bench_serve_measures_it(server: Serving, cli: Any) -> None:
         assert cli(*wrong)[0] == 2
 
 
-def test_chat_with_a_server(server: Serving, llm: LLM, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_with_a_server(server: ServerProcess, llm: LLM, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     talk: list[Any] = [*TALK]
     (answer,) = llm.chat(talk, SamplingParams(temperature=0, max_tokens=12), progress=False)
     words = ("chat", "--url", server.url, "--temperature", 0, "--max-tokens", 12)

@@ -10,8 +10,8 @@ import pytest
 
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
-from tests.patience import soon, until
-from tests.serve.running import Running
+from tests.serve.service_thread import ServiceThread
+from tests.wait import time_limit, wait_until
 
 TALK = [{"role": "user", "content": "Tell me"}]
 PERSON = {
@@ -22,7 +22,7 @@ PERSON = {
 }
 
 
-def said(running: Running, **body: Any) -> list[str]:
+def said(running: ServiceThread, **body: Any) -> list[str]:
     """What every choice says, whole and streamed, which must be the same."""
     ask = {"model": "stories", "messages": TALK, "max_tokens": 200, "temperature": 0, **body}
     whole = running.post("/v1/chat/completions", ask)
@@ -42,7 +42,7 @@ def schema(value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.5, "seed": 3, "n": 4}, {"logprobs": True}], ids=str)
-def test_a_json_schema(running: Running, how: Any) -> None:
+def test_a_json_schema(running: ServiceThread, how: Any) -> None:
     for text in said(running, **schema(PERSON), **how):
         value = json.loads(text)
         assert value.keys() == {"name", "age"}
@@ -51,7 +51,7 @@ def test_a_json_schema(running: Running, how: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.2, "seed": 5, "n": 3, "repetition_penalty": 1.2}], ids=str)
-def test_patterns_and_choices(running: Running, how: Any) -> None:
+def test_patterns_and_choices(running: ServiceThread, how: Any) -> None:
     for text in said(running, structured_outputs={"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}, **how):
         assert re.fullmatch(r"[A-Z][a-z]{2,5}, [0-9]{3}", text)
     for text in said(running, structured_outputs={"choice": ["yes", "no", 'may"be', "niño"]}, **how):
@@ -61,7 +61,7 @@ def test_patterns_and_choices(running: Running, how: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}, {"regex": " ?a "}], ids=str)
-def test_a_space_that_the_grammar_asks_for_is_said(running: Running, how: Any) -> None:
+def test_a_space_that_the_grammar_asks_for_is_said(running: ServiceThread, how: Any) -> None:
     """SentencePiece drops the space before a text of its own; an answer that a grammar counts has all its bytes."""
     for text in said(running, structured_outputs=how):
         assert re.fullmatch(how.get("regex", " yes| no"), text)
@@ -78,7 +78,7 @@ def test_a_space_that_the_grammar_asks_for_is_said(running: Running, how: Any) -
         assert all(token in ("<s>", "</s>", piece) for token, piece in answer), choice
 
 
-def test_some_object(running: Running) -> None:
+def test_some_object(running: ServiceThread) -> None:
     body = {
         "model": "stories",
         "messages": TALK,
@@ -92,7 +92,7 @@ def test_some_object(running: Running) -> None:
         assert isinstance(json.loads(choice["message"]["content"]), dict)
 
 
-def test_neighbours_of_a_guided_answer_are_not_touched(running: Running, llm: LLM) -> None:
+def test_neighbours_of_a_guided_answer_are_not_touched(running: ServiceThread, llm: LLM) -> None:
     import asyncio
 
     plain = {"model": "stories", "messages": TALK, "max_tokens": 40, "temperature": 0}
@@ -102,13 +102,13 @@ def test_neighbours_of_a_guided_answer_are_not_touched(running: Running, llm: LL
         bodies = [plain, {**plain, **schema(PERSON), "max_tokens": 200}] * 6
         return await asyncio.gather(*(running.client.post("/v1/chat/completions", body) for body in bodies))
 
-    answers = [response.json["choices"][0]["message"]["content"] for response in running.do(together())]
+    answers = [response.json["choices"][0]["message"]["content"] for response in running.run(together())]
     assert answers[::2] == [expected] * 6
     assert len(set(answers[1::2])) == 1
     json.loads(answers[1])
 
 
-def test_completions_too(running: Running) -> None:
+def test_completions_too(running: ServiceThread) -> None:
     body = {
         "model": "stories",
         "prompt": ["The dog is", "The cat"],
@@ -144,11 +144,11 @@ for _ in range(100):
     ],
     ids=range(30),
 )  # fmt: skip
-def test_what_is_no_grammar_is_refused_soon(running: Running, ask: Any) -> None:
+def test_what_is_no_grammar_is_refused_soon(running: ServiceThread, ask: Any) -> None:
     """400, or an answer; within seconds, by the same worker."""
     pid = running.engine.pid
     body = {"model": "stories", "messages": TALK, "max_tokens": 8, **ask}
-    with soon():
+    with time_limit():
         response = running.post("/v1/chat/completions", body)
     assert response.status in (200, 400), response.body
     if response.status == 400:
@@ -157,7 +157,7 @@ def test_what_is_no_grammar_is_refused_soon(running: Running, ask: Any) -> None:
     assert running.post("/v1/chat/completions", {**body, **dict.fromkeys(ask)}).status == 200
 
 
-def test_leaving_while_a_grammar_is_made(running: Running) -> None:
+def test_leaving_while_a_grammar_is_made(running: ServiceThread) -> None:
     """Closed before, while or after it: nothing is left."""
     import asyncio
     from contextlib import aclosing
@@ -173,16 +173,16 @@ def test_leaving_while_a_grammar_is_made(running: Running) -> None:
     async def many() -> None:
         await asyncio.gather(*(leave(place) for place in range(60)))
 
-    running.do(many())
+    running.run(many())
 
     def empty() -> bool:
-        stats = running.do(running.engine.stats())
+        stats = running.run(running.engine.stats())
         return stats is not None and (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
 
-    until(empty, told=lambda: running.do(running.engine.stats()))
+    wait_until(empty, describe=lambda: running.run(running.engine.stats()))
 
 
-def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(running: Running) -> None:
+def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(running: ServiceThread) -> None:
     """Streamed as well; and one whose schema has no text is refused."""
     pattern = {"type": "string", "pattern": "^(.{1,80} ){1,50}$"}
     form = schema({"type": "object", "properties": {"a": pattern}, "required": ["a"], "additionalProperties": False})

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from modelmill.answer import Answer, Completion, Delta
-from modelmill.dialogue import Dialogue
-from modelmill.serve.routes.chat import Reply
+from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+from modelmill.request_state import RequestState
+from modelmill.serve.routes.chat import ChatResponseBuilder
 from modelmill.serve.schema import ChatRequest
-from modelmill.text import tools
-from modelmill.text.calls import reader
-from tests.serve.running import Running
+from modelmill.text import tool_prompts
+from modelmill.text.tool_parser import make_tool_parser
+from tests.serve.service_thread import ServiceThread
 
 WEATHER = {
     "type": "function",
@@ -35,11 +35,11 @@ ASK = {"model": "stories", "messages": [{"role": "user", "content": "x"}], "max_
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine reads 512 tokens, and nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tools.INTRO", "{tools}")
+    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
-def test_a_forced_call(running: Running, choice: Any) -> None:
+def test_a_forced_call(running: ServiceThread, choice: Any) -> None:
     body = {**ASK, "tools": [WEATHER], "tool_choice": choice}
     whole = running.post("/v1/chat/completions", body).json["choices"][0]
     assert whole["finish_reason"] == "tool_calls"
@@ -63,7 +63,7 @@ def test_a_forced_call(running: Running, choice: Any) -> None:
     assert not any(delta["delta"].get("content") for delta in deltas)
 
 
-def test_one_of_two_tools(running: Running) -> None:
+def test_one_of_two_tools(running: ServiceThread) -> None:
     body = {**ASK, "tools": [WEATHER, NOW], "tool_choice": "required", "temperature": 1.5, "n": 6, "seed": 1}
     names = set()
     for choice in running.post("/v1/chat/completions", body).json["choices"]:
@@ -73,19 +73,19 @@ def test_one_of_two_tools(running: Running) -> None:
     assert names <= {"weather", "now"}
 
 
-def test_a_call_that_the_model_writes_by_itself(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_the_model_writes_by_itself(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model here cannot write one, so one is put into its mouth."""
     said = 'Wait. <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    push = Dialogue.push
+    push = RequestState.process
 
-    def instead(self: Dialogue, token: Any) -> Any:
+    def instead(self: RequestState, token: Any) -> Any:
         delta, _ = push(self, token)
-        output = self.answer.outputs[0]
+        output = self.output.outputs[0]
         text, output.text = said[len(output.token_ids) * 9 - 9 :][:9], said
         output.finish_reason = "stop" if len(output.token_ids) * 9 >= len(said) else None
-        return type(delta)(0, text, delta.token_ids, output.finish_reason, self.answer), False
+        return type(delta)(0, text, delta.token_ids, output.finish_reason, self.output), False
 
-    monkeypatch.setattr(Dialogue, "push", instead)
+    monkeypatch.setattr(RequestState, "process", instead)
     body = {**ASK, "tools": [NOW]}
     choice = running.post("/v1/chat/completions", body).json["choices"][0]
     assert choice["message"]["content"] == "Wait."
@@ -101,7 +101,7 @@ def test_a_call_that_the_model_writes_by_itself(running: Running, monkeypatch: p
     assert "tool_calls" not in none["message"]
 
 
-def test_a_conversation_with_calls_goes_on(running: Running) -> None:
+def test_a_conversation_with_calls_goes_on(running: ServiceThread) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm", "days": 1}'}}
     talk = [*ASK["messages"], {"role": "assistant", "content": None, "tool_calls": [call]},  # type: ignore[misc]
             {"role": "tool", "tool_call_id": "c1", "content": "Sun"}]  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_conversation_with_calls_goes_on(running: Running) -> None:
     assert response.status == 200, response.body
 
 
-def test_several_calls_at_once(running: Running) -> None:
+def test_several_calls_at_once(running: ServiceThread) -> None:
     """Only where parallel calls are asked for: a list of them."""
     body = {**ASK, "tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": True, "max_tokens": 400}
     counts = set()
@@ -147,13 +147,13 @@ BAD = [
 
 
 @pytest.mark.parametrize("more", BAD, ids=range(len(BAD)))
-def test_tools_that_are_none(running: Running, more: Any) -> None:
+def test_tools_that_are_none(running: ServiceThread, more: Any) -> None:
     response = running.post("/v1/chat/completions", {**ASK, **more})
     assert response.status == 400, response.body
     assert response.json["error"]["type"] == "invalid_request_error"
 
 
-def test_a_stop_string_in_the_middle_of_a_call_leaves_none_that_could_be_made(running: Running) -> None:
+def test_a_stop_string_in_the_middle_of_a_call_leaves_none_that_could_be_made(running: ServiceThread) -> None:
     body = {**ASK, "tools": [WEATHER], "tool_choice": "required"}
     for stop, reason in (("town", "stop"), ("no such text", "tool_calls")):
         (choice,) = running.post("/v1/chat/completions", {**body, "stop": [stop]}).json["choices"]
@@ -162,7 +162,7 @@ def test_a_stop_string_in_the_middle_of_a_call_leaves_none_that_could_be_made(ru
 
 
 @pytest.mark.parametrize("count", [1, 4, 9])
-def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(running: Running, count: int) -> None:
+def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(running: ServiceThread, count: int) -> None:
     body = {**ASK, "tools": [WEATHER], "tool_choice": "required", "max_tokens": count}
     (choice,) = running.post("/v1/chat/completions", body).json["choices"]
     assert choice["finish_reason"] == "length"
@@ -190,7 +190,7 @@ UNSAYABLE += [deep(kind, depth) for kind in ("object", "list") for depth in (100
 
 @pytest.mark.parametrize("schema", UNSAYABLE, ids=lambda text: f"{text[:12]}{len(text)}")
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
-def test_parameters_that_cannot_be_told_again_are_refused(running: Running, schema: str, choice: str) -> None:
+def test_parameters_that_cannot_be_told_again_are_refused(running: ServiceThread, schema: str, choice: str) -> None:
     """By their numbers and their depth, before anything else looks at them."""
     function = {"name": "f", "parameters": "@"}
     chat = {**ASK, "max_tokens": 2, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
@@ -205,7 +205,7 @@ def test_parameters_that_cannot_be_told_again_are_refused(running: Running, sche
 
 
 @pytest.mark.parametrize("schema", UNSAYABLE, ids=lambda text: f"{text[:12]}{len(text)}")
-def test_schemas_that_cannot_be_told_again_are_refused(running: Running, schema: str) -> None:
+def test_schemas_that_cannot_be_told_again_are_refused(running: ServiceThread, schema: str) -> None:
     format = {"type": "json_schema", "name": "a", "schema": "@"}
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": "@"}}
     for path, body in (
@@ -219,7 +219,7 @@ def test_schemas_that_cannot_be_told_again_are_refused(running: Running, schema:
         assert len(response.json["error"]["message"]) < 300
 
 
-def test_a_message_of_every_private_character_is_refused(running: Running) -> None:
+def test_a_message_of_every_private_character_is_refused(running: ServiceThread) -> None:
     """None is left to keep control tokens apart with."""
     text = "".join(map(chr, range(0xE000, 0xF900)))
     for path, body in (
@@ -233,7 +233,7 @@ def test_a_message_of_every_private_character_is_refused(running: Running) -> No
 @pytest.mark.parametrize(
     "schema", [{}, {"description": "x"}, {"properties": {"town": {"enum": ["Ulm", "Bonn"]}}}], ids=str
 )
-def test_a_forced_call_is_a_call_whatever_the_parameters_leave_open(running: Running, schema: Any) -> None:
+def test_a_forced_call_is_a_call_whatever_the_parameters_leave_open(running: ServiceThread, schema: Any) -> None:
     offered = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = {
         **ASK,
@@ -253,7 +253,7 @@ def test_a_forced_call_is_a_call_whatever_the_parameters_leave_open(running: Run
             assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
 
-def test_a_forced_call_of_another_type_says_which_function(running: Running) -> None:
+def test_a_forced_call_of_another_type_says_which_function(running: ServiceThread) -> None:
     offered = [WEATHER, {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]
     error = running.post("/v1/chat/completions", {**ASK, "tools": offered, "tool_choice": "required"}).json["error"]
     assert error["message"] == ("tools: the parameters of f have another type than object, which arguments always are")
@@ -264,7 +264,7 @@ def test_a_forced_call_of_another_type_says_which_function(running: Running) -> 
     assert error["param"] == "tools"
 
 
-REACT = SimpleNamespace(tokenizer=None, chat_format=SimpleNamespace(tool_style=tools.REACT))
+REACT = SimpleNamespace(tokenizer=None, chat_format=SimpleNamespace(tool_style=tool_prompts.REACT_STYLE))
 
 
 @pytest.mark.parametrize(
@@ -282,14 +282,16 @@ REACT = SimpleNamespace(tokenizer=None, chat_format=SimpleNamespace(tool_style=t
 def test_only_a_stop_string_of_the_request_cuts_a_call(said: str, ended: Any, stop: Any, reason: str) -> None:
     body = ChatRequest(**{**ASK, "tools": [WEATHER], "stop": stop})
     text = f"Thought: I need it.\nAction: weather\nAction Input: {said}"
-    output = Completion(0, text, [1], "stop", ended)
-    answer = Answer("r", None, [1], [output])
-    whole = Reply(body, SimpleNamespace(dialogues=[SimpleNamespace(answer=answer)]), REACT)  # type: ignore[arg-type]
+    output = CompletionOutput(0, text, [1], "stop", ended)
+    answer = RequestOutput("r", None, [1], [output])
+    whole = ChatResponseBuilder(body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT)  # type: ignore[arg-type]
     choice = whole._choice(output)
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, ended)
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": said.strip()}
-    piece = Reply(body, SimpleNamespace(dialogues=[SimpleNamespace(answer=answer)]), REACT)._piece(  # type: ignore[arg-type]
-        Delta(0, text, (1,), "stop", answer)
+    piece = ChatResponseBuilder(
+        body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT
+    )._delta_event(  # type: ignore[arg-type]
+        OutputDelta(0, text, (1,), "stop", answer)
     )
     assert json.loads(piece.removeprefix(b"data: "))["choices"][0]["finish_reason"] == reason
 
@@ -298,9 +300,9 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(said: str, ended: Any, st
 def test_a_forced_call_whose_grammar_has_no_way_on_is_none(said: str, reason: str) -> None:
     """{"x": {"$ref": "#/properties/x"}}: no value is finite."""
     body = ChatRequest(**{**ASK, "tools": [WEATHER], "tool_choice": "required"})
-    output = Completion(0, f'{{"name": "weather", "arguments": {said}', [1], "stop")
-    answer = SimpleNamespace(dialogues=[SimpleNamespace(answer=Answer("r", None, [1], [output]))])
-    choice = Reply(body, answer, REACT)._choice(output)  # type: ignore[arg-type]
+    output = CompletionOutput(0, f'{{"name": "weather", "arguments": {said}', [1], "stop")
+    answer = SimpleNamespace(request_states=[SimpleNamespace(output=RequestOutput("r", None, [1], [output]))])
+    choice = ChatResponseBuilder(body, answer, REACT)._choice(output)  # type: ignore[arg-type]
     assert choice["finish_reason"] == reason
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == said
 
@@ -310,7 +312,7 @@ def test_a_forced_answer_that_is_no_call_is_told_unless_it_was_cut(cut: bool) ->
     """The grammar allows none; what the model wrote is not lost in silence where one came all the same."""
     for text in ('{"name": "f", "arguments": 10}', '{"name": "f", "ar', "10"):
         for size in (1, 100):
-            found = reader(tools.BARE, ["f"], forced=True)
+            found = make_tool_parser(tool_prompts.BARE_STYLE, ["f"], forced=True)
             pieces = [piece for at in range(0, len(text), size) for piece in found.push(text[at : at + size])]
             assert pieces == []
             assert "".join(map(str, found.flush(cut))) == ("" if cut else text)

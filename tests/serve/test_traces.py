@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 
 from modelmill.core.errors import MissingDependency, UsageError
-from modelmill.serve.ticket import Ticket
-from modelmill.serve.traces import Traces, _events
-from tests.serve.running import Running
+from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.traces import Traces, _span_events
+from tests.serve.service_thread import ServiceThread
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel: pip install 'modelmill[otel]'")
 
@@ -24,7 +24,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
-def spans(running: Running) -> Iterator[Any]:
+def spans(running: ServiceThread) -> Iterator[Any]:
     """An exporter that keeps what it is given."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -44,7 +44,7 @@ def one(exporter: Any) -> Any:
 
 
 @pytest.mark.parametrize(("stream", "tokens"), [(False, 12), (True, 12), (False, 1)])
-def test_a_request_s_span(running: Running, spans: Any, stream: bool, tokens: int) -> None:
+def test_a_request_s_span(running: ServiceThread, spans: Any, stream: bool, tokens: int) -> None:
     body = {
         "model": "alias",
         "prompt": SECRET,
@@ -75,7 +75,7 @@ def test_a_request_s_span(running: Running, spans: Any, stream: bool, tokens: in
 
 
 @pytest.mark.parametrize("more", [{"stop": ["e", "a"]}, {"n": 3, "seed": 1}])
-def test_a_span_counts_as_usage_does(running: Running, spans: Any, more: dict[str, Any]) -> None:
+def test_a_span_counts_as_usage_does(running: ServiceThread, spans: Any, more: dict[str, Any]) -> None:
     body = {"model": "stories", "prompt": SECRET, "max_tokens": 30, **more}
     usage = running.post("/v1/completions", body).json["usage"]
     told = dict(one(spans).attributes)
@@ -84,7 +84,7 @@ def test_a_span_counts_as_usage_does(running: Running, spans: Any, more: dict[st
     assert told["modelmill.cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_an_embedding_s_span_tells_of_no_answer(running: Running, spans: Any) -> None:
+def test_an_embedding_s_span_tells_of_no_answer(running: ServiceThread, spans: Any) -> None:
     usage = running.post("/v1/embeddings", {"model": "stories", "input": [SECRET, "b"]}).json["usage"]
     told = dict(one(spans).attributes)
     assert told["gen_ai.operation.name"] == "embeddings"
@@ -94,15 +94,17 @@ def test_an_embedding_s_span_tells_of_no_answer(running: Running, spans: Any) ->
 
 
 def test_a_first_token_is_where_it_was() -> None:
-    """Seconds to the first token count from the dialogue's start, not from the ticket's, which is made later."""
+    """Seconds to the first token count from the request state's start, not from the handle's, which is made later."""
     answer = SimpleNamespace(first_token_seconds=0.5)
-    ticket = SimpleNamespace(made=10.4, queued=0.05, dialogues=[SimpleNamespace(started=10.0, answer=answer)])
-    events = _events(cast(Ticket, ticket))
+    ticket = SimpleNamespace(
+        created_at=10.4, queue_seconds=0.05, request_states=[SimpleNamespace(start_time=10.0, output=answer)]
+    )
+    events = _span_events(cast(RequestHandle, ticket))
     assert [name for name, _ in events] == ["queue", "prefill", "decode"]
     assert [moment for _, moment in events] == pytest.approx([10.4, 10.45, 10.5])
 
 
-def test_a_refusal_and_an_unknown_path(running: Running, spans: Any) -> None:
+def test_a_refusal_and_an_unknown_path(running: ServiceThread, spans: Any) -> None:
     running.post("/v1/completions", {"model": "stories", "prompt": "a", "temperature": 9})
     running.get("/a/secret/path")
     refused, lost = spans.get_finished_spans()
@@ -114,19 +116,19 @@ def test_a_refusal_and_an_unknown_path(running: Running, spans: Any) -> None:
 
 
 @pytest.mark.parametrize("parent", ["", "00-0-0-0", "x" * 5000, "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
-def test_a_traceparent_that_is_none(running: Running, spans: Any, parent: str) -> None:
+def test_a_traceparent_that_is_none(running: ServiceThread, spans: Any, parent: str) -> None:
     assert running.get("/version", headers={"traceparent": parent}).status == 200
     assert one(spans).parent is None
 
 
-def test_the_log_names_the_trace(running: Running, spans: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_trace(running: ServiceThread, spans: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "modelmill.serve.access"):
         running.get("/version", headers={"traceparent": PARENT})
     (line,) = (record.data for record in caplog.records if record.name.endswith("access"))  # type: ignore[attr-defined]
     assert line["trace_id"] == PARENT.split("-")[1]
 
 
-def test_a_collector_is_sent_spans(running: Running) -> None:
+def test_a_collector_is_sent_spans(running: ServiceThread) -> None:
     """Over OTLP and HTTP, to a collector of our own."""
     import http.server
     import threading
@@ -146,7 +148,7 @@ def test_a_collector_is_sent_spans(running: Running) -> None:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        running.service.traces = traces = Traces.to(f"http://127.0.0.1:{server.server_port}")
+        running.service.traces = traces = Traces.export_to(f"http://127.0.0.1:{server.server_port}")
         running.post("/v1/completions", {"model": "stories", "prompt": SECRET, "max_tokens": 2})
         running.service.traces = None
         traces.close()
@@ -163,13 +165,13 @@ def test_a_collector_is_sent_spans(running: Running) -> None:
 @pytest.mark.parametrize("endpoint", ["", "localhost:4318", "ftp://a", "http://", "http://a:b", "http://[a"])
 def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
     with pytest.raises(UsageError, match="is no URL"):
-        Traces.to(endpoint)
+        Traces.export_to(endpoint)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(MissingDependency, match=r"modelmill\[otel\]"):
-        Traces.to("http://localhost:4318")
+        Traces.export_to("http://localhost:4318")
 
 
 def test_it_is_imported_only_when_asked_for(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import sys
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,24 @@ import psutil
 import pytest
 
 from modelmill.core.types import Request, SamplingParams
-from modelmill.serve import logs
-from modelmill.serve.engine import Engine, NotReady, State
-from modelmill.serve.message import Heartbeat, Message, Open, Ping, encode
-from modelmill.serve.metrics import Metrics
-from modelmill.serve.pictures import Look
-from modelmill.serve.ticket import WorkerLost
-from modelmill.serve.watchdog import FIRST, Watchdog, turn
-from modelmill.serve.worker import Pulse
-from tests.patience import PATIENCE
+from modelmill.serve import json_logs
+from modelmill.serve.engine_client import EngineClient, EngineNotReady, EngineState
+from modelmill.serve.metrics import ServerMetrics
+from modelmill.serve.request_handle import WorkerLost
+from modelmill.serve.segment_messages import SegmentJob
+from modelmill.serve.watchdog import STARTUP_TIMEOUT, Watchdog, poll_interval
+from modelmill.serve.worker import HeartbeatSender, sends_op_heartbeats
+from modelmill.serve.worker_messages import Heartbeat, Message, OpenEngine, Ping, encode
 from tests.runtime import tiny
-from tests.serve.local import Launcher, ask, language
-from tests.serve.process import Serving
-from tests.serve.seeing import encoded, photo
+from tests.serve.segment_service import encode_image, random_photo
+from tests.serve.server_process import ServerProcess
 from tests.serve.test_worker import Clock, inbox
-from tests.serve.turning import FOR_EVER, Turns, planted, until
+from tests.serve.thread_worker import ThreadLauncher, ids_only_processor, make_request
+from tests.serve.watchdog_clock import MANY_POLLS, ManualClock, launch_hanging_worker, wait_until
+from tests.wait import TIMEOUT_SECONDS
 
 LIMIT = 4.0
-TURN = turn(LIMIT)
+TURN = poll_interval(LIMIT)
 WITHIN = int(LIMIT / TURN)
 """Turns in which a worker may be silent."""
 RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 8, "kv_cache_bytes": 8 << 20}
@@ -40,9 +41,9 @@ STORY = SamplingParams(temperature=0, max_tokens=40)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
-async def hung(dog: Watchdog, turns: Turns, count: int) -> bool:
+async def hung(dog: Watchdog, turns: ManualClock, count: int) -> bool:
     """Whether the worker is found to hang after so many more turns."""
-    watch = asyncio.create_task(dog.hung())
+    watch = asyncio.create_task(dog.wait_until_hung())
     await turns.spend(count)
     found = watch.done()
     watch.cancel()
@@ -52,12 +53,12 @@ async def hung(dog: Watchdog, turns: Turns, count: int) -> bool:
 def test_silence_beyond_the_limit_is_a_hang() -> None:
     async def main() -> None:
         asked: list[None] = []
-        turns = Turns()
+        turns = ManualClock()
         dog = Watchdog(LIMIT, lambda: asked.append(None), turns)
-        dog.heard()
+        dog.on_message()
         assert not await hung(dog, turns, WITHIN)
         assert len(asked) == 1, "one question at a time"
-        dog.heard()
+        dog.on_message()
         assert not await hung(dog, turns, WITHIN)
         assert len(asked) == 2
         assert await hung(dog, turns, 1)
@@ -69,10 +70,10 @@ def test_what_the_api_does_not_listen_to_is_no_silence() -> None:
     """It reads a tokenizer before it goes on to read the socket."""
 
     async def main() -> None:
-        turns = Turns()
+        turns = ManualClock()
         dog = Watchdog(LIMIT, lambda: None, turns)
-        dog.heard()
-        with dog.deaf():
+        dog.on_message()
+        with dog.paused():
             assert not await hung(dog, turns, 3 * WITHIN)
         assert not await hung(dog, turns, WITHIN)
         assert await hung(dog, turns, 1)
@@ -82,11 +83,11 @@ def test_what_the_api_does_not_listen_to_is_no_silence() -> None:
 
 def test_a_process_has_longer_for_its_first_sign_of_life_and_0_is_never() -> None:
     async def main() -> None:
-        turns = Turns()
-        assert not await hung(Watchdog(LIMIT, lambda: None, turns), turns, int(FIRST / TURN))
+        turns = ManualClock()
+        assert not await hung(Watchdog(LIMIT, lambda: None, turns), turns, int(STARTUP_TIMEOUT / TURN))
         never = Watchdog(0, lambda: None, turns)
-        watch = asyncio.create_task(never.hung())
-        turns.grant(FOR_EVER)
+        watch = asyncio.create_task(never.wait_until_hung())
+        turns.grant(MANY_POLLS)
         for _ in range(10):
             await asyncio.sleep(0)
         assert not watch.done()
@@ -97,16 +98,16 @@ def test_a_process_has_longer_for_its_first_sign_of_life_and_0_is_never() -> Non
 
 def test_a_long_step_gives_signs_of_life_between_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here each operation takes a second; what never comes out of one says nothing."""
-    loop = tiny.loop()
+    loop = tiny.make_engine()
     clock, sent = Clock(monkeypatch), list[Message]()
     monkeypatch.setattr("time.monotonic", lambda: clock.now)
-    pulse = Pulse(sent.append, 10.0)
+    pulse = HeartbeatSender(sent.append, 10.0)
 
     def second() -> None:
         clock.now += 1.0
         pulse()
 
-    loop.beat_with(second)
+    loop.on_heartbeat(second)
     began = clock.now
     loop.add(Request(id="a", prompt=tuple(range(5, 95)), params=tiny.params(max_tokens=1)))
     loop.step()
@@ -115,11 +116,22 @@ def test_a_long_step_gives_signs_of_life_between_its_operations(monkeypatch: pyt
     assert sent == [Heartbeat()] * int(took // 10)
 
 
+@pytest.mark.parametrize(
+    ("device", "warm", "limit", "expected"),
+    [("cpu", True, 9.0, True), ("cpu", False, 9.0, True), ("cpu", True, 0, False), ("cuda:0", True, 9.0, False),
+     ("cuda:0", False, 9.0, True), ("cuda:0", False, 0, False)],
+)  # fmt: skip
+def test_what_compiles_in_its_first_steps_gives_signs_of_life(
+    device: str, warm: bool, limit: float, expected: bool
+) -> None:
+    assert sends_op_heartbeats(OpenEngine("a", {}, {}, warm_up=warm, watchdog_seconds=limit), device) is expected
+
+
 def test_answers_are_the_same_with_signs_of_life() -> None:
     given = tiny.requests(tiny.prompts(8), tiny.params(max_tokens=9))
-    loop, beats = tiny.loop(), list[None]()
-    loop.beat_with(lambda: beats.append(None))
-    assert tiny.run(loop, given) == tiny.run(tiny.loop(), given)
+    loop, beats = tiny.make_engine(), list[None]()
+    loop.on_heartbeat(lambda: beats.append(None))
+    assert tiny.run(loop, given) == tiny.run(tiny.make_engine(), given)
     assert beats
 
 
@@ -127,28 +139,28 @@ def test_a_process_that_opens_an_engine_answers_for_itself() -> None:
     """Whatever takes minutes there; once it is open only the engine's own thread does."""
     ours, box = inbox()
     with ours:
-        box.opening = True
+        box.is_opening = True
         ours.sendall(encode(Ping()))
         assert ours.recv(100) == encode(Heartbeat())
-        box.opening = False
+        box.is_opening = False
         ours.sendall(encode(Ping()))
-        assert box.messages.get(timeout=PATIENCE) == Ping()
-    assert box.messages.get(timeout=PATIENCE) is None
+        assert box.messages.get(timeout=TIMEOUT_SECONDS) == Ping()
+    assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
 
 
 class Watched:
     """An engine whose watchdog's time passes when the test says so."""
 
-    def __init__(self, order: Open, **how: Any) -> None:
-        self.turns, self.metrics = Turns(), Metrics()
-        self.engine = Engine("tiny", order, queue=8, pause=0.001, sleep=self.turns, **how)
-        self.engine.metrics = self.metrics.of("tiny")
-        self.engine.sight.metrics = self.metrics.sight
+    def __init__(self, order: OpenEngine, **how: Any) -> None:
+        self.turns, self.metrics = ManualClock(), ServerMetrics()
+        self.engine = EngineClient("tiny", order, max_waiting=8, restart_delay=0.001, sleep=self.turns, **how)
+        self.engine.metrics = self.metrics.for_engine("tiny")
+        self.engine.segment_client.metrics = self.metrics.segment
 
     async def __aenter__(self) -> Watched:
         self._task = asyncio.create_task(self.engine.run())
-        await self.engine.settled.wait()
-        assert self.engine.state is State.READY, self.engine.error
+        await self.engine.load_finished.wait()
+        assert self.engine.state is EngineState.READY, self.engine.error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -156,9 +168,9 @@ class Watched:
         await self._task
 
     async def answer(self, prompt: str) -> str:
-        ticket = self.engine.submit([self.engine.language.request(prompt, STORY)])
+        ticket = self.engine.submit([self.engine.text_processor.request(prompt, STORY)])
         await ticket.finish()
-        return ticket.dialogues[0].answer.outputs[0].text
+        return ticket.request_states[0].output.outputs[0].text
 
     def counted(self, reason: str) -> float:
         found = self.metrics.registry.get_sample_value(
@@ -173,33 +185,37 @@ def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(monkeypatch: p
     monkeypatch.setattr("sys.stderr", said)
 
     async def main() -> None:
-        launcher = Launcher()
+        launcher = ThreadLauncher()
         async with (
-            asyncio.timeout(PATIENCE),
-            Watched(Open("tiny", {}, {}, watchdog=LIMIT), start=launcher, read=language) as watched,
+            asyncio.timeout(TIMEOUT_SECONDS),
+            Watched(
+                OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT),
+                launch=launcher,
+                load_text_processor=ids_only_processor,
+            ) as watched,
         ):
             engine = watched.engine
-            first = engine.submit([ask(engine, (5, 6))])
+            first = engine.submit([make_request(engine, (5, 6))])
             await first.finish()
-            launcher.children[0].stepping.clear()
-            ticket = engine.submit([ask(engine, (5, 6))])
+            launcher.children[0].allow_steps.clear()
+            ticket = engine.submit([make_request(engine, (5, 6))])
             await watched.turns.spend(WITHIN)
-            assert engine.state is State.READY
+            assert engine.state is EngineState.READY
             watched.turns.grant(2)
             with pytest.raises(WorkerLost, match=r"^the engine tiny gave no sign of life for 4 s while it answered; "):
                 await ticket.finish()
-            assert engine.state is State.RESTARTING
-            with pytest.raises(NotReady):
-                engine.submit([ask(engine, (5, 6))])
-            await until(lambda: engine.state is State.READY)
+            assert engine.state is EngineState.RESTARTING
+            with pytest.raises(EngineNotReady):
+                engine.submit([make_request(engine, (5, 6))])
+            await wait_until(lambda: engine.state is EngineState.READY)
             assert engine.restarts == 1
             assert (watched.counted("hung"), watched.counted("ended")) == (1, 0)
-            second = engine.submit([ask(engine, (5, 6))])
+            second = engine.submit([make_request(engine, (5, 6))])
             await second.finish()
-            ids = [each.dialogues[0].answer.outputs[0].token_ids for each in (first, second)]
+            ids = [each.request_states[0].output.outputs[0].token_ids for each in (first, second)]
             assert ids[0] == ids[1]
 
-    with logs.to_stderr("warning"):
+    with json_logs.log_to_stderr("warning"):
         asyncio.run(main())
     told = [json.loads(line) for line in said.getvalue().splitlines()]
     assert [line["event"] for line in told] == ["worker hung", "worker ended"]
@@ -210,16 +226,20 @@ def test_a_long_step_just_under_the_limit_is_left_alone() -> None:
     """Also again and again: each sign of life begins the count anew."""
 
     async def main() -> None:
-        launcher = Launcher()
+        launcher = ThreadLauncher()
         async with (
-            asyncio.timeout(PATIENCE),
-            Watched(Open("tiny", {}, {}, watchdog=LIMIT), start=launcher, read=language) as watched,
+            asyncio.timeout(TIMEOUT_SECONDS),
+            Watched(
+                OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT),
+                launch=launcher,
+                load_text_processor=ids_only_processor,
+            ) as watched,
         ):
             engine = watched.engine
-            stepping = launcher.children[0].stepping
+            stepping = launcher.children[0].allow_steps
             for _ in range(3):
                 stepping.clear()
-                ticket = engine.submit([ask(engine, (5, 6))])
+                ticket = engine.submit([make_request(engine, (5, 6))])
                 await watched.turns.spend(WITHIN)
                 stepping.set()
                 await ticket.finish()
@@ -234,22 +254,26 @@ def test_an_engine_with_nothing_to_do_is_asked_and_answers() -> None:
 
     async def main() -> None:
         async with (
-            asyncio.timeout(PATIENCE),
-            Watched(Open("tiny", {}, {}, watchdog=LIMIT), start=Launcher(), read=language) as watched,
+            asyncio.timeout(TIMEOUT_SECONDS),
+            Watched(
+                OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT),
+                launch=ThreadLauncher(),
+                load_text_processor=ids_only_processor,
+            ) as watched,
         ):
             heard: list[None] = []
-            hear = watched.engine._hear
+            hear = watched.engine._handle
 
             def noted(message: Message) -> None:
                 if isinstance(message, Heartbeat):
                     heard.append(None)
                 hear(message)
 
-            watched.engine._hear = noted  # type: ignore[method-assign]
+            watched.engine._handle = noted  # type: ignore[method-assign]
             for _ in range(3 * WITHIN):
                 before = len(heard)
                 await watched.turns.spend(1)
-                await until(lambda: len(heard) > before)  # noqa: B023
+                await wait_until(lambda: len(heard) > before)  # noqa: B023
             assert watched.engine.restarts == 0
 
     asyncio.run(main())
@@ -257,13 +281,13 @@ def test_an_engine_with_nothing_to_do_is_asked_and_answers() -> None:
 
 async def bounded(work: Awaitable[None]) -> None:
     """A hang is a failure, not a run that never ends."""
-    async with asyncio.timeout(2 * PATIENCE):
+    async with asyncio.timeout(2 * TIMEOUT_SECONDS):
         await work
 
 
 async def gone(pids: list[int]) -> None:
     """Until none of these processes is there."""
-    await until(lambda: not any(alive(pid) for pid in pids))
+    await wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
 def alive(pid: int) -> bool:
@@ -279,7 +303,7 @@ def stop(pid: int) -> None:
 
 async def begun(watched: Watched, **request: Any) -> Any:
     """A long answer of which some is there."""
-    dialogue = watched.engine.language.request({"prompt": "Once upon a time", **request}, LONG)
+    dialogue = watched.engine.text_processor.request({"prompt": "Once upon a time", **request}, LONG)
     ticket = watched.engine.submit([dialogue])
     await ticket.fetch()
     return ticket
@@ -287,8 +311,8 @@ async def begun(watched: Watched, **request: Any) -> Any:
 
 async def stopped_in_an_answer(watched: Watched) -> Any:
     # however far the worker comes before it is stopped, its answer is not heard to the end
-    push = watched.engine._push
-    watched.engine._push = lambda token: push(token) if token.finish is None else None  # type: ignore[method-assign]
+    push = watched.engine._on_token
+    watched.engine._on_token = lambda token: push(token) if token.finish_reason is None else None  # type: ignore[method-assign]
     ticket = await begun(watched)
     stop(watched.engine.pid or 0)
     return ticket
@@ -302,21 +326,23 @@ def test_a_real_worker_that_hangs(stories: Path) -> None:
     """The same tokens as before come from the next one, which has the same memory."""
 
     async def main() -> None:
-        async with Watched(Open(str(stories), {}, RUN, watchdog=LIMIT), start=planted) as watched:
+        async with Watched(
+            OpenEngine(str(stories), {}, RUN, watchdog_seconds=LIMIT), launch=launch_hanging_worker
+        ) as watched:
             engine = watched.engine
-            expected, pages = await watched.answer("Once upon"), engine.facts.pages  # type: ignore[union-attr]
+            expected, pages = await watched.answer("Once upon"), engine.engine_info.num_pages  # type: ignore[union-attr]
             for count, fault in enumerate((stopped_in_an_answer, in_a_step_for_ever), 1):
                 pid = engine.pid or 0
                 ticket = await fault(watched)
                 watched.turns.grant(WITHIN + 2)
                 with pytest.raises(WorkerLost, match="no sign of life"):
                     await ticket.finish()
-                await until(lambda: engine.restarts == count)  # noqa: B023
+                await wait_until(lambda: engine.restarts == count)  # noqa: B023
                 assert not alive(pid)
-                await until(lambda: engine.state is State.READY)
-                assert engine.facts.pages == pages  # type: ignore[union-attr]
+                await wait_until(lambda: engine.state is EngineState.READY)
+                assert engine.engine_info.num_pages == pages  # type: ignore[union-attr]
                 assert watched.counted("hung") == count
-                engine.__dict__.pop("_push", None)
+                engine.__dict__.pop("_on_token", None)
                 assert await watched.answer("Once upon") == expected
 
     asyncio.run(bounded(main()))
@@ -326,51 +352,72 @@ def test_a_rank_that_is_stopped_while_nothing_runs(stories: Path) -> None:
     """The engine's process lives, but cannot answer for its rank; both are ended."""
 
     async def main() -> None:
-        order = Open(str(stories), {}, {**RUN, "tp": 2}, watchdog=LIMIT)
+        order = OpenEngine(str(stories), {}, {**RUN, "tp": 2}, watchdog_seconds=LIMIT)
         async with Watched(order) as watched:
             worker = watched.engine.pid or 0
             (rank,) = psutil.Process(worker).children()
             stop(rank.pid)
             watched.turns.grant(WITHIN + 2)
-            await until(lambda: watched.engine.restarts == 1)
+            await wait_until(lambda: watched.engine.restarts == 1)
             await gone([worker, rank.pid])
             assert watched.counted("hung") == 1
 
     asyncio.run(bounded(main()))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux, which ends a process with its parent")
+def test_a_rank_that_is_stopped_ends_with_a_worker_that_dies_by_itself(stories: Path) -> None:
+    """Nobody is left who knows of it, and it sees nothing itself."""
+
+    async def main() -> None:
+        order = OpenEngine(str(stories), {}, {**RUN, "tp": 2}, watchdog_seconds=0)
+        async with Watched(order) as watched:
+            worker = watched.engine.pid or 0
+            (rank,) = psutil.Process(worker).children()
+            stop(rank.pid)
+            os.kill(worker, signal.SIGKILL)
+            await gone([worker, rank.pid])
+            await wait_until(lambda: watched.engine.state is EngineState.READY and watched.engine.restarts == 1)
+
+    asyncio.run(bounded(main()))
+
+
 def test_a_worker_for_pictures_that_is_stopped(sam: Path) -> None:
     async def main() -> None:
-        async with Watched(Open(str(sam), {}, RUN, watchdog=LIMIT)) as watched:
+        async with Watched(OpenEngine(str(sam), {}, RUN, watchdog_seconds=LIMIT)) as watched:
             engine = watched.engine
-            look = Look(
-                "a", prompts=[{"points": [[9, 9]], "labels": [1], "box": None, "mask": None}], image=encoded(photo())
+            look = SegmentJob(
+                "a",
+                prompts=[{"points": [[9, 9]], "labels": [1], "box": None, "mask": None}],
+                image=encode_image(random_photo()),
             )
-            expected = (await engine.look(look).finish()).told["masks"]
+            expected = (await engine.segment(look).finish()).payload["masks"]
             pid = engine.pid or 0
             stop(pid)
-            glance = engine.look(look)
+            glance = engine.segment(look)
             watched.turns.grant(WITHIN + 2)
             with pytest.raises(WorkerLost, match="no sign of life"):
                 await glance.finish()
-            await until(lambda: engine.state is State.READY and engine.restarts == 1)
+            await wait_until(lambda: engine.state is EngineState.READY and engine.restarts == 1)
             assert not alive(pid)
-            assert (await engine.look(look).finish()).told["masks"] == expected
+            assert (await engine.segment(look).finish()).payload["masks"] == expected
 
     asyncio.run(bounded(main()))
 
 
 def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Path) -> None:
     async def main() -> None:
-        turns = Turns()
-        engine = Engine("tiny", Open(str(stories), {}, RUN, watchdog=LIMIT), queue=8, sleep=turns)
+        turns = ManualClock()
+        engine = EngineClient(
+            "tiny", OpenEngine(str(stories), {}, RUN, watchdog_seconds=LIMIT), max_waiting=8, sleep=turns
+        )
         task = asyncio.create_task(engine.run())
-        await until(lambda: engine.pid is not None)
+        await wait_until(lambda: engine.pid is not None)
         pid = engine.pid or 0
         stop(pid)
-        turns.grant(int(FIRST / TURN) + 2)
+        turns.grant(int(STARTUP_TIMEOUT / TURN) + 2)
         await task
-        assert engine.state is State.FAILED
+        assert engine.state is EngineState.FAILED
         assert engine.error == "the worker of tiny gave no sign of life for 300 s"
         assert not alive(pid)
 
@@ -380,14 +427,14 @@ def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Pat
 def test_a_server_with_a_worker_that_is_stopped(stories: Path) -> None:
     """By the clock, while nobody asks: 503, a line in the log, and the next request is served by another worker."""
     body = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 9}
-    with Serving(stories, "--watchdog-timeout", 5) as server:
-        expected = server.ask("/v1/completions", body)[1]["choices"][0]["text"]
+    with ServerProcess(stories, "--watchdog-timeout", 5) as server:
+        expected = server.request("/v1/completions", body)[1]["choices"][0]["text"]
         (worker,) = server.workers
         worker.suspend()
         assert server.wait(503)["engines"][0]["state"] == "restarting"
         assert server.wait(200)["engines"][0]["restarts"] >= 1
-        assert server.ask("/v1/completions", body)[1]["choices"][0]["text"] == expected
-        page = server.ask("/metrics")[1]
+        assert server.request("/v1/completions", body)[1]["choices"][0]["text"] == expected
+        page = server.request("/metrics")[1]
         assert 'modelmill:worker_restarts_total{model_name="stories",reason="hung"}' in page
         assert not worker.is_running()
         server.process.send_signal(signal.SIGTERM)

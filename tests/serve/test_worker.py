@@ -20,16 +20,25 @@ import pytest
 import torch
 
 from modelmill.core.errors import CapacityError, RequestError
-from modelmill.core.types import MEAN, Finish, Grammar, Request, SamplingParams, Token
+from modelmill.core.types import POOL_MEAN, FinishReason, Grammar, Request, SamplingParams, TokenOutput
 from modelmill.llm import LLM
-from modelmill.runtime.loop import Loop
-from modelmill.serve.engine import Engine, State
-from modelmill.serve.message import Abort, Add, Begun, Message, Open, Refused, Told, encode
-from modelmill.serve.ticket import WorkerLost
-from modelmill.serve.worker import Come, Inbox, Wire, Worker
-from tests.patience import PATIENCE
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.request_handle import WorkerLost
+from modelmill.serve.worker import Arrival, EngineWorker, Inbox, MessageChannel
+from modelmill.serve.worker_messages import (
+    AbortRequest,
+    AddRequest,
+    Message,
+    OpenEngine,
+    RequestRejected,
+    RequestStarted,
+    StepTokens,
+    encode,
+)
 from tests.runtime import tiny
-from tests.serve.local import Launcher, ask, served
+from tests.serve.thread_worker import ThreadLauncher, make_request, served_engine
+from tests.wait import TIMEOUT_SECONDS
 
 RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 8}
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -51,33 +60,33 @@ class Kept:
         self.send = self.sent.append
 
 
-def worked(loop: Loop, *said: Message | Come) -> list[Message]:
+def worked(loop: EngineCore, *said: Message | Arrival) -> list[Message]:
     """What a worker tells that is told all of this at once, until nothing is left to do."""
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for each in said:
         messages.put(each)
     step, wire = loop.step, Kept()
 
-    def last() -> list[Token]:
+    def last() -> list[TokenOutput]:
         told = step()
         if not loop.has_work:
             messages.put(None)
         return told
 
     loop.step = last  # type: ignore[method-assign]
-    Worker(loop, cast(Wire, wire), cast(Inbox, SimpleNamespace(messages=messages))).run()
+    EngineWorker(loop, cast(MessageChannel, wire), cast(Inbox, SimpleNamespace(messages=messages))).run()
     return wire.sent
 
 
-def slow(loop: Loop, clock: Clock, seconds: float) -> Loop:
+def slow(loop: EngineCore, clock: Clock, seconds: float) -> EngineCore:
     """Every step computes for so long, by the clock."""
-    launch = loop.runner.launch
+    launch = loop.model_runner.launch
 
     def late(plan: Any) -> Any:
         clock.now += seconds
         return launch(plan)
 
-    loop.runner.launch = late  # type: ignore[method-assign]
+    loop.model_runner.launch = late  # type: ignore[method-assign]
     return loop
 
 
@@ -92,29 +101,33 @@ def test_a_request_waits_until_its_first_step_begins(
 ) -> None:
     """What the step computes is no waiting; and one that ends in its first step has waited, too."""
     clock = Clock(monkeypatch)
-    loop = slow(tiny.loop(overlap=overlap), clock, 5.0)
-    pooling = MEAN if tokens == 0 else None
-    told = worked(loop, Come(request("a", tokens, pooling=pooling), clock.now - 2.0))
-    assert told[0] == Begun("a", 2.0), "before anything that was computed"
-    assert [each for each in told if isinstance(each, Begun)] == told[:1]
+    loop = slow(tiny.make_engine(overlap=overlap), clock, 5.0)
+    pooling = POOL_MEAN if tokens == 0 else None
+    told = worked(loop, Arrival(request("a", tokens, pooling=pooling), clock.now - 2.0))
+    assert told[0] == RequestStarted("a", 2.0), "before anything that was computed"
+    assert [each for each in told if isinstance(each, RequestStarted)] == told[:1]
     last = told[-1]
-    assert isinstance(last, Told)
-    assert last.tokens[-1].finish is Finish.LENGTH
+    assert isinstance(last, StepTokens)
+    assert last.tokens[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_who_has_to_wait_for_others_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who leaves meanwhile never began, and those behind him are told all the same."""
     clock = Clock(monkeypatch)
-    loop = slow(tiny.loop(max_num_seqs=1, overlap=False), clock, 5.0)
-    came = [Come(request(id, 2), clock.now) for id in "abcd"]
-    told = worked(loop, *came, Abort("c"))
-    assert [each for each in told if isinstance(each, Begun)] == [Begun("a", 0.0), Begun("b", 10.0), Begun("d", 20.0)]
+    loop = slow(tiny.make_engine(max_num_seqs=1, overlap=False), clock, 5.0)
+    came = [Arrival(request(id, 2), clock.now) for id in "abcd"]
+    told = worked(loop, *came, AbortRequest("c"))
+    assert [each for each in told if isinstance(each, RequestStarted)] == [
+        RequestStarted("a", 0.0),
+        RequestStarted("b", 10.0),
+        RequestStarted("d", 20.0),
+    ]
 
 
 def inbox(*said: Message) -> tuple[socket.socket, Inbox]:
     """A server's end of the socket, on which this was said, and the worker's inbox."""
     ours, theirs = socket.socketpair()
-    box = Inbox(Wire(theirs), lost=lambda: None)
+    box = Inbox(MessageChannel(theirs), on_server_gone=lambda: None)
     for each in said:
         ours.sendall(encode(each))
     return ours, box
@@ -130,13 +143,13 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
         clock.now += 7.0
         return "guide"
 
-    box.prepare = make
+    box.make_guide = make
     with ours:
-        ours.sendall(encode(Add(guided)))
-        assert box.messages.get(timeout=PATIENCE) == Come(guided, 100.0, cast(Any, "guide"))
-        ours.sendall(encode(Add(request("a", 3))))
-        assert box.messages.get(timeout=PATIENCE) == Come(request("a", 3), 107.0)
-    assert box.messages.get(timeout=PATIENCE) is None
+        ours.sendall(encode(AddRequest(guided)))
+        assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(guided, 100.0, cast(Any, "guide"))
+        ours.sendall(encode(AddRequest(request("a", 3))))
+        assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(request("a", 3), 107.0)
+    assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
 
 
 @pytest.mark.parametrize(
@@ -153,28 +166,28 @@ def test_a_grammar_that_cannot_be_made_is_refused(error: Exception, line: str) -
     def make(_: Request) -> Any:
         raise error
 
-    box.prepare = make
+    box.make_guide = make
     with ours:
-        ours.sendall(encode(Add(request("g", 3, grammar=Grammar("regex", "a")))))
-        come = box.messages.get(timeout=PATIENCE)
-        assert isinstance(come, Come)
-        assert worked(tiny.loop(), come, Come(request("a", 1), 0.0))[0] == Refused("g", line)
-    assert box.messages.get(timeout=PATIENCE) is None
+        ours.sendall(encode(AddRequest(request("g", 3, grammar=Grammar("regex", "a")))))
+        come = box.messages.get(timeout=TIMEOUT_SECONDS)
+        assert isinstance(come, Arrival)
+        assert worked(tiny.make_engine(), come, Arrival(request("a", 1), 0.0))[0] == RequestRejected("g", line)
+    assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
 
 
-def full(error: Exception) -> Callable[[], Loop]:
+def full(error: Exception) -> Callable[[], EngineCore]:
     """Makes a loop that has no memory for requests of a certain length."""
 
-    def make() -> Loop:
-        loop = tiny.loop()
-        add = loop.entry.add
+    def make() -> EngineCore:
+        loop = tiny.make_engine()
+        add = loop.input_processor.add
 
         def added(request: Request) -> None:
             if len(request.prompt) == 9:
                 raise error
             add(request)
 
-        loop.entry.add = added  # type: ignore[method-assign]
+        loop.input_processor.add = added  # type: ignore[method-assign]
         return loop
 
     return make
@@ -185,22 +198,22 @@ def test_memory_that_runs_out_before_a_step_ends_one_request(error: Exception) -
     """A picture is read where its request comes in: what does not fit is refused, everyone else is answered."""
 
     async def main() -> None:
-        async with served(Launcher(full(error))) as (engine, launcher), asyncio.timeout(PATIENCE):
-            other = engine.submit([ask(engine, (5, 6), max_tokens=60, ignore_eos=True)])
+        async with served_engine(ThreadLauncher(full(error))) as (engine, launcher), asyncio.timeout(TIMEOUT_SECONDS):
+            other = engine.submit([make_request(engine, (5, 6), max_tokens=60, ignore_eos=True)])
             with pytest.raises(CapacityError, match=r"^the engine has no memory left for this request; send"):
-                await engine.submit([ask(engine, (5,) * 9)]).finish()
+                await engine.submit([make_request(engine, (5,) * 9)]).finish()
             await other.finish()
-            assert len(other.dialogues[0].answer.outputs[0].token_ids) == 60
+            assert len(other.request_states[0].output.outputs[0].token_ids) == 60
             assert len(launcher.children) == 1
-            assert engine.state is State.READY
+            assert engine.state is EngineState.READY
 
     asyncio.run(main())
 
 
-async def opened(path: Path, **run: Any) -> tuple[Engine, asyncio.Task[None]]:
-    engine = Engine("stories", Open(str(path), {}, {**RUN, **run}), queue=8)
+async def opened(path: Path, **run: Any) -> tuple[EngineClient, asyncio.Task[None]]:
+    engine = EngineClient("stories", OpenEngine(str(path), {}, {**RUN, **run}), max_waiting=8)
     task = asyncio.create_task(engine.run())
-    await engine.settled.wait()
+    await engine.load_finished.wait()
     return engine, task
 
 
@@ -210,24 +223,24 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(stories: Path, monk
 
     async def main() -> None:
         engine, task = await opened(stories)
-        assert engine.state is State.READY, engine.error
-        first, pages = engine.pid, engine.facts.pages  # type: ignore[union-attr]
+        assert engine.state is EngineState.READY, engine.error
+        first, pages = engine.pid, engine.engine_info.num_pages  # type: ignore[union-attr]
         # however far the worker comes before it is killed, its answer is not heard to the end
-        push, heard = engine._push, itertools.count()
-        monkeypatch.setattr(engine, "_push", lambda token: push(token) if next(heard) < 3 else None)
-        ticket = engine.submit([engine.language.request("Once upon a time", LONG)])
+        push, heard = engine._on_token, itertools.count()
+        monkeypatch.setattr(engine, "_on_token", lambda token: push(token) if next(heard) < 3 else None)
+        ticket = engine.submit([engine.text_processor.request("Once upon a time", LONG)])
         await ticket.fetch()
         os.kill(first or 0, signal.SIGKILL)
         with pytest.raises(WorkerLost):
             await ticket.finish()
         monkeypatch.undo()
-        while engine.state is not State.READY:
+        while engine.state is not EngineState.READY:
             await asyncio.sleep(0.01)
         assert engine.pid != first
-        assert engine.facts.pages == pages  # type: ignore[union-attr]
-        ticket = engine.submit([engine.language.request("Once upon a time", params)])
+        assert engine.engine_info.num_pages == pages  # type: ignore[union-attr]
+        ticket = engine.submit([engine.text_processor.request("Once upon a time", params)])
         await ticket.finish()
-        assert ticket.dialogues[0].answer.outputs[0].text == expected
+        assert ticket.request_states[0].output.outputs[0].text == expected
         last = engine.pid
         await engine.close()
         await task
@@ -240,8 +253,8 @@ def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> None:
     async def main() -> None:
         engine, task = await opened(tmp_path / "none.engine")
         await task
-        assert engine.state is State.FAILED
-        assert engine.usage
+        assert engine.state is EngineState.FAILED
+        assert engine.is_usage_error
         assert engine.error == f"{tmp_path / 'none.engine'} does not exist; give an engine folder or a checkpoint"
         (tmp_path / "empty.engine").mkdir()
         engine, task = await opened(tmp_path / "empty.engine")
@@ -254,14 +267,15 @@ def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> None:
 
 PARENT = """
 import asyncio, sys
-from modelmill.serve.engine import Engine
-from modelmill.serve.message import Open
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.worker_messages import OpenEngine
 
 async def main():
-    engine = Engine("stories", Open(sys.argv[1], {}, {"device": "cpu", "threads": 1}), queue=8)
+    open_engine = OpenEngine(sys.argv[1], {}, {"device": "cpu", "threads": 1})
+    engine = EngineClient("stories", open_engine, max_waiting=8)
     task = asyncio.create_task(engine.run())
     if sys.argv[2] == "ready":
-        await engine.settled.wait()
+        await engine.load_finished.wait()
     while engine.pid is None:
         await asyncio.sleep(0.01)
     print(engine.pid, flush=True)
@@ -279,5 +293,5 @@ def test_a_worker_ends_with_its_server(stories: Path, when: str) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    psutil.wait_procs([worker], timeout=PATIENCE)
+    psutil.wait_procs([worker], timeout=TIMEOUT_SECONDS)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE

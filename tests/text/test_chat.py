@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError, TemplateError, TokenizerError
-from modelmill.text.chat import Limits, TemplateChat, load_chat, read_templates
+from modelmill.text.chat import TemplateChat, TemplateLimits, load_chat, read_templates
 from modelmill.text.tokenizer import load_tokenizer
 from tests.text.conftest import files_of, gguf_bpe, gguf_spm, hf_files
 
@@ -174,7 +174,7 @@ def test_the_tool_template_is_used_for_tools():
 def test_a_hostile_template_costs_one_line_and_the_request():
     tokenizer = load_tokenizer(hf_files())
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    chat = TemplateChat({"default": loop}, tokenizer, limits=Limits(seconds=0.2))
+    chat = TemplateChat({"default": loop}, tokenizer, limits=TemplateLimits(seconds=0.2))
     for _ in range(2):
         with pytest.raises(TemplateError, match="CPU"):
             chat.encode([{"role": "user", "content": "a"}])

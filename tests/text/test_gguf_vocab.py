@@ -36,9 +36,9 @@ def test_byte_level():
     ],
 )
 def test_pre_tokenizers_cut_as_their_models_do(pre, pieces):
-    from modelmill.text.gguf_vocab import SAME, _pre_tokenizer
+    from modelmill.text.gguf_vocab import PRE_TOKENIZER_ALIASES, _pre_tokenizer
 
-    cut = [piece for piece, _ in _pre_tokenizer(SAME.get(pre, pre)).pre_tokenize_str("ab 123   x")]
+    cut = [piece for piece, _ in _pre_tokenizer(PRE_TOKENIZER_ALIASES.get(pre, pre)).pre_tokenize_str("ab 123   x")]
     assert [piece.replace("Ġ", " ") for piece in cut] == pieces
 
 
@@ -69,7 +69,7 @@ def test_the_same_vocabulary_by_way_of_gguf(real, shared, name, pre):
 
 def test_sentencepiece():
     tokenizer = load_tokenizer(gguf_spm())
-    assert (tokenizer.kind, tokenizer.bos_id, tokenizer.eos_ids) == ("gguf-spm", 1, (2,))
+    assert (tokenizer.tokenizer_type, tokenizer.bos_id, tokenizer.eos_ids) == ("gguf-spm", 1, (2,))
     assert tokenizer.encode("hello") == [1, 263]
     assert load_tokenizer(gguf_spm(add_bos_token=False)).encode("hello") == [263]
     bare = load_tokenizer(gguf_spm(add_space_prefix=False))

@@ -25,11 +25,13 @@ def tokenizer(shared: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def guides(tokenizer: Tokenizer) -> grammars.Guides:
-    return grammars.Guides(tokenizer, tokenizer.vocab_size + 5, tokenizer.eos_ids)
+def guides(tokenizer: Tokenizer) -> grammars.GuideFactory:
+    return grammars.GuideFactory(tokenizer, tokenizer.vocab_size + 5, tokenizer.eos_ids)
 
 
-def walk(guides: grammars.Guides, tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 200) -> str | None:
+def walk(
+    guides: grammars.GuideFactory, tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 200
+) -> str | None:
     """Random allowed tokens until the end; None where it takes too long."""
     rng, guide, ids = random.Random(seed), guides.make(grammar, tokenizer.eos_ids), []
     for _ in range(most):
@@ -55,29 +57,29 @@ NOTHING = [
 
 
 @pytest.mark.parametrize(("kind", "text"), NOTHING)
-def test_what_has_no_text_is_refused(guides: grammars.Guides, tokenizer: Tokenizer, kind: str, text: str) -> None:
+def test_what_has_no_text_is_refused(guides: grammars.GuideFactory, tokenizer: Tokenizer, kind: str, text: str) -> None:
     with pytest.raises(RequestError, match="cannot be used"):
         guides.make(Grammar(kind, text), tokenizer.eos_ids)
 
 
-def test_an_empty_text_is_one(guides: grammars.Guides, tokenizer: Tokenizer) -> None:
+def test_an_empty_text_is_one(guides: grammars.GuideFactory, tokenizer: Tokenizer) -> None:
     guide = guides.make(Grammar("regex", "a?"), tokenizer.eos_ids)
     bits = guide.mask()
     assert bits[tokenizer.eos_ids[0] >> 3] >> (tokenizer.eos_ids[0] & 7) & 1
-    assert not guide.lost
+    assert not guide.failed
 
 
 def test_a_grammar_that_takes_too_much_work_is_lost_and_not_ended(
-    guides: grammars.Guides, tokenizer: Tokenizer
+    guides: grammars.GuideFactory, tokenizer: Tokenizer
 ) -> None:
     """What has been written by then is no text of it, whoever reads the answer has to know."""
     pattern = {"type": "string", "pattern": "^(.{1,80} ){1,50}$"}
     schema = {"type": "object", "properties": {"a": pattern}, "required": ["a"], "additionalProperties": False}
     rng, guide, ids = random.Random(0), guides.make(Grammar("json", json.dumps(schema)), tokenizer.eos_ids), []
-    while not guide.lost:
+    while not guide.failed:
         bits = guide.mask()
         allowed = [id for id in range(tokenizer.vocab_size) if bits[id >> 3] >> (id & 7) & 1]
-        if guide.lost:
+        if guide.failed:
             assert set(allowed) <= set(tokenizer.eos_ids)
             break
         assert tokenizer.eos_ids[0] not in allowed
@@ -89,7 +91,7 @@ def test_a_grammar_that_takes_too_much_work_is_lost_and_not_ended(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_walks_end_inside_the_grammar(guides: grammars.Guides, tokenizer: Tokenizer, seed: int) -> None:
+def test_random_walks_end_inside_the_grammar(guides: grammars.GuideFactory, tokenizer: Tokenizer, seed: int) -> None:
     pattern = r"(ab|cd)+-[0-9]{2}"
     text = walk(guides, tokenizer, Grammar("regex", pattern), seed)
     assert text is not None
@@ -102,7 +104,7 @@ def test_random_walks_end_inside_the_grammar(guides: grammars.Guides, tokenizer:
     assert 2 <= len(json.loads(found)) <= 3
 
 
-def test_a_copy_goes_its_own_way(guides: grammars.Guides, tokenizer: Tokenizer) -> None:
+def test_a_copy_goes_its_own_way(guides: grammars.GuideFactory, tokenizer: Tokenizer) -> None:
     guide = guides.make(Grammar("regex", "ab"), tokenizer.eos_ids)
     other = guide.copy()
     before = other.mask().copy()
@@ -111,7 +113,7 @@ def test_a_copy_goes_its_own_way(guides: grammars.Guides, tokenizer: Tokenizer) 
     assert (guide.mask() != before).any()
 
 
-def test_an_answer_without_an_end_is_refused(guides: grammars.Guides) -> None:
+def test_an_answer_without_an_end_is_refused(guides: grammars.GuideFactory) -> None:
     with pytest.raises(RequestError, match="end"):
         guides.make(Grammar("regex", "ab"), ())
 
@@ -127,7 +129,7 @@ def test_an_answer_without_an_end_is_refused(guides: grammars.Guides) -> None:
 )  # fmt: skip
 def test_what_is_no_grammar(kind: str, text: str) -> None:
     with pytest.raises(RequestError) as told:
-        grammars.check(Grammar(kind, text))
+        grammars.check_grammar(Grammar(kind, text))
     assert "\n" not in str(told.value)
     assert len(str(told.value)) < 400
 
@@ -138,7 +140,7 @@ def test_a_panic_of_the_library_is_a_refusal() -> None:
     text = json.dumps(schema, ensure_ascii=False)
     for shift in range(4):
         with pytest.raises(RequestError) as told:
-            grammars.check(Grammar("json", text.replace("$ref", "$ref" + "x" * shift)))
+            grammars.check_grammar(Grammar("json", text.replace("$ref", "$ref" + "x" * shift)))
         assert len(str(told.value)) < 400
 
 
@@ -153,7 +155,7 @@ ANY = st.recursive(LEAVES, lambda of: st.lists(of, max_size=3) | st.dictionaries
 def test_any_object_is_a_schema_or_refused_in_a_line(schema: dict[str, Any]) -> None:
     said = ""
     try:
-        grammars.check(Grammar("json", json.dumps(schema)))
+        grammars.check_grammar(Grammar("json", json.dumps(schema)))
     except RequestError as error:
         said = str(error)
     assert "\n" not in said

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.core.types import Request, SamplingParams, Token
-from modelmill.dialogue import Dialogue
-from modelmill.text.image_chat import ImageChat, Questions, load_image_chat
+from modelmill.core.types import Request, SamplingParams, TokenOutput
+from modelmill.request_state import RequestState
+from modelmill.text.image_chat import Blip2Chat, ImageChat, load_image_chat
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -45,7 +45,7 @@ def test_the_published_prompt(chat: ImageChat, tokenizer: Tokenizer, shared: Pat
         " Please answer my questions.###Human: <Img>"
     )
     after = "</Img> What is this?###Assistant:"
-    ids, pictures = chat.place([user(PICTURE, "What is this?")])
+    ids, pictures = chat.encode_with_images([user(PICTURE, "What is this?")])
     head = [1, *plain.encode(before)]
     assert ids == [*head, *[0] * 32, *plain.encode(after)]
     assert [position for position, _ in pictures] == [len(head)]
@@ -54,7 +54,7 @@ def test_the_published_prompt(chat: ImageChat, tokenizer: Tokenizer, shared: Pat
 
 def test_what_a_user_types_is_text(chat: ImageChat) -> None:
     """Marks and control tokens in a message place no picture and end nothing."""
-    ids, pictures = chat.place([{"role": "user", "content": "<ImageHere> <s> </s>"}])
+    ids, pictures = chat.encode_with_images([{"role": "user", "content": "<ImageHere> <s> </s>"}])
     assert not pictures
     assert ids.count(1) == 1
     assert 2 not in ids
@@ -88,14 +88,14 @@ def test_without_the_question_to_go_on(chat: ImageChat) -> None:
     ],
 )
 def test_wrong_messages(tokenizer: Tokenizer, messages: Any, says: str) -> None:
-    for chat in (ImageChat(tokenizer, 32), Questions(tokenizer, 32)):
+    for chat in (ImageChat(tokenizer, 32), Blip2Chat(tokenizer, 32)):
         with pytest.raises(RequestError, match=says):
-            chat.place(messages)
+            chat.encode_with_images(messages)
 
 
 def test_questions_have_the_pictures_in_front(tokenizer: Tokenizer) -> None:
     """As the paper asks: pictures, BOS, "Question: … Answer:"; nothing is asked about a picture without words."""
-    chat = Questions(tokenizer, 3)
+    chat = Blip2Chat(tokenizer, 3)
     talk = [
         {"role": "system", "content": "Be brief."},
         user("What is", PICTURE, "this? "),
@@ -104,11 +104,11 @@ def test_questions_have_the_pictures_in_front(tokenizer: Tokenizer) -> None:
     ]
     said = "Be brief. Question: What is\nthis? Answer: A dog. Question: And this? Answer:"
     assert chat.render(talk) == "<ImageHere><ImageHere>" + said
-    ids, pictures = chat.place(talk)
+    ids, pictures = chat.encode_with_images(talk)
     assert ids == [0] * 6 + tokenizer.encode(said, bos=True)
     assert [position for position, _ in pictures] == [0, 3]
     assert chat.render(talk, add_generation_prompt=False).endswith("Question: And this?")
-    assert chat.place([user(PICTURE)])[0] == [0] * 3 + tokenizer.encode("", bos=True)
+    assert chat.encode_with_images([user(PICTURE)])[0] == [0] * 3 + tokenizer.encode("", bos=True)
 
 
 def test_no_tools_and_no_options(chat: ImageChat) -> None:
@@ -129,15 +129,15 @@ def test_a_file_that_says_something_else(tokenizer: Tokenizer, file: bytes) -> N
 
 def answered(tokenizer: Tokenizer, chat: ImageChat, ids: list[int]) -> tuple[str, list[int], bool]:
     """(text, ids that were taken, whether a stop ended it) of an answer that would be ``ids``."""
-    params = SamplingParams(stop=chat.stop_strings).resolved({})
-    dialogue = Dialogue(Request(id="a", prompt=(1,), params=params), None, tokenizer)
+    params = SamplingParams(stop=chat.stop_strings).with_defaults({})
+    dialogue = RequestState(Request(id="a", prompt=(1,), params=params), None, tokenizer)
     text = ""
     for id in ids:
-        delta, stopped = dialogue.push(Token("a", 0, id))
+        delta, stopped = dialogue.process(TokenOutput("a", 0, id))
         text += delta.text
         if stopped:
-            return text, dialogue.answer.outputs[0].token_ids, True
-    return text, dialogue.answer.outputs[0].token_ids, False
+            return text, dialogue.output.outputs[0].token_ids, True
+    return text, dialogue.output.outputs[0].token_ids, False
 
 
 HASH, DOUBLE, TRIPLE = 29937, 2277, 835

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.text.messages import checked
+from modelmill.text.messages import validate_messages
 
 
 def test_parts_become_one_text_and_arguments_objects():
@@ -15,7 +15,7 @@ def test_parts_become_one_text_and_arguments_objects():
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": "r", "tool_call_id": "1"},
     ]
-    assert checked(given) == [
+    assert validate_messages(given) == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\nb"},
         {
@@ -66,12 +66,12 @@ WRONG = [
 @pytest.mark.parametrize("messages", WRONG, ids=range(len(WRONG)))
 def test_wrong_messages_are_requests_errors(messages):
     with pytest.raises(RequestError) as caught:
-        checked(messages)
+        validate_messages(messages)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ['{"x": NaN}', '{"x": 1e400}', '{"x": ' + "[" * 300 + "]" * 300 + "}", "{", "3"])
 def test_arguments_that_no_template_could_write_stay_the_text_that_the_model_wrote(text):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
-    (found,) = checked([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    (found,) = validate_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert found["tool_calls"][0]["function"]["arguments"] == text

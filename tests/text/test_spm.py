@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.spm_proto import Piece, SpmModel, read_model, without_prefix, write_model
+from modelmill.text.spm_proto import SpmModel, SpmPiece, read_model, without_dummy_prefix, write_model
 from modelmill.text.tokenizer import load_tokenizer
 from tests.text.conftest import spm_rows
 
@@ -72,16 +72,16 @@ def test_pieces_json_is_the_llama2c_vocabulary(real):
 
 
 def small() -> SpmModel:
-    return SpmModel([Piece(*row) for row in spm_rows()])
+    return SpmModel([SpmPiece(*row) for row in spm_rows()])
 
 
 def test_a_written_model_reads_back_and_loads():
     data = write_model(small())
     assert read_model(data, "x") == small()
-    assert not read_model(without_prefix(data), "x").dummy_prefix
+    assert not read_model(without_dummy_prefix(data), "x").dummy_prefix
     processor = sentencepiece.SentencePieceProcessor(model_proto=data)
     assert processor.encode("hello", out_type=str) == ["▁hello"]
-    bare = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(data))
+    bare = sentencepiece.SentencePieceProcessor(model_proto=without_dummy_prefix(data))
     assert bare.encode("hello", out_type=str) == ["h", "el", "lo"]
 
 

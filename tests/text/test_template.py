@@ -8,13 +8,13 @@ import time
 import pytest
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.template import Limits, RefusedMessages, TemplateProcess
-from tests.patience import soon
+from modelmill.text.template import RefusedMessages, TemplateLimits, TemplateProcess
+from tests.wait import time_limit
 
 
 @pytest.fixture(scope="module")
 def process():
-    process = TemplateProcess(Limits(seconds=0.3, memory=256 << 20, output=100_000))
+    process = TemplateProcess(TemplateLimits(seconds=0.3, memory=256 << 20, output=100_000))
     yield process
     process.close()
 
@@ -58,7 +58,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_templates_are_one_line_and_the_next_one_works(process, case):
-    with soon(), pytest.raises(TemplateError) as caught:
+    with time_limit(), pytest.raises(TemplateError) as caught:
         process.render(HOSTILE[case], {"x": [1]})
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
@@ -134,7 +134,7 @@ def test_threads_take_turns(process):
 
 
 def test_large_messages_pass(process):
-    big = TemplateProcess(Limits(output=3 << 20))
+    big = TemplateProcess(TemplateLimits(output=3 << 20))
     text = "é" * (2 << 20)
     assert big.render("{{ x }}", {"x": text}) == text
     big.close()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text import tiktoken_qwen
-from modelmill.text.tiktoken_qwen import compose
+from modelmill.text.tiktoken_qwen import normalize_nfc
 from modelmill.text.tokenizer import load_tokenizer
 
 
@@ -30,13 +30,13 @@ def test_control_tokens_and_sizes(real):
 @settings(deadline=None)
 @given(st.text(max_size=40) | st.text(alphabet="ae\u0301\u0323\u0344각\u1100\u1161", max_size=40))
 def test_composing_is_nfc(text):
-    assert compose(text) == unicodedata.normalize("NFC", text)
+    assert normalize_nfc(text) == unicodedata.normalize("NFC", text)
 
 
 def test_long_runs_of_marks_are_composed_in_parts():
     text = "a" + "\u0301\u0323" * 600 + " e\u0301"
-    assert len(compose(text)) == len(text) - 2  # ạ and é
-    assert compose(text).endswith(" é")
+    assert len(normalize_nfc(text)) == len(text) - 2  # ạ and é
+    assert normalize_nfc(text).endswith(" é")
 
 
 def test_blank_runs_are_cut_only_where_the_library_gives_up(real, monkeypatch):
@@ -46,7 +46,7 @@ def test_blank_runs_are_cut_only_where_the_library_gives_up(real, monkeypatch):
     assert whole == real("qwen2.5").encode(text)
     million = " " * 300_000 + "b"
     assert tokenizer.decode(tokenizer.encode(million)) == million
-    assert tiktoken_qwen.LONGEST_BLANK >= 10_000
+    assert tiktoken_qwen.MAX_BLANK_RUN >= 10_000
 
 
 ALL = "".join(f"{__import__('base64').b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))

@@ -84,7 +84,7 @@ def test_token_bytes_are_the_bytes_of_the_text(real, name, text):
     tokenizer = real(name)
     ids = tokenizer.encode(text, bos=False)
     whole = b"".join(map(tokenizer.token_bytes, ids))
-    opening = tokenizer.opening_bytes(ids[0]) if ids else b""
+    opening = tokenizer.first_token_bytes(ids[0]) if ids else b""
     assert opening + whole[len(tokenizer.token_bytes(ids[0])) if ids else 0 :] == tokenizer.decode(ids).encode()
 
 
@@ -136,9 +136,11 @@ def test_bombs_on_the_larger_vocabularies(real, name, bomb):
 def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
     """Split whole, a megabyte of digits would take hundreds: it is refused after what is too much already."""
     tokenizer, split = real(name), []
-    whole = tokenizer._ordinary
-    monkeypatch.setattr(tokenizer, "_ordinary", lambda text, start: split.append(len(text)) or whole(text, start))
-    monkeypatch.setattr(tokenizer, "most", 3000)
+    whole = tokenizer._encode_ordinary
+    monkeypatch.setattr(
+        tokenizer, "_encode_ordinary", lambda text, start: split.append(len(text)) or whole(text, start)
+    )
+    monkeypatch.setattr(tokenizer, "max_tokens", 3000)
     with pytest.raises(TokenizerError, match="the prompt has more than 3000 tokens; shorten it"):
         tokenizer.encode("7 " * 500_000)
     assert max(split) <= 16384
@@ -181,7 +183,7 @@ def test_check_against_the_embedding():
 
 def test_kinds():
     files = [hf_files(), gguf_bpe(), gguf_spm()]
-    assert [load_tokenizer(each).kind for each in files] == ["hf", "gguf-bpe", "gguf-spm"]
+    assert [load_tokenizer(each).tokenizer_type for each in files] == ["hf", "gguf-bpe", "gguf-spm"]
 
 
 def test_bos_must_exist():

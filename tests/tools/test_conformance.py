@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tools.conformance import __main__ as conformance
-from tools.conformance import canary, comply, report, same_text, schema, suite
-from tools.conformance.suite import Case, Result
+from tools.conformance import compat_canary, llm_comply, openapi_schema, report, suite, text_equality
+from tools.conformance.suite import FailedCheck, SuiteResult
 
 
 @pytest.fixture
@@ -20,13 +20,15 @@ def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     runs: list[str] = []
 
     def make(name: str, result: Any) -> Any:
-        def run(base_url: str, model: str, out: Path) -> Result:
+        def run(base_url: str, model: str, out: Path) -> SuiteResult:
             assert (base_url, model) == ("http://x/v1", "m")
             assert out.is_dir()
             runs.append(name)
             if isinstance(result, Exception):
                 raise result
-            return Result(**json.loads(json.dumps(result)) | {"failed": [Case(*each) for each in result["failed"]]})
+            return SuiteResult(
+                **json.loads(json.dumps(result)) | {"failed": [FailedCheck(*each) for each in result["failed"]]}
+            )
 
         source = tmp_path / f"{name}.py"
         source.write_text("")
@@ -89,14 +91,14 @@ def test_what_has_not_run_is_said(suites: Any) -> None:
 
 
 def test_nothing_checked_is_not_green() -> None:
-    assert not Result(0).ok
-    assert Result(1).ok
-    assert not Result(5, [Case("a", "b")]).ok
+    assert not SuiteResult(0).ok
+    assert SuiteResult(1).ok
+    assert not SuiteResult(5, [FailedCheck("a", "b")]).ok
 
 
 def test_the_real_suites_have_what_is_asked_of_them() -> None:
     found = conformance.find_suites()
-    assert {"openai_client", "comply", "canary", "schema"} <= found.keys()
+    assert {"openai_client", "llm_comply", "compat_canary", "openapi_schema"} <= found.keys()
     for module in found.values():
         assert module.TITLE
         assert module.PACKAGE
@@ -104,7 +106,7 @@ def test_the_real_suites_have_what_is_asked_of_them() -> None:
 
 
 def test_results_survive_their_file(tmp_path: Path) -> None:
-    result = Result(3, [Case("a", "ü")], [Case("b", "c")], {"d": "e"}, ["f"], "1", digest="x")
+    result = SuiteResult(3, [FailedCheck("a", "ü")], [FailedCheck("b", "c")], {"d": "e"}, ["f"], "1", digest="x")
     suite.store(result, tmp_path / "r.json")
     assert suite.load(tmp_path / "r.json") == result
     assert suite.load(tmp_path / "r.json", "x") == result
@@ -122,7 +124,7 @@ def test_cases_of_a_schemathesis_report() -> None:
     good = {"name": "no_5xx", "status": "success"}
     bad = {"name": "fits", "status": "failure", "failure_info": {"failure": {"message": "it\ndoes not"}}}
     lines = [json.dumps({"PhaseStarted": {}}), event([good], 200), event([good, bad], 500), event([good], None)]
-    found = schema.read(lines)
+    found = openapi_schema.read(lines)
     assert found.passed == 1
     assert [case.name for case in found.failed] == ["GET /x: fits", "GET /x: an answer", "enough cases"]
     assert "does not" in found.failed[0].reason
@@ -131,9 +133,9 @@ def test_cases_of_a_schemathesis_report() -> None:
 
 @pytest.mark.parametrize(("response", "told"), [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)])
 def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, told: int) -> None:
-    found = Result(0)
+    found = SuiteResult(0)
     each = SimpleNamespace(status=SimpleNamespace(value="passed"), response=response, warnings=[], errors=[])
-    comply._take(found, "open-responses: compact-response", each)
+    llm_comply._collect(found, "open-responses: compact-response", each)
     assert found.passed == 1
     assert len(found.notes) == told
 
@@ -147,34 +149,34 @@ def test_every_way_of_asking_begins_with_no_prefix_known(monkeypatch: pytest.Mon
 
     text = SimpleNamespace(outputs=[SimpleNamespace(text="text")])
     llm = SimpleNamespace(chat=lambda talk, *_, **__: [text] * (len(talk) if isinstance(talk, list) else 1))
-    monkeypatch.setattr(same_text, "_said", said)
+    monkeypatch.setattr(text_equality, "_answer_text", said)
     monkeypatch.setattr("modelmill.llm.LLM", lambda *_, **__: SimpleNamespace(chat=llm.chat, close=lambda: None))
-    found = same_text.measure("http://x/v1", "m", Path("e"), [{"messages": "a"}, {"messages": "b"}])
-    assert found == {**dict.fromkeys(same_text.WAYS, 2), "HTTP, streamed": 1}
-    assert dict(asked) == {way: "streamed" in way for way in same_text.WAYS[:4]}
+    found = text_equality.measure("http://x/v1", "m", Path("e"), [{"messages": "a"}, {"messages": "b"}])
+    assert found == {**dict.fromkeys(text_equality.REQUEST_MODES, 2), "HTTP, streamed": 1}
+    assert dict(asked) == {way: "streamed" in way for way in text_equality.REQUEST_MODES[:4]}
 
 
 def test_a_canary_that_warns_has_not_passed() -> None:
     results = [{"id": str(i), "status": s, "summary": "x"} for i, s in enumerate(("pass", "warn", "fail"))]
-    found = canary.read({"results": results, "score": 50})
+    found = compat_canary.read({"results": results, "score": 50})
     assert (found.passed, [case.name for case in found.failed]) == (1, ["1", "2"])
 
 
 def test_steering_keeps_what_is_wrong_wrong() -> None:
     pytest.importorskip("schemathesis")
-    from tools.conformance._steer import plain, steer
+    from tools.conformance._schemathesis_hooks import drop_exclusive_fields, set_model_and_limits
 
     body: dict[str, Any] = {"model": 3, "max_tokens": -1, "n": 500}
-    steer(body, "/v1/completions", "m")
+    set_model_and_limits(body, "/v1/completions", "m")
     assert body == {"model": 3, "max_tokens": -1, "n": 500}
     body = {"model": "x", "max_tokens": 900, "n": 9, "logprobs": 3, "tools": []}
-    plain(body, "/v1/completions")
-    steer(body, "/v1/completions", "m")
+    drop_exclusive_fields(body, "/v1/completions")
+    set_model_and_limits(body, "/v1/completions", "m")
     assert body == {"model": "m", "max_tokens": 2, "n": 2, "prompt": "A fruit is"}
 
 
 def test_the_page_is_a_table() -> None:
-    text = report.render({"a": ("What a does", Result(1, version="2", package="p", date="today"))}, "one core")
+    text = report.render({"a": ("What a does", SuiteResult(1, version="2", package="p", date="today"))}, "one core")
     assert "| [a](#a) | What a does | p 2 | 1 | 0 | 0 | today |" in text
     assert "## a" in text
     assert "`python -m tools.conformance --only a`: 0 s on one core, today; p 2" in text

@@ -68,3 +68,28 @@ def test_what_builds_the_wheel_needs_nothing_that_is_not_installed() -> None:
             if isinstance(node, (ast.Import, ast.ImportFrom))
         }
         assert not imported & {"modelmill", "torch", "numpy"}, path
+
+
+def test_what_the_build_reads_of_the_package_is_there() -> None:
+    """setup.py imports one module by its path and nothing checks its types: a rename there stops every installation."""
+    setup = ast.parse((ROOT / "setup.py").read_text())
+    module = ROOT / "modelmill/ops/cpu/prebuilt.py"
+    called = {
+        node.attr
+        for node in ast.walk(setup)
+        if isinstance(node, ast.Attribute)
+        and (
+            (isinstance(node.value, ast.Name) and node.value.id == "prebuilt")
+            or (isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "_prebuilt")
+        )
+    }
+    assert called, "setup.py asks that module something"
+    assert called <= names_defined(ast.parse(module.read_text()))
+
+
+def names_defined(tree: ast.Module) -> set[str]:
+    """Functions, classes and constants at the top of a module."""
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+    return functions | {t.id for t in targets if isinstance(t, ast.Name)}

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.targets import TARGETS
-from modelmill.ops import shelf
+from modelmill.ops import registry
 from tools.performance import page, plots, tables
 from tools.performance.__main__ import main
-from tools.performance.cards import cards
-from tools.performance.every_op import HOST, every_op
-from tools.performance.pictures import pictures
-from tools.performance.rows import Measured, cpu_groups, ideas, kernels, line_of, read_rows
+from tools.performance.cards_table import cards_table
+from tools.performance.minigpt4_table import minigpt4_table
+from tools.performance.ops_table import HOST_OPS, ops_table
+from tools.performance.rows import MeasuredFigure, cpu_groups, kernels, make_target_line, read_rows, rows_by_state
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = "modelmill bench latency qwen7b.engine"
@@ -51,7 +51,7 @@ def cpu(ours: float, ratio: float, note: str = "", prompt: int = 16) -> dict[str
 
 
 def test_the_committed_page_is_what_the_rows_and_the_story_give() -> None:
-    assert page.stale(ROOT) == [], "run `make performance` and commit what it writes"
+    assert page.stale_files(ROOT) == [], "run `make performance` and commit what it writes"
 
 
 def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
@@ -66,13 +66,13 @@ def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
         for more in ({"weights": "uniform"}, {"tried": "x"})
     ]
     rows += [row("modelmill", 9.0, 1) | {"date": "2026-01-01", "run": "an older one"}]
-    heads, _, uniform, normal = cards(rows)
+    heads, _, uniform, normal = cards_table(rows)
     assert heads.count("card") == 2
     assert "| uniform" in uniform
     assert uniform.endswith("| 84 | 0.950 |  | 84.0 | **83.97** reached |")
     assert "| normal" in normal
     assert normal.endswith("| 83.0 / 100 = 0.830 | 85.5 / 90.0 = 0.950 | **84.2** missed |")
-    line = line_of("first-4096", rows)
+    line = make_target_line("first-4096", rows)
     assert line.ours is not None
     assert line.ours.value == 1.0, "cards, other draws and what was tried are other lines"
 
@@ -85,21 +85,21 @@ def test_every_op_has_a_line_with_its_largest_cases() -> None:
     rows = [row("small", 10.0, "memory"), row("large", 30.0, "memory", gbps=500.0), row("large", 20.0, "memory")]
     rows += [row("large", 99.0, "memory", variant="torch", chosen=False), row("wide", 4.0, "products")]
     rows += [row("half", 900.0, "memory", dtype="float16"), row("other", 900.0, "memory", chosen=False)]
-    library = row("library", 8.0, "products", variant="torch", op="add_linear")
+    library = row("library", 8.0, "products", variant="torch", op="linear_add")
     bare = {
         name: value
         for name, value in row("bare", 5.0, "memory", op="sample", dtype="float32").items()
         if name != "fraction"
     }
-    rows += [library, bare | {"bound": None}, row("tiny", 1.0, "memory", op="add_linear")]
+    rows += [library, bare | {"bound": None}, row("tiny", 1.0, "memory", op="linear_add")]
     rows += [row("tiny", 1.0, "memory", op="gelu")]
-    lines = {line.split("|")[1].strip() or "more": line for line in every_op(rows)}
+    lines = {line.split("|")[1].strip() or "more": line for line in ops_table(rows)}
     assert lines["linear"].endswith("| large | cuda | 20.0 | 1.00 | 100 | memory | **0.50** | 99.0 | 2026-01-02 |")
     assert "| wide | cuda | 4.00 |" in lines["more"]
-    assert "| library | torch | 8.00 |" in lines["add_linear"], "what the shelf leaves to a library has its line"
+    assert "| library | torch | 8.00 |" in lines["linear_add"], "what the shelf leaves to a library has its line"
     assert "| tiny |" in lines["gelu"], "there is no other"
     assert "| bare | cuda | 5.00 |" in lines["sample"]
-    assert set(lines) - {"more", "op", "---"} == {*shelf.OPS, *shelf.SPANS} - set(HOST)
+    assert set(lines) - {"more", "op", "---"} == {*registry.OPS, *registry.FUSED_OPS} - set(HOST_OPS)
     assert lines["rms_norm"] == "| rms_norm |" + " – |" * 9, "what was not measured is seen to be so"
 
 
@@ -114,12 +114,12 @@ def test_rows_are_read_in_order_and_a_broken_line_is_named(tmp_path: Path) -> No
 
 
 def test_without_a_peer_the_newest_row_counts_and_the_oldest_was_first() -> None:
-    line = line_of(
+    line = make_target_line(
         "decode-1x128", [bench(4.2, "01"), bench(3.7, "03"), bench(3.9, "02"), bench(9.0, "04", prompt=4096)]
     )
     assert line.ours is not None
     assert line.first is not None
-    assert (line.ours.value, line.first.value, line.beside, line.peers) == (3.7, 4.2, None, {})
+    assert (line.ours.value, line.first.value, line.beside_peer, line.peers) == (3.7, 4.2, None, {})
 
 
 def test_peers_come_from_the_newest_run_that_has_both_and_ours_from_the_newest() -> None:
@@ -128,15 +128,15 @@ def test_peers_come_from_the_newest_run_that_has_both_and_ours_from_the_newest()
         table("modelmill", 3.6, "b", "06"), table("vLLM", 4.8, "b", "06"),
         table("modelmill", 3.5, "c", "07"), table("modelmill", 0.5, "d", "08", layers=2), table("vLLM", 1, "d", "08"),
     ]  # fmt: skip
-    line = line_of("decode-1x128", [*rows, bench(3.4, "09")])
+    line = make_target_line("decode-1x128", [*rows, bench(3.4, "09")])
     assert line.ours is not None
-    assert line.beside is not None
-    assert (line.ours.value, line.beside.value, line.peers["vLLM"].value) == (3.5, 3.6, 4.8)
+    assert line.beside_peer is not None
+    assert (line.ours.value, line.beside_peer.value, line.peers["vLLM"].value) == (3.5, 3.6, 4.8)
 
 
 def test_runs_with_other_options_are_other_figures() -> None:
     rows = [bench(3.7, "01"), bench(2.1, "02", command=f"{BENCH} --tp 2"), bench(2.2, "03", subject="transformers")]
-    line = line_of("decode-1x128", rows)
+    line = make_target_line("decode-1x128", rows)
     assert line.ours is not None
     assert line.ours.value == 3.7
 
@@ -154,27 +154,27 @@ def test_runs_with_other_options_are_other_figures() -> None:
     ],
 )
 def test_each_kind_of_work_finds_its_rows(work: str, row: dict[str, Any]) -> None:
-    found = {name for name in TARGETS if line_of(name, [row]).ours is not None}
+    found = {name for name in TARGETS if make_target_line(name, [row]).ours is not None}
     assert found == {work}
 
 
 def test_a_speed_line_shows_target_spread_peer_and_ratio() -> None:
     rows = [bench(4.2, "01"), table("modelmill", 3.7, "b", "06"), table("vLLM", 4.84, "b", "06")]
-    line = next(line for line in tables.speed(rows) if "prompt 128 |" in line)
+    line = next(line for line in tables.speed_table(rows) if "prompt 128 |" in line)
     assert line == (
         "| decode, batch 1, prompt 128 | ms/token | 3.34 | 3.8 | 4.20 | **3.70** (3.60 … 3.80) | reached "
         "| ours 3.70, vLLM 0.25.1 4.84 (4.74 … 4.94) | **1.31** | 0.785 | **0.764** |"
     )
     slower = [table("modelmill", 3.7, "b", "06"), table("vLLM", 4.6, "b", "06")]
-    assert any(line.endswith("| 0.785 | **0.804** missed |") for line in tables.speed(slower))
-    missed = next(line for line in tables.speed([bench(4.2, "01")]) if "prompt 128 |" in line)
+    assert any(line.endswith("| 0.785 | **0.804** missed |") for line in tables.speed_table(slower))
+    missed = next(line for line in tables.speed_table([bench(4.2, "01")]) if "prompt 128 |" in line)
     assert "| missed |" in missed
-    assert all(line.count("|") == tables.speed(rows)[0].count("|") for line in tables.speed(rows))
+    assert all(line.count("|") == tables.speed_table(rows)[0].count("|") for line in tables.speed_table(rows))
 
 
 def test_ratios_are_of_one_run_only() -> None:
     rows = [table("vLLM", 4.84, "other", "05"), table("modelmill", 3.7, "b", "06")]
-    assert not any("vLLM" in line for line in tables.speed(rows))
+    assert not any("vLLM" in line for line in tables.speed_table(rows))
 
 
 def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
@@ -184,7 +184,7 @@ def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
         {**decode, "tp": 1, "value": 3.6}, {**decode, "tp": 2, "value": 2.4}, {**decode, "value": 9.9},
         {**total, "tp": 2, "value": 2.86, "nccl_us": 11.3},
     ]  # fmt: skip
-    assert tables.gpus(rows) == [
+    assert tables.gpus_table(rows) == [
         "| work | 1 GPU | 2 GPUs |",
         "|---|---|---|",
         "| one step, a graph, batch 1, 128 tokens held, ms | 3.60 | 2.40 (**1.50** ×) |",
@@ -201,8 +201,8 @@ def test_numbers_have_three_digits_that_count(value: float, text: str) -> None:
 
 def test_a_figure_just_above_its_target_does_not_look_like_it() -> None:
     row = bench(29.0152, "01", figure="throughput.seconds", command="modelmill bench throughput --trace t.csv")
-    assert "| 29 | – | **29.02** | missed |" in tables.speed([row])[2]
-    assert "| **28.9** | reached |" in tables.speed([row | {"value": 28.94}])[2]
+    assert "| 29 | – | **29.02** | missed |" in tables.speed_table([row])[2]
+    assert "| **28.9** | reached |" in tables.speed_table([row | {"value": 28.94}])[2]
 
 
 def test_the_newest_row_of_each_kernel_counts_and_references_are_left_out() -> None:
@@ -220,8 +220,8 @@ def test_states_are_compared_within_a_run_and_a_work() -> None:
         {**step, "state": "before", "run": "one", "value": 4.0}, {**step, "state": "after", "run": "one", "value": 3.0},
         {**step, "state": "alone", "run": "two", "value": 3.5}, {**step, "value": 9.0},
     ]  # fmt: skip
-    assert list(ideas(rows)) == [("one", "decode, batch 1, context 128")]
-    found = plots.states(rows)
+    assert list(rows_by_state(rows)) == [("one", "decode, batch 1, context 128")]
+    found = plots.code_states(rows)
     assert [label for label, _ in found] == ["decode, batch 1, context 128", "before: 4 ms", "after: 3 ms"]
     assert found[2][1] == {"over the first": 0.75}
 
@@ -230,9 +230,9 @@ def test_a_cpu_line_pairs_the_newest_before_and_now() -> None:
     rows = [cpu(150, 1.1), cpu(126, 0.8, "before our own threads"), cpu(215, 1.6)]
     pair = cpu_groups(rows)["`-q int8 --dtype bfloat16`"]["decode after 16 tokens"]
     assert pair.before is not None
-    assert (pair.before["ours"], pair.now["ours"]) == (126, 215)
-    assert "| 126 | 0.80 | 215 | **1.60** | 1 | reached |" in tables.cpu(rows)[2]
-    assert "| – |  | 90 | **0.90** | 1 | missed |" in tables.cpu([cpu(90, 0.9)])[2]
+    assert (pair.before["ours"], pair.after["ours"]) == (126, 215)
+    assert "| 126 | 0.80 | 215 | **1.60** | 1 | reached |" in tables.cpu_table(rows)[2]
+    assert "| – |  | 90 | **0.90** | 1 | missed |" in tables.cpu_table([cpu(90, 0.9)])[2]
     other = cpu(78, 1.2) | {"device": "Intel(R) Xeon(R) Processor (family 6 model 167), 2 cores"}
     elder = cpu(70, 1.1) | {"device": "AMD EPYC (family 25 model 17), 2 cores"}
     assert list(cpu_groups([*rows, other, elder])) == [
@@ -268,7 +268,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_page_is_written_once_and_stale_after_a_new_row(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    plot = root / page.file_of("speed")
+    plot = root / page.plot_path("speed")
     assert main(["--root", str(root)]) == 0
     first = plot.read_bytes()
     assert main(["--root", str(root), "--check"]) == 0
@@ -279,12 +279,12 @@ def test_a_page_is_written_once_and_stale_after_a_new_row(root: Path, capsys: py
         sink.write(json.dumps(table("modelmill", 3.2, "c", "07")) + "\n" + json.dumps(table("vLLM", 4.8, "c", "07")))
     assert main(["--root", str(root), "--check"]) == 1
     assert "docs/performance.md is stale; run `make performance`" in capsys.readouterr().err
-    assert page.stale(root) == ["docs/performance.md", "docs/img/performance-speed.svg"]
+    assert page.stale_files(root) == ["docs/performance.md", "docs/img/performance-speed.svg"]
 
 
 def test_the_spread_of_one_run_is_not_shown() -> None:
-    assert tables.spread(Measured(3.7, 3.7, 3.7, 1, {})) == "3.70"
-    assert tables.spread(Measured(3.7, 3.6, 3.9, 3, {})) == "3.70 (3.60 … 3.90)"
+    assert tables.spread(MeasuredFigure(3.7, 3.7, 3.7, 1, {})) == "3.70"
+    assert tables.spread(MeasuredFigure(3.7, 3.6, 3.9, 3, {})) == "3.70 (3.60 … 3.90)"
 
 
 @pytest.mark.parametrize("device", ["h200", "cpu"])
@@ -316,7 +316,7 @@ def test_pictures_show_the_newest_run_of_each_work() -> None:
         row("many", "bfloat16", 700, "2026-01-03", 7),
         {"bench": "op"},
     ]
-    lines = pictures(rows)
+    lines = minigpt4_table(rows)
     assert lines[0] == "| work | bfloat16 | int4 | transformers 5 | × ours, bfloat16 |"
     [request, newest] = [line for line in lines if line.startswith("| a request")]
     assert "**350** (349 … 351) (reached: 400) | **200** (199 … 201) (missed: 190)" in request

@@ -51,19 +51,19 @@ def test_the_newest_row_counts_and_the_best_stands_first(root: Path) -> None:
     other = {**GOOD, "key": "b", "options": "-q int4", "excess": 0.5}
     refused = {"key": "c", "options": "-q fp8", "tokens": 16384, "accepted": False}
     lay(root, refused, other, {**GOOD, "excess": 0.9}, GOOD, {**GOOD, "key": "d", "tokens": 512})
-    rows = quantization.rows_of(root / quantization.RESULTS)
+    rows = quantization.select_rows(root / quantization.RESULTS)
     assert [row["key"] for row in rows] == ["a", "b", "c"]
     assert rows[0]["excess"] == 0.0125
     assert "refused" in quantization.table(rows)[-1]
 
 
 def test_the_second_checkpoint_has_a_table_of_its_own(root: Path) -> None:
-    less = {**GOOD, "key": "e", "checkpoint": quantization.SECOND, "options": "-q int4", "group": 32}
+    less = {**GOOD, "key": "e", "checkpoint": quantization.SECOND_CHECKPOINT, "options": "-q int4", "group": 32}
     more = {**less, "key": "f", "options": "-q int4 --method nearest", "mean_kl": 0.5, "excess": -0.5}
     lay(root, more, GOOD, less)
-    assert [row["key"] for row in quantization.rows_of(root / quantization.RESULTS)] == ["a"]
-    assert [row["key"] for row in quantization.rows_of(root / quantization.RESULTS, second=True)] == ["e", "f"]
-    page = quantization.text_of(root)
+    assert [row["key"] for row in quantization.select_rows(root / quantization.RESULTS)] == ["a"]
+    assert [row["key"] for row in quantization.select_rows(root / quantization.RESULTS, second=True)] == ["e", "f"]
+    page = quantization.render_page(root)
     first, _, second = page.partition("never rounded")
     assert "`-q int8`, KV int8" in first
     assert "`-q int4 --method nearest`" in second

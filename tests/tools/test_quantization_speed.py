@@ -10,14 +10,15 @@ import pytest
 
 from tools import quantization_speed as speed
 
-LINE = speed.Line("llama-7b", "int4", "auto", 1, 128, 3.67, 1.6)
+LINE = speed.SpeedLine("llama-7b", "int4", "auto", 1, 128, 3.67, 1.6)
 
 
 def row(**changed: Any) -> dict[str, Any]:
-    """A row as benchmarks/step.py writes it."""
+    """A row as benchmarks/model_step.py writes it."""
     plain = {
         "figure": "step.decode_ms", "batch": 1, "context": 128, "value": 1.5, "floor_ms": 0.9, "shape": "llama-7b",
-        "weights": "int4", "kv": "auto", "date": "2026-01-01", "command": "python benchmarks/step.py llama-7b -q int4",
+        "weights": "int4", "kv": "auto", "date": "2026-01-01",
+        "command": "python benchmarks/model_step.py llama-7b -q int4",
         "spread": {"min": 1.4, "max": 1.625},
     }  # fmt: skip
     return plain | changed
@@ -47,12 +48,12 @@ def test_points_need_both_sides(tmp_path: Path) -> None:
     assert speed.points([row()], accuracy) == [("int4", 1.5, 30.0)]
     assert speed.points([row()], [{"options": "-q int4", "excess": 0.3, "kv_cache_dtype": "int8"}]) == []
     pytest.importorskip("matplotlib")
-    speed.draw([row(), row(weights="dense", value=3.4)], accuracy, tmp_path / "plot.svg")
+    speed.draw_plot([row(), row(weights="dense", value=3.4)], accuracy, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
 def test_only_rows_of_steps_are_read(tmp_path: Path) -> None:
     file = tmp_path / "h200.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in (row(), {"figure": "else"}, row(shape=None))))
-    assert len(speed.rows_of(file)) == 2
-    assert speed.rows_of(tmp_path / "none.jsonl") == []
+    assert len(speed.step_rows(file)) == 2
+    assert speed.step_rows(tmp_path / "none.jsonl") == []

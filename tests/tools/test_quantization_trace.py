@@ -40,5 +40,5 @@ def test_the_newest_run_with_bfloat16_beside_another_counts(tmp_path: Path) -> N
     assert trace.newest([alone]) == []
     file = tmp_path / "h200.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in (*pair, {"figure": "else"})))
-    assert trace.rows_of(file) == pair
-    assert trace.rows_of(tmp_path / "none.jsonl") == []
+    assert trace.core_rows(file) == pair
+    assert trace.core_rows(tmp_path / "none.jsonl") == []

@@ -10,11 +10,11 @@ import pytest
 
 from tools.verify import __main__ as verify
 from tools.verify import report, result
-from tools.verify.context import Context
-from tools.verify.item_1_tokens import _cut, _fact
-from tools.verify.item_3_relaid import qwen_config
+from tools.verify.context import VerifyContext
+from tools.verify.item_1_tokens import _cut_at_eos, _fact
+from tools.verify.item_3_converted_checkpoints import qwen_config
 from tools.verify.item_4_tokenizers import vectors
-from tools.verify.result import Fact, Result, of
+from tools.verify.result import Fact, VerifyResult, make_result
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     runs: list[str] = []
 
     def item(number: str, ok: bool) -> Any:
-        def run(_: Context) -> Result:
+        def run(_: VerifyContext) -> VerifyResult:
             runs.append(number)
-            return of([Fact("promised | this", f"measured {number}", ok)])
+            return make_result([Fact("promised | this", f"measured {number}", ok)])
 
         source = tmp_path / f"item_{number}.py"
         source.write_text("")
@@ -74,7 +74,7 @@ def test_a_failure_is_said_plainly_and_exits_1(items: dict[str, Any]) -> None:
 
 
 def test_an_item_that_breaks_is_a_failure_with_its_error(items: dict[str, Any]) -> None:
-    def broken(_: Context) -> Result:
+    def broken(_: VerifyContext) -> VerifyResult:
         raise RuntimeError("out of luck\nsecond line")
 
     items["items"]["1"].run = broken
@@ -102,9 +102,9 @@ def test_the_real_items_are_all_there() -> None:
 
 
 def test_nothing_judged_is_not_good() -> None:
-    assert not of([]).ok
-    assert not of([Fact("a", "b", None)]).ok
-    assert of([Fact("a", "b", None), Fact("a", "b", True)]).ok
+    assert not make_result([]).ok
+    assert not make_result([Fact("a", "b", None)]).ok
+    assert make_result([Fact("a", "b", None), Fact("a", "b", True)]).ok
 
 
 def test_a_broken_result_file_is_as_good_as_none(tmp_path: Path) -> None:
@@ -112,42 +112,42 @@ def test_a_broken_result_file_is_as_good_as_none(tmp_path: Path) -> None:
     assert result.load(path) is None
     path.write_text('{"ok": true, "rows": [{"nonsense": 1}]}')
     assert result.load(path) is None
-    result.store(of([Fact("a", "b")]), path)
-    assert result.load(path) == of([Fact("a", "b")])
+    result.store(make_result([Fact("a", "b")]), path)
+    assert result.load(path) == make_result([Fact("a", "b")])
     assert result.load(path, "another digest") is None
 
 
 def test_what_has_not_run_is_not_hidden() -> None:
-    page = report.render({"1": ("One", None), "2": ("Two", of([Fact("a", "b")]))})
+    page = report.render({"1": ("One", None), "2": ("Two", make_result([Fact("a", "b")]))})
     assert "| 1 | One | not run |" in page
 
 
 def test_answers_of_transformers_are_kept_by_their_key(tmp_path: Path) -> None:
-    context = Context(tmp_path, tmp_path, "d")
+    context = VerifyContext(tmp_path, tmp_path, "d")
     made: list[int] = []
 
     def make() -> list[int]:
         made.append(1)
         return made
 
-    assert context.kept("x", [1], make) == [1]
-    assert context.kept("x", [1], make) == [1]
-    assert context.kept("x", [2], make) == [1, 1]
+    assert context.cached_json("x", [1], make) == [1]
+    assert context.cached_json("x", [1], make) == [1]
+    assert context.cached_json("x", [2], make) == [1, 1]
 
 
 def test_a_mismatch_tells_its_place_and_margin() -> None:
     right = [{"ids": [1, 2, 3], "margins": [1.0, 0.5, 2e-6]}, {"ids": [4], "margins": [1.0, 0.1]}]
-    assert _fact("alone", [[1, 2, 3], [4]], right).ok
+    assert _fact("alone", [[1, 2, 3], [4]], right).passed
     wrong = _fact("alone", [[1, 2, 9], [4]], right)
-    assert not wrong.ok
+    assert not wrong.passed
     assert "prompt 0 at token 2 (margin there 2e-06)" in wrong.measured
     assert "prompt 1 at token 1 (margin there 0.1)" in _fact("alone", [[1, 2, 3], [4, 5]], right).measured
 
 
 def test_the_ending_id_does_not_count() -> None:
-    assert _cut([5, 6, 2], (2,)) == [5, 6]
-    assert _cut([5, 2, 6], (2,)) == [5, 2, 6]
-    assert _cut([], (2,)) == []
+    assert _cut_at_eos([5, 6, 2], (2,)) == [5, 6]
+    assert _cut_at_eos([5, 2, 6], (2,)) == [5, 2, 6]
+    assert _cut_at_eos([], (2,)) == []
 
 
 def test_vectors_must_pair_up(tmp_path: Path) -> None:

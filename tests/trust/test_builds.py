@@ -15,13 +15,13 @@ import pytest
 from modelmill.artifact import store
 from modelmill.artifact.store import is_engine, open_artifact
 from modelmill.artifact.verify import verify
-from modelmill.build import builder
-from modelmill.build.plan import make_plan
+from modelmill.builder import build_engine
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import ArtifactError, UsageError
 from tests.checkpoint.checkpoint_factory import llama_state, write_folder
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,8 +32,8 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from modelmill.artifact import store
-from modelmill.build import builder
-from modelmill.build.plan import make_plan
+from modelmill.builder import build_engine
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 
@@ -53,7 +53,7 @@ def build(last, out):
     for holder, names in ((os, "replace rename fsync unlink"), (Path, "unlink mkdir"), (store.shutil, "rmtree")):
         for name in names.split():
             counted(holder, name, last)
-    builder.build(plan, out, lambda staged, plan: {"accepted": True, "reason": ""})
+    build_engine.build(plan, out, lambda staged, plan: {"accepted": True, "reason": ""})
 
 torch.set_num_threads(1)
 plan = make_plan(open_checkpoint(Path(sys.argv[1])), BuildConfig(target="cpu"))
@@ -78,11 +78,11 @@ def killed(checkpoint: Path, *places: tuple[int, Path]) -> list[str]:
 
 
 def make(checkpoint: Path, out: Path, accept: Any = None) -> None:
-    builder.build(make_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu")), out, accept)
+    build_engine.build(make_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu")), out, accept)
 
 
 def contents(engine: Path) -> dict[str, str]:
-    files = [p for p in engine.rglob("*") if p.is_file() and p.name != store.ACCEPTANCE]
+    files = [p for p in engine.rglob("*") if p.is_file() and p.name != store.ACCEPTANCE_FILE]
     return {str(p.relative_to(engine)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
@@ -152,8 +152,10 @@ def test_a_journal_with_the_right_key_and_wrong_entries(
     plan = make_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu"))
     staging = tmp_path / ".e.staging"
     (staging / "weights").mkdir(parents=True)
-    (staging / "weights" / "ends.safetensors").write_bytes(b"x")
-    (staging / "journal.json").write_text(json.dumps({"key": plan.key(), "files": {"weights/ends.safetensors": entry}}))
+    (staging / "weights" / "embedding_and_head.safetensors").write_bytes(b"x")
+    (staging / "journal.json").write_text(
+        json.dumps({"key": plan.resume_key(), "files": {"weights/embedding_and_head.safetensors": entry}})
+    )
     make(checkpoint, out)
     assert contents(out) == expected
 
@@ -186,7 +188,7 @@ def test_a_disk_that_refuses(
         patch.setattr(store.os, call, refuse)
         with pytest.raises(ArtifactError) as told:
             make(checkpoint, out)
-    one_line(told.value)
+    check_one_line(told.value)
     assert not out.exists()
     make(checkpoint, out)
     assert contents(out) == expected
@@ -197,7 +199,7 @@ def test_a_folder_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> No
     for out in (tmp_path / "file" / "e", tmp_path / "file", Path("/proc/modelmill/e"), tmp_path / ("e" * 300)):
         with pytest.raises((ArtifactError, UsageError)) as told:
             make(checkpoint, out)
-        one_line(told.value)
+        check_one_line(told.value)
 
 
 def test_two_builders_at_once(checkpoint: Path, expected: dict[str, str], tmp_path: Path) -> None:
@@ -215,7 +217,7 @@ def test_two_builders_at_once(checkpoint: Path, expected: dict[str, str], tmp_pa
     for _ in range(3):
         with pytest.raises(ArtifactError, match="another build") as told:
             make(checkpoint, out)
-        one_line(told.value)
+        check_one_line(told.value)
     leave.set()
     first.join(60)
     assert contents(out) == expected

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from modelmill.build.plan import make_plan
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
-from modelmill.core.find import find
+from modelmill.core.registry import find_module
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
-from tests.patience import soon
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
+from tests.wait import time_limit
 
 HOSTILE: list[Any] = [
     10**400, 2**31 - 1, 2**40, -1, 0, 1.5, 1e308, float("nan"), float("inf"), "8", "", "a\nb", "\ud800",
@@ -57,11 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_line_or_a_plan(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    with soon():
+    with time_limit():
         try:
             json.dumps(make_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe())
         except CheckpointError as error:
-            one_line(error)
+            check_one_line(error)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -82,14 +82,14 @@ def test_any_value_in_a_rope_scaling(folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(("family", "good"), [("gpt2", GPT2), ("qwen", QWEN)])
 def test_any_value_of_the_older_families_keys(family: str, good: dict[str, Any]) -> None:
-    configure = find("modelmill.models", family).configure  # type: ignore[union-attr]
-    configure(good)
+    config_from_hf = find_module("modelmill.models", family).config_from_hf  # type: ignore[union-attr]
+    config_from_hf(good)
     for key in good:
         for value in HOSTILE:
             try:
-                sizes = configure({**good, key: value})
+                sizes = config_from_hf({**good, key: value})
             except CheckpointError as error:
-                one_line(error)
+                check_one_line(error)
             else:
                 assert sizes.layers <= 4096
 
@@ -112,7 +112,7 @@ def test_what_is_no_json_object(tmp_path: Path, text: str) -> None:
 
 
 def test_a_family_is_a_name_and_never_a_path(folder: Path) -> None:
-    for name in ("../llama", "_raw", "os", "llama.configure", "llama\n", "/etc/passwd", "modelmill.models.llama"):
+    for name in ("../llama", "_raw", "os", "llama.config_from_hf", "llama\n", "/etc/passwd", "modelmill.models.llama"):
         (folder / "config.json").write_text(json.dumps({**LLAMA_CONFIG, "model_type": name}))
         with pytest.raises(CheckpointError, match="not known"):
             make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.checkpoint.container import listed
+from modelmill.checkpoint.container import list_names
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.safetensors import SafetensorsFiles, read_header
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
-from tests.patience import soon
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
+from tests.wait import time_limit
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
@@ -59,7 +59,7 @@ def test_an_archive_that_lies_about_its_tensors(pth: Path, change: Callable[[str
     lie = rewritten(pth, change)
     with pytest.raises(CorruptCheckpoint, match=r"changed\.pth") as told:
         PthFiles([lie])
-    one_line(told.value)
+    check_one_line(told.value)
     assert PthFiles([rewritten(pth, lambda name, data: data)]).get("w").sum() == 16
 
 
@@ -77,7 +77,7 @@ def test_any_flipped_byte_is_a_line_or_a_tensor(pth: Path, zipped: bool) -> None
             for name in file.names():
                 assert file.get(name).double().sum().shape == ()
         except CheckpointError as error:
-            one_line(error)
+            check_one_line(error)
 
 
 class Bomb:
@@ -96,7 +96,7 @@ def test_a_pickle_bomb_never_goes_off(tmp_path: Path, how: str) -> None:
         torch.save(content, path, _use_new_zipfile_serialization=how != "legacy")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin") as told:
         open_checkpoint(path.parent)
-    one_line(told.value)
+    check_one_line(told.value)
     assert not Path(__file__).with_name("exploded").exists()
 
 
@@ -129,9 +129,9 @@ def safetensors(path: Path, header: object, body: bytes = b"") -> Path:
 )
 def test_a_header_that_lies(tmp_path: Path, header: object) -> None:
     path = safetensors(tmp_path / "m.safetensors", header, b"\0\0\0\0")
-    with soon(), pytest.raises(CheckpointError, match=r"m\.safetensors") as told:
+    with time_limit(), pytest.raises(CheckpointError, match=r"m\.safetensors") as told:
         read_header(path)
-    one_line(told.value)
+    check_one_line(told.value)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_an_index_that_points_elsewhere(tmp_path: Path, shard: object) -> None:
         (folder / index).write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
         with pytest.raises(CheckpointError, match=index.replace(".", r"\.")) as told:
             open_checkpoint(folder)
-        one_line(told.value)
+        check_one_line(told.value)
         (folder / index).unlink()
 
 
@@ -171,8 +171,8 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 def test_names_in_an_error_stay_short_and_printable() -> None:
     names = ["a\x1b[31m", "b" * 10**6, *(f"c{i}" for i in range(10**4))]
-    assert len(listed(names)) < 1000
-    assert listed(names).isprintable()
+    assert len(list_names(names)) < 1000
+    assert list_names(names).isprintable()
 
 
 def test_a_file_swapped_after_opening_is_noticed(tmp_path: Path) -> None:

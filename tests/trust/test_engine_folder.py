@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.artifact.manifest import NAME, Manifest
+from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.artifact.shard import ShardReader
 from modelmill.artifact.store import open_artifact
-from modelmill.build import builder
-from modelmill.build.plan import make_plan
+from modelmill.builder import build_engine
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ArtifactError, CorruptArtifact, ModelmillError
-from modelmill.runtime.loop import Loop
+from modelmill.runtime.engine_core import EngineCore
 from tests.checkpoint.checkpoint_factory import llama_state, write_folder
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
 
 HOSTILE: list[Any] = [None, 0, -1, 1.5, 2**40, 10**400, math.nan, "", "x\n", True, [], [1], {}, {"a": 1}, {"a": []}]
 SMALL = RunConfig(device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4)
@@ -35,7 +35,7 @@ SMALL = RunConfig(device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4)
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     plan = make_plan(open_checkpoint(write_folder(folder / "hf", llama_state())), BuildConfig(target="cpu"))
-    builder.build(plan, folder / "good.engine", None)
+    build_engine.build(plan, folder / "good.engine", None)
     return folder / "good.engine"
 
 
@@ -47,40 +47,40 @@ def engine(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def forged(engine: Path, **changes: Any) -> None:
     """A manifest with other values and a digest that fits them: what an attacker writes."""
-    good = Manifest.from_json((engine / NAME).read_text(), "e")
-    (engine / NAME).write_text(replace(good, **changes).to_json())
+    good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
+    (engine / MANIFEST_FILE).write_text(replace(good, **changes).to_json())
 
 
 def refused(engine: Path) -> str:
     with pytest.raises(ModelmillError) as told:
-        Loop.open(engine, SMALL)
-    return one_line(told.value)
+        EngineCore.open(engine, SMALL)
+    return check_one_line(told.value)
 
 
 def test_the_good_one_opens(engine: Path) -> None:
-    assert Loop.open(engine, SMALL).vocab == 20
+    assert EngineCore.open(engine, SMALL).vocab == 20
 
 
 @pytest.mark.parametrize("field", list(Manifest.__dataclass_fields__))
 def test_any_value_in_any_field_with_a_digest_that_fits(engine: Path, built: Path, field: str) -> None:
     for value in HOSTILE:
-        shutil.copy(built / NAME, engine / NAME)
+        shutil.copy(built / MANIFEST_FILE, engine / MANIFEST_FILE)
         try:
             forged(engine, **{field: value})
-            Loop.open(engine, SMALL)
+            EngineCore.open(engine, SMALL)
         except ModelmillError as error:
-            one_line(error)
+            check_one_line(error)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta"])
 def test_any_value_in_the_config(engine: Path, built: Path, key: str) -> None:
-    good = Manifest.from_json((built / NAME).read_text(), "e")
+    good = Manifest.from_json((built / MANIFEST_FILE).read_text(), "e")
     for value in HOSTILE:
         try:
-            (engine / NAME).write_text(replace(good, config={**good.config, key: value}).to_json())
-            Loop.open(engine, SMALL)
+            (engine / MANIFEST_FILE).write_text(replace(good, config={**good.config, key: value}).to_json())
+            EngineCore.open(engine, SMALL)
         except ModelmillError as error:
-            one_line(error)
+            check_one_line(error)
 
 
 OUTSIDE = ["../secret", "/etc/passwd", "weights/../../secret", ".", "", "weights//x", "a\0b", "a\nb"]
@@ -91,17 +91,17 @@ def test_a_manifest_that_points_outside(engine: Path, name: str) -> None:
     secret = engine.parent / "secret"
     secret.write_bytes(b"secret")
     entry = {"sha256": hashlib.sha256(b"secret").hexdigest(), "bytes": 6}
-    good = Manifest.from_json((engine / NAME).read_text(), "e")
+    good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
     forged(engine, files={**good.files, name: entry})
     with pytest.raises(CorruptArtifact, match="outside the engine") as told:
         open_artifact(engine)
-    one_line(told.value)
+    check_one_line(told.value)
 
 
 def test_missing_extra_and_empty_weight_files(engine: Path) -> None:
-    good = Manifest.from_json((engine / NAME).read_text(), "e")
+    good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
     (engine / "weights" / "stranger.safetensors").write_bytes(b"never read")
-    assert Loop.open(engine, SMALL).vocab == 20
+    assert EngineCore.open(engine, SMALL).vocab == 20
     name = next(n for n in good.files if n.endswith(".safetensors"))
     forged(engine, files={n: e for n, e in good.files.items() if n != name})
     assert "lacks the tensor" in refused(engine)
@@ -114,7 +114,7 @@ def test_missing_extra_and_empty_weight_files(engine: Path) -> None:
 
 def test_one_tensor_in_two_files(engine: Path) -> None:
     """Which of the two would count must not depend on an order."""
-    good = Manifest.from_json((engine / NAME).read_text(), "e")
+    good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
     name = next(n for n in good.files if n.endswith(".safetensors"))
     shutil.copy(engine / name, engine / "weights" / "again.safetensors")
     forged(engine, files={**good.files, "weights/again.safetensors": good.files[name]})
@@ -123,8 +123,8 @@ def test_one_tensor_in_two_files(engine: Path) -> None:
 
 def reheaded(engine: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """A weight file whose header was changed, with hashes and sizes that fit."""
-    good = Manifest.from_json((engine / NAME).read_text(), "e")
-    name = next(n for n in good.files if n.endswith("ends.safetensors"))
+    good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
+    name = next(n for n in good.files if n.endswith("embedding_and_head.safetensors"))
     data = (engine / name).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -164,8 +164,8 @@ def test_a_weight_file_that_lies_about_itself(engine: Path, change: Callable[[di
 
 def test_any_flipped_bit_anywhere_is_found(engine: Path) -> None:
     draw = random.Random(0)
-    good = Manifest.from_json((engine / NAME).read_text(), "e")
-    for name in [*good.files, NAME]:
+    good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
+    for name in [*good.files, MANIFEST_FILE]:
         data = bytearray((engine / name).read_bytes())
         for _ in range(5):
             place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
@@ -174,15 +174,15 @@ def test_any_flipped_bit_anywhere_is_found(engine: Path) -> None:
             assert name in refused(engine)
             data[place] ^= bit
         (engine / name).write_bytes(data)
-    assert Loop.open(engine, SMALL).vocab == 20
+    assert EngineCore.open(engine, SMALL).vocab == 20
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"schema": {"a": "b\\n"}}', b"9" * 9999])
 def test_a_manifest_that_is_none(engine: Path, text: bytes) -> None:
-    (engine / NAME).write_bytes(text)
+    (engine / MANIFEST_FILE).write_bytes(text)
     with pytest.raises(ArtifactError) as told:
         open_artifact(engine)
-    one_line(told.value)
+    check_one_line(told.value)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10**5])
@@ -190,7 +190,7 @@ def test_a_damaged_report_is_one_line(engine: Path, text: bytes) -> None:
     (engine / "acceptance.json").write_bytes(text)
     with pytest.raises(CorruptArtifact, match=r"acceptance\.json") as told:
         open_artifact(engine).acceptance()
-    one_line(told.value)
+    check_one_line(told.value)
 
 
 def test_writing_to_a_loaded_weight_never_reaches_the_file(engine: Path) -> None:
@@ -203,10 +203,10 @@ def test_writing_to_a_loaded_weight_never_reaches_the_file(engine: Path) -> None
 
 def test_loading_runs_nothing_the_folder_brings(engine: Path) -> None:
     """auto_map and a Python file beside the weights are what other loaders ran."""
-    good = Manifest.from_json((engine / NAME).read_text(), "e")
+    good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
     forged(engine, config={**good.config, "auto_map": {"AutoModelForCausalLM": "evil.Model"}})
     (engine / "evil.py").write_text("raise SystemExit('ran')")
     (engine / "sitecustomize.py").write_text("raise SystemExit('ran')")
-    loop = Loop.open(engine, SMALL)
+    loop = EngineCore.open(engine, SMALL)
     assert torch.isfinite(loop.score([[1, 2, 3]])[0]).all()
     assert asdict(good)["config"]["model_type"] == "llama"

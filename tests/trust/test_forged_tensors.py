@@ -15,15 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modelmill.artifact.manifest import NAME, Manifest
-from modelmill.build import builder
-from modelmill.build.plan import make_plan
+from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
+from modelmill.builder import build_engine
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ModelmillError
-from modelmill.runtime.loop import Loop
+from modelmill.runtime.engine_core import EngineCore
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
 
 CALIBRATED = {"calibration_samples": 4, "calibration_length": 64}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, options in RECIPES.items():
         config = BuildConfig(target="cpu", **{"dtype": "float32", **options})
-        builder.build(make_plan(open_checkpoint(hf), config), folder / name, None)
+        build_engine.build(make_plan(open_checkpoint(hf), config), folder / name, None)
         found[name] = folder / name
     return found
 
@@ -74,19 +74,19 @@ def forged(good: Path, out: Path, file: str, header: Header, **changes: Any) -> 
     text += b" " * (-(len(text) + 8) % 64)
     data = len(text).to_bytes(8, "little") + text + data[8 + int.from_bytes(data[:8], "little") :]
     (out / "weights" / file).write_bytes(data)
-    manifest = Manifest.from_json((good / NAME).read_text(), "e")
+    manifest = Manifest.from_json((good / MANIFEST_FILE).read_text(), "e")
     entry = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
     files = {**manifest.files, f"weights/{file}": entry}
-    (out / NAME).write_text(replace(manifest, files=files, **changes).to_json())
+    (out / MANIFEST_FILE).write_text(replace(manifest, files=files, **changes).to_json())
     return out
 
 
 def opened(engine: Path) -> str:
     """The error's line; empty where it opens and answers."""
     try:
-        loop = Loop.open(engine, SMALL)
+        loop = EngineCore.open(engine, SMALL)
     except ModelmillError as error:
-        return one_line(error)
+        return check_one_line(error)
     loop.score([[1, 2, 3, 4]], decode_from=2)
     return ""
 
@@ -171,12 +171,12 @@ def test_any_header_is_an_engine_or_one_line(recipe: str, engines: dict[str, Pat
     tried()
 
 
-@pytest.mark.parametrize(("recipe", "suffix"), [("rptq", "order"), ("rptq", "sizes"), ("int4", "sizes")])
+@pytest.mark.parametrize(("recipe", "suffix"), [("rptq", "perm"), ("rptq", "sizes"), ("int4", "sizes")])
 def test_numbers_that_lead_outside_are_refused(recipe: str, suffix: str, engines: dict[str, Path]) -> None:
     """Kernels follow these numbers without a look, so they are checked when the engine opens."""
     from modelmill.artifact.store import open_artifact
     from modelmill.core.errors import CorruptArtifact
-    from modelmill.weights.held import from_tensors
+    from modelmill.weights.base import from_tensors
 
     artifact = open_artifact(engines[recipe])
     module = "layers.0.attn.o_proj"
@@ -185,12 +185,12 @@ def test_numbers_that_lead_outside_are_refused(recipe: str, suffix: str, engines
         for name in artifact.names()
         if name.startswith(f"{module}.")
     }
-    kind = artifact.manifest.weights[module]
-    from_tensors(kind, tensors)
+    weight_format = artifact.manifest.weight_formats[module]
+    from_tensors(weight_format, tensors)
     for value in (-2, 0, 1 << 20):
         bad = {**tensors, suffix: tensors[suffix].clone()}
         bad[suffix][0] = value
-        if (recipe, suffix, value) in (("rptq", "order", 0), ("rptq", "sizes", 1 << 20)):
+        if (recipe, suffix, value) in (("rptq", "perm", 0), ("rptq", "sizes", 1 << 20)):
             continue  # a channel twice: copies are what rptq makes; another width: the model's shapes say so
         with pytest.raises(CorruptArtifact):
-            from_tensors(kind, bad)
+            from_tensors(weight_format, bad)

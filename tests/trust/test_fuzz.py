@@ -9,40 +9,40 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.asgi import Response
+from tests.serve.asgi_client import Response
 from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
-from tests.serve.running import Running
-from tests.serve.seeing import Seeing
+from tests.serve.segment_service import SegmentService
+from tests.serve.service_thread import ServiceThread
 from tests.trust.test_serving import idle
-from tools.soak.hostile import request, wrong
+from tools.soak.hostile_requests import random_request, response_problem
 
 COUNT = 600
 
 
 @pytest.fixture(scope="module")
-def running(stories: Path, sam: Path) -> Iterator[Seeing]:  # noqa: F811
-    service = Seeing(stories, sam)
+def running(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
+    service = SegmentService(stories, sam)
     yield service
     service.close()
 
 
-def hunt(running: Running, seed: int, count: int) -> None:
+def hunt(running: ServiceThread, seed: int, count: int) -> None:
     rng = random.Random(seed)
-    asked = [request(rng, viewer="sam") for _ in range(count)]
+    asked = [random_request(rng, segment_model="sam") for _ in range(count)]
 
     async def some(part: list[tuple[str, bytes]]) -> list[Response]:
         return await asyncio.gather(*(running.client.post(path, data) for path, data in part))
 
     for begin in range(0, count, 20):
         part = asked[begin : begin + 20]
-        for (_, data), response in zip(part, running.do(some(part))):
-            why = wrong(response.status, response.body)
+        for (_, data), response in zip(part, running.run(some(part))):
+            why = response_problem(response.status, response.body)
             assert why is None, (why, data[:2000], response.body[:500])
 
 
-def test_hostile_requests_at_random(running: Seeing) -> None:
-    pids = running.engine.pid, running.eye.pid
+def test_hostile_requests_at_random(running: SegmentService) -> None:
+    pids = running.engine.pid, running.segment_engine.pid
     hunt(running, 0, COUNT)
     idle(running)
-    assert (running.engine.pid, running.eye.pid) == pids
-    assert running.service.active == 0
+    assert (running.engine.pid, running.segment_engine.pid) == pids
+    assert running.service.num_active == 0

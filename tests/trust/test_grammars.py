@@ -12,19 +12,19 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
-from modelmill.text.grammar import check
-from tests.patience import soon
+from modelmill.text.grammar import check_grammar
 from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
-from tests.serve.running import Running
-from tests.trust.lines import one_line
+from tests.serve.service_thread import ServiceThread
+from tests.trust.error_lines import check_one_line
 from tests.trust.test_serving import CHAT, idle, refused
+from tests.wait import time_limit
 
 MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def running(stories: Path) -> Iterator[Running]:  # noqa: F811
-    service = Running(stories)
+def running(stories: Path) -> Iterator[ServiceThread]:  # noqa: F811
+    service = ServiceThread(stories)
     yield service
     service.close()
 
@@ -38,14 +38,14 @@ def schema(number: int) -> dict[str, Any]:
 def test_ten_thousand_schemas_leave_nothing_behind() -> None:
     """Nothing is cached, so nothing has to be bounded."""
     process = psutil.Process()
-    check(Grammar("json", json.dumps(schema(-1))))
+    check_grammar(Grammar("json", json.dumps(schema(-1))))
     before = process.memory_info().rss
     for number in range(10**4):
-        check(Grammar("json", json.dumps(schema(number))))
+        check_grammar(Grammar("json", json.dumps(schema(number))))
     assert process.memory_info().rss - before < 8 * MB
 
 
-def test_hundreds_of_schemas_through_the_api_leave_nothing_behind(running: Running) -> None:
+def test_hundreds_of_schemas_through_the_api_leave_nothing_behind(running: ServiceThread) -> None:
     """In the API's process and in the worker that makes the guides."""
     worker = psutil.Process(running.engine.pid)
 
@@ -78,11 +78,11 @@ def nested(depth: int) -> str:
 )  # fmt: skip
 def test_grammars_without_end(kind: str, text: str) -> None:
     """One line within seconds, or a grammar; never a crash of the process."""
-    with soon():
+    with time_limit():
         try:
-            check(Grammar(kind, text))
+            check_grammar(Grammar(kind, text))
         except RequestError as error:
-            one_line(error)
+            check_one_line(error)
 
 
 @pytest.mark.parametrize("address", ["file:///etc/passwd", "http://127.0.0.1/", "//127.0.0.1/x", "other.json", "#/no"])
@@ -90,11 +90,11 @@ def test_a_schema_that_points_elsewhere_is_refused(address: str) -> None:
     """At its top or inside: nothing is fetched, and nothing stands in its place."""
     for text in ({"$ref": address}, {"type": "object", "properties": {"a": {"items": {"$ref": address}}}}):
         with pytest.raises(RequestError) as told:
-            check(Grammar("json", json.dumps(text)))
-        one_line(told.value)
+            check_grammar(Grammar("json", json.dumps(text)))
+        check_one_line(told.value)
 
 
-def test_a_schema_that_is_too_deep_for_its_body(running: Running) -> None:
+def test_a_schema_that_is_too_deep_for_its_body(running: ServiceThread) -> None:
     body = json.dumps({**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": 0}}})
     refused(running, "/v1/chat/completions", body.replace('"schema": 0', '"schema": ' + nested(10**4)).encode())
     idle(running)

@@ -16,44 +16,46 @@ import PIL.Image
 import psutil
 import pytest
 
-from modelmill.serve.service import Limits
+from modelmill.serve.service import ServiceLimits
 from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
-from tests.serve.seeing import Seeing, encoded, photo, url
-from tests.trust.lines import one_line
+from tests.serve.segment_service import SegmentService, data_url, encode_image, random_photo
+from tests.trust.error_lines import check_one_line
 
-GOOD = url(encoded(photo()))
+GOOD = data_url(encode_image(random_photo()))
 SIZE = (120, 80)
 
 
 @pytest.fixture(scope="module")
-def seeing(stories: Path, sam: Path) -> Iterator[Seeing]:  # noqa: F811
-    service = Seeing(stories, sam, Limits(body=4 << 20), most_pixels=1 << 21, image_cache=1 << 20)
+def seeing(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
+    service = SegmentService(
+        stories, sam, ServiceLimits(max_body_bytes=4 << 20), max_pixels=1 << 21, image_cache_bytes=1 << 20
+    )
     yield service
     service.close()
 
 
 @pytest.fixture(autouse=True)
-def _alive_afterwards(seeing: Seeing) -> Iterator[None]:
+def _alive_afterwards(seeing: SegmentService) -> Iterator[None]:
     """Whatever was sent: the worker is the same one, nothing waits, and the next picture is seen."""
-    pid = seeing.eye.pid
+    pid = seeing.segment_engine.pid
     yield
-    assert seeing.eye.pid == pid
-    assert len(seeing.eye.sight) == 0
+    assert seeing.segment_engine.pid == pid
+    assert len(seeing.segment_engine.segment_client) == 0
     assert len(told(seeing, image=GOOD, points=[[5, 5]])["masks"]) == 3
 
 
-def told(seeing: Seeing, **body: Any) -> dict[str, Any]:
+def told(seeing: SegmentService, **body: Any) -> dict[str, Any]:
     response = seeing.post("/v1/segment", body)
     assert response.status == 200, response.body[:500]
     return response.json
 
 
-def refused(seeing: Seeing, body: Any, status: int = 400) -> dict[str, Any]:
+def refused(seeing: SegmentService, body: Any, status: int = 400) -> dict[str, Any]:
     response = seeing.post("/v1/segment", body)
     assert response.status == status, response.body[:500]
     error: dict[str, Any] = response.json["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    one_line(Exception(error["message"]))
+    check_one_line(Exception(error["message"]))
     return error
 
 
@@ -72,41 +74,41 @@ def claiming(width: int, height: int) -> bytes:
 def rotated() -> bytes:
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
-    return encoded(photo(), "JPEG", exif=exif)
+    return encode_image(random_photo(), "JPEG", exif=exif)
 
 
 def animated(form: str) -> bytes:
-    return encoded(photo(), form, save_all=True, append_images=[photo(i) for i in range(1, 4)])
+    return encode_image(random_photo(), form, save_all=True, append_images=[random_photo(i) for i in range(1, 4)])
 
 
 DEEP = PIL.Image.fromarray(np.arange(80 * 120, dtype=np.uint16).reshape(80, 120) * 6)
 RIGHT = {
-    "one pixel": (encoded(PIL.Image.new("RGB", (1, 1))), (1, 1)),
-    "one row": (encoded(PIL.Image.new("RGB", (4000, 1), 9)), (4000, 1)),
-    "one column": (encoded(PIL.Image.new("RGB", (1, 4000), 9)), (1, 4000)),
-    "CMYK": (encoded(photo().convert("CMYK"), "JPEG"), SIZE),
-    "16 bit": (encoded(DEEP), SIZE),
-    "16 bit TIFF": (encoded(DEEP, "TIFF"), SIZE),
-    "float TIFF": (encoded(photo().convert("F"), "TIFF"), SIZE),
-    "1 bit": (encoded(photo().convert("1")), SIZE),
-    "palette": (encoded(photo().quantize(16)), SIZE),
-    "palette with a clear colour": (encoded(photo().quantize(16), transparency=3), SIZE),
-    "transparent": (encoded(photo().convert("RGBA")), SIZE),
-    "grey with alpha": (encoded(photo().convert("LA")), SIZE),
+    "one pixel": (encode_image(PIL.Image.new("RGB", (1, 1))), (1, 1)),
+    "one row": (encode_image(PIL.Image.new("RGB", (4000, 1), 9)), (4000, 1)),
+    "one column": (encode_image(PIL.Image.new("RGB", (1, 4000), 9)), (1, 4000)),
+    "CMYK": (encode_image(random_photo().convert("CMYK"), "JPEG"), SIZE),
+    "16 bit": (encode_image(DEEP), SIZE),
+    "16 bit TIFF": (encode_image(DEEP, "TIFF"), SIZE),
+    "float TIFF": (encode_image(random_photo().convert("F"), "TIFF"), SIZE),
+    "1 bit": (encode_image(random_photo().convert("1")), SIZE),
+    "palette": (encode_image(random_photo().quantize(16)), SIZE),
+    "palette with a clear colour": (encode_image(random_photo().quantize(16), transparency=3), SIZE),
+    "transparent": (encode_image(random_photo().convert("RGBA")), SIZE),
+    "grey with alpha": (encode_image(random_photo().convert("LA")), SIZE),
     "animated GIF": (animated("GIF"), SIZE),
     "animated PNG": (animated("PNG"), SIZE),
     "animated WebP": (animated("WEBP"), SIZE),
     "turned by EXIF": (rotated(), SIZE[::-1]),
-    "BMP": (encoded(photo(), "BMP"), SIZE),
+    "BMP": (encode_image(random_photo(), "BMP"), SIZE),
 }
 WRONG = {
     "bomb": claiming(60000, 60000),
     "bomb of a row": claiming(2**31 - 1, 1),
-    "more pixels than allowed": encoded(PIL.Image.new("L", (1025, 2048))),
+    "more pixels than allowed": encode_image(PIL.Image.new("L", (1025, 2048))),
     "no pixels": claiming(0, 0),
     "no height": claiming(5, 0),
-    "half a PNG": encoded(photo())[:200],
-    "half a JPEG": encoded(photo(), "JPEG")[:300],
+    "half a PNG": encode_image(random_photo())[:200],
+    "half a JPEG": encode_image(random_photo(), "JPEG")[:300],
     "only a signature": b"\x89PNG\r\n\x1a\n",
     "text": b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
     "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n",
@@ -118,24 +120,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_odd_pictures_are_seen_as_they_are(seeing: Seeing, name: str) -> None:
+def test_odd_pictures_are_seen_as_they_are(seeing: SegmentService, name: str) -> None:
     data, (width, height) = RIGHT[name]
-    found = told(seeing, image=url(data), points=[[0, 0]], format="png")
+    found = told(seeing, image=data_url(data), points=[[0, 0]], format="png")
     assert (found["image"]["width"], found["image"]["height"]) == (width, height)
     png = PIL.Image.open(io.BytesIO(base64.b64decode(found["masks"][0]["png"].split(",")[1])))
     assert png.size == (width, height)
     # everything of it, too
-    assert isinstance(told(seeing, image=url(data), everything={"points_per_side": 2})["masks"], list)
+    assert isinstance(told(seeing, image=data_url(data), everything={"points_per_side": 2})["masks"], list)
 
 
-def test_a_turned_picture_is_the_upright_one(seeing: Seeing) -> None:
+def test_a_turned_picture_is_the_upright_one(seeing: SegmentService) -> None:
     upright = PIL.Image.open(io.BytesIO(rotated())).transpose(PIL.Image.Transpose.ROTATE_270)
-    assert told(seeing, image=url(rotated()))["image"]["id"] == told(seeing, image=url(encoded(upright)))["image"]["id"]
+    assert (
+        told(seeing, image=data_url(rotated()))["image"]["id"]
+        == told(seeing, image=data_url(encode_image(upright)))["image"]["id"]
+    )
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_picture_is_refused(seeing: Seeing, name: str) -> None:
-    error = refused(seeing, {"image": url(WRONG[name])})
+def test_what_is_no_picture_is_refused(seeing: SegmentService, name: str) -> None:
+    error = refused(seeing, {"image": data_url(WRONG[name])})
     assert error["param"] == "image"
     assert error["message"].startswith("the image")
 
@@ -155,7 +160,7 @@ HOSTILE: list[dict[str, Any]] = [
     {"boxes": [[1, 1, 5, 5]], "box": [1, 1, 5, 5]},
     {"prompts": []}, {"prompts": [{}]}, {"prompts": [{"points": [[1, 1]], "colour": 1}]}, {"prompts": [{"points": []}]},
     {"prompts": [{"box": [1, 1, 2, 2]}] * 65}, {"prompts": [{"points": [[1, 1]]}], "points": [[1, 1]]},
-    {"mask": ""}, {"mask": "AAAA"}, {"mask": 5}, {"mask": "http://x/"}, {"mask": url(b"text")}, {"multimask": 1},
+    {"mask": ""}, {"mask": "AAAA"}, {"mask": 5}, {"mask": "http://x/"}, {"mask": data_url(b"text")}, {"multimask": 1},
     {"everything": 1}, {"everything": "yes"}, {"everything": {"points_per_side": 0}}, {"everything": {"colour": 1}},
     {"everything": {"points_per_side": 10**9}}, {"everything": {"pred_iou_thresh": 2}}, {"everything": []},
     {"everything": True, "points": [[1, 1]]}, {"everything": True, "multimask": True},
@@ -165,7 +170,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("place", range(len(HOSTILE)), ids=lambda place: f"{next(iter(HOSTILE[place]))}-{place}")
-def test_hostile_fields(seeing: Seeing, place: int) -> None:
+def test_hostile_fields(seeing: SegmentService, place: int) -> None:
     given = HOSTILE[place]
     status = 404 if given == {"image_id": "0" * 64} else 400
     if given in ({"points": []},):
@@ -177,42 +182,42 @@ def test_hostile_fields(seeing: Seeing, place: int) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e400", "-Infinity", "9" * 5000, "null", "{}", '"1"'])
-def test_numbers_that_are_none(seeing: Seeing, number: str) -> None:
+def test_numbers_that_are_none(seeing: SegmentService, number: str) -> None:
     body = f'{{"image": "{GOOD}", "points": [[{number}, 1]]}}'.encode()
     refused(seeing, body)
 
 
-def test_minus_zero_is_zero(seeing: Seeing) -> None:
+def test_minus_zero_is_zero(seeing: SegmentService) -> None:
     zero = told(seeing, image=GOOD, points=[[0, 0]])
     assert told(seeing, image=GOOD, points=[[-0.0, -0.0]])["masks"] == zero["masks"]
 
 
-def test_too_much(seeing: Seeing) -> None:
+def test_too_much(seeing: SegmentService) -> None:
     """A body beyond the limit is 413; a picture and prompts whose masks would not fit, 400."""
     noise = np.random.default_rng(0).integers(0, 256, (1000, 1060, 3), dtype=np.uint8)
-    big = base64.b64encode(encoded(PIL.Image.fromarray(noise), "BMP")).decode()
+    big = base64.b64encode(encode_image(PIL.Image.fromarray(noise), "BMP")).decode()
     assert len(big) > 4 << 20
     assert refused(seeing, {"image": big}, 413)["code"] == "request_too_large"
-    large = told(seeing, image=url(encoded(PIL.Image.new("L", (1024, 2048), 9))))["image"]["id"]
+    large = told(seeing, image=data_url(encode_image(PIL.Image.new("L", (1024, 2048), 9))))["image"]["id"]
     error = refused(seeing, {"image_id": large, "boxes": [[1, 1, 9, 9]] * 64})
     assert error["message"].startswith("192 masks of 1024 × 2048 pixels are too much for one answer")
     prompts = [{"points": [[1, 1]] * 200}] * 64
     assert len(told(seeing, image=GOOD, prompts=prompts, multimask=False)["masks"]) == 64
 
 
-def test_the_cache_is_bounded_in_bytes(seeing: Seeing) -> None:
+def test_the_cache_is_bounded_in_bytes(seeing: SegmentService) -> None:
     """Sixty pictures do not grow it, the oldest is let go and asked for again."""
-    first = told(seeing, image=url(encoded(photo(1000))))["image"]["id"]
+    first = told(seeing, image=data_url(encode_image(random_photo(1000))))["image"]["id"]
     for seed in range(1001, 1060):
-        told(seeing, image=url(encoded(photo(seed, (16, 16)))))
+        told(seeing, image=data_url(encode_image(random_photo(seed, (16, 16)))))
     refused(seeing, {"image_id": first, "points": [[1, 1]]}, 404)
 
 
-def test_pieces_of_pictures_at_random(seeing: Seeing) -> None:
+def test_pieces_of_pictures_at_random(seeing: SegmentService) -> None:
     """300 broken files: never a 5xx, and the worker's memory stays where it is."""
     chance = random.Random(7)
-    sources = [encoded(photo(3), form) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
-    worker = psutil.Process(seeing.eye.pid)
+    sources = [encode_image(random_photo(3), form) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+    worker = psutil.Process(seeing.segment_engine.pid)
     before = 0
     for round in range(300):
         data = bytearray(chance.choice(sources))
@@ -228,7 +233,7 @@ def test_pieces_of_pictures_at_random(seeing: Seeing) -> None:
 
 
 def test_the_key_is_needed_here_too(stories: Path, sam: Path) -> None:  # noqa: F811
-    service = Seeing(stories, sam, Limits(keys=("secret",)))
+    service = SegmentService(stories, sam, ServiceLimits(api_keys=("secret",)))
     try:
         assert service.post("/v1/segment", {"image": GOOD}).status == 401
         service.client.key = "secret"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from modelmill.build.plan import make_plan
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, RequestError
 from modelmill.core.types import SamplingParams
 from tests.checkpoint.checkpoint_factory import llama_state, write_folder
 from tests.runtime import tiny
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
 
 HOSTILE: list[Any] = [
     None, "3", "", 1.5, True, -1, 0, -0.0, 2**70, 10**5000, math.nan, math.inf, [], {}, [1], [None], [""], ["a\n"] * 99,
@@ -31,9 +31,9 @@ def test_any_value_in_any_field(name: str) -> None:
     flags = ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop")
     for value in HOSTILE:
         try:
-            params = SamplingParams(**{name: value}).resolved({})
+            params = SamplingParams(**{name: value}).with_defaults({})
         except RequestError as error:
-            one_line(error)
+            check_one_line(error)
             continue
         kept = getattr(params, name)
         if name in flags:
@@ -54,16 +54,16 @@ def test_any_value_in_any_field(name: str) -> None:
     ids=str,
 )
 def test_what_this_engine_cannot_serve(params: dict[str, Any]) -> None:
-    engine = tiny.loop()
+    engine = tiny.make_engine()
     for request in tiny.requests([(2, 3)], tiny.params(**params)):
         with pytest.raises(RequestError) as told:
             engine.add(request)
-        one_line(told.value)
-    tiny.idle(engine)
+        check_one_line(told.value)
+    tiny.assert_idle(engine)
 
 
 def test_negative_zero_is_greedy_and_a_tiny_temperature_does_not_overflow() -> None:
-    engine = tiny.loop()
+    engine = tiny.make_engine()
     prompt = tiny.prompts(1, 5, 9)
     greedy = tiny.run(engine, tiny.requests(prompt, tiny.params()))
     for temperature in (-0.0, 5e-324, 1e-30):
@@ -71,9 +71,9 @@ def test_negative_zero_is_greedy_and_a_tiny_temperature_does_not_overflow() -> N
 
 
 def test_the_default_length_gives_way_to_an_explicit_minimum() -> None:
-    params = SamplingParams(min_tokens=600).resolved({"max_tokens": 512})
+    params = SamplingParams(min_tokens=600).with_defaults({"max_tokens": 512})
     assert (params.min_tokens, params.max_tokens) == (600, 600)
-    assert SamplingParams(min_tokens=6).resolved({"max_tokens": 512}).max_tokens == 512
+    assert SamplingParams(min_tokens=6).with_defaults({"max_tokens": 512}).max_tokens == 512
 
 
 @pytest.mark.parametrize("value", [math.nan, -1, 1e400, "0.7", True, [0.7]], ids=str)
@@ -107,17 +107,17 @@ def test_token_ids_outside_the_vocabulary_are_refused_at_build(tmp_path: Path, k
 
 @pytest.mark.parametrize("ids", [(), (-1,), (tiny.VOCAB,), (2**70,), tuple(range(2, 80)) * 2])
 def test_prompts_that_can_never_run_leave_the_engine_alive(ids: tuple[int, ...]) -> None:
-    engine = tiny.loop()
+    engine = tiny.make_engine()
     with pytest.raises(RequestError) as told:
         engine.add(tiny.requests([ids])[0])
-    one_line(told.value)
+    check_one_line(told.value)
     tiny.run(engine, tiny.requests(tiny.prompts(2)))
 
 
 @pytest.mark.parametrize("asked", [None, 0, 1, 5])
 def test_prompts_around_the_longest(asked: int | None) -> None:
     """max_len − 1 gets one token, max_len only an empty answer, max_len + 1 nothing; afterwards nothing is held."""
-    engine = tiny.loop(max_num_batched_tokens=32)
+    engine = tiny.make_engine(max_num_batched_tokens=32)
     longest = engine.max_model_len
     for length, room in ((longest - 1, 1), (longest, 0), (longest + 1, -1)):
         prompt = tiny.prompts(1, length, length)
@@ -128,11 +128,11 @@ def test_prompts_around_the_longest(asked: int | None) -> None:
         else:
             expected = room if asked is None else min(asked, room)
             assert [len(ids) for ids in tiny.run(engine, [request]).values()] == [expected]
-    tiny.idle(engine)
+    tiny.assert_idle(engine)
 
 
 def test_a_thousand_requests_given_up_midway_leave_nothing() -> None:
-    engine = tiny.loop(pages=24, max_num_seqs=8)
+    engine = tiny.make_engine(pages=24, max_num_seqs=8)
     todo = tiny.prompts(1000, 1, 30)
     for i, prompt in enumerate(todo):
         how = tiny.params(n=1 + i % 3, temperature=1.0, seed=i, max_tokens=20, repetition_penalty=1.1)
@@ -140,4 +140,4 @@ def test_a_thousand_requests_given_up_midway_leave_nothing() -> None:
         engine.step()
         engine.abort("0")
     tiny.drain(engine)
-    tiny.idle(engine)
+    tiny.assert_idle(engine)

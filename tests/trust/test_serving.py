@@ -14,56 +14,56 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve import logs
+from modelmill.serve import json_logs
 from modelmill.serve.app import make_app
-from modelmill.serve.service import Limits, Service
+from modelmill.serve.service import Service, ServiceLimits
 from modelmill.text.chat import TemplateChat
-from tests.patience import soon, until
-from tests.serve.asgi import Client
+from tests.serve.asgi_client import Client
 from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
-from tests.serve.running import Running
-from tests.trust.lines import one_line
+from tests.serve.service_thread import ServiceThread
+from tests.trust.error_lines import check_one_line
+from tests.wait import time_limit, wait_until
 
 COMPLETION = {"model": "stories", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def running(stories: Path) -> Iterator[Running]:  # noqa: F811
-    service = Running(stories)
+def running(stories: Path) -> Iterator[ServiceThread]:  # noqa: F811
+    service = ServiceThread(stories)
     yield service
     service.close()
 
 
 @pytest.fixture(autouse=True)
-def _alive_afterwards(running: Running) -> Iterator[None]:
+def _alive_afterwards(running: ServiceThread) -> Iterator[None]:
     """Whatever was asked: the worker is the same, nothing runs, every page is free, and the next request is served."""
     pid = running.engine.pid
     yield
     assert running.engine.pid == pid
     idle(running)
     assert running.post("/v1/completions", COMPLETION).status == 200
-    assert running.service.active == 0
+    assert running.service.num_active == 0
 
 
-def idle(running: Running) -> None:
+def idle(running: ServiceThread) -> None:
     def empty() -> bool:
-        stats = running.do(running.engine.stats())
+        stats = running.run(running.engine.stats())
         assert stats is not None
         return (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
 
-    until(empty, told=lambda: running.do(running.engine.stats()))
+    wait_until(empty, describe=lambda: running.run(running.engine.stats()))
 
 
-def refused(running: Running, path: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
+def refused(running: ServiceThread, path: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
     """The error of a request that must fail, after checking its form."""
-    with soon():
+    with time_limit():
         response = running.post(path, body, **options)
     assert response.status == status, response.body[:500]
     assert response.json.keys() == {"error"}
     error: dict[str, Any] = response.json["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    one_line(Exception(error["message"]))
+    check_one_line(Exception(error["message"]))
     return error
 
 
@@ -89,7 +89,7 @@ HOSTILE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("place", range(len(HOSTILE)), ids=lambda place: f"{HOSTILE[place][0]}-{place}")
-def test_hostile_values(running: Running, place: int) -> None:
+def test_hostile_values(running: ServiceThread, place: int) -> None:
     name, value = HOSTILE[place]
     error = refused(running, "/v1/completions", {**COMPLETION, name: value})
     assert error["type"] == "invalid_request_error"
@@ -107,7 +107,7 @@ START = b'{"model":"stories","prompt":"a","temperature":'
     ],
     ids=range(14),
 )  # fmt: skip
-def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
+def test_bodies_that_are_no_requests(running: ServiceThread, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         refused(running, path, body)
 
@@ -115,22 +115,22 @@ def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
 @pytest.mark.parametrize(
     "ids", [[512], [10**9], [2**31], [2**70], [-1], [True], [1.0], ["5"], "5", None, [[5]]], ids=str
 )
-def test_ids_that_stand_for_no_text(running: Running, ids: Any) -> None:
+def test_ids_that_stand_for_no_text(running: ServiceThread, ids: Any) -> None:
     """The vocabulary ends at 512."""
     refused(running, "/detokenize", {"tokens": ids})
     assert running.post("/detokenize", {"tokens": [511]}).status == 200
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"])
-def test_a_body_that_is_not_told_to_be_json(running: Running, kind: str) -> None:
+def test_a_body_that_is_not_told_to_be_json(running: ServiceThread, kind: str) -> None:
     """What a page of another origin can send without asking is refused, and the answer says what is missing."""
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "x"})):
-        answer = running.do(running.client.post(path, body, headers={"content-type": kind}))
+        answer = running.run(running.client.post(path, body, headers={"content-type": kind}))
         assert answer.status == 400
         assert "content-type: application/json" in answer.json["error"]["message"]
 
 
-def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: Running) -> None:
+def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: ServiceThread) -> None:
     """JSON can hold them and UTF-8 cannot: wherever a request's text is told again, it is told so."""
     half = "a\ud800"
     said = running.post("/v1/completions", {**COMPLETION, "prompt": half, "echo": True})
@@ -147,7 +147,7 @@ def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: Running
     refused(running, "/v1/completions", {**COMPLETION, "model": half})
 
 
-def test_minus_zero_is_greedy(running: Running) -> None:
+def test_minus_zero_is_greedy(running: ServiceThread) -> None:
     body = json.dumps(COMPLETION).replace('"temperature": 0', '"temperature": -0.0').encode()
     assert (
         running.post("/v1/completions", body).json["choices"][0]["text"]
@@ -166,7 +166,7 @@ def test_minus_zero_is_greedy(running: Running) -> None:
     ],
     ids=range(12),
 )  # fmt: skip
-def test_hostile_messages(running: Running, messages: Any) -> None:
+def test_hostile_messages(running: ServiceThread, messages: Any) -> None:
     """Nothing is ever fetched for an image's address: this engine takes text only."""
     refused(running, "/v1/chat/completions", {**CHAT, "messages": messages})
 
@@ -180,12 +180,12 @@ def test_hostile_messages(running: Running, messages: Any) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_hostile_fields_of_a_conversation(running: Running, more: dict[str, Any]) -> None:
+def test_hostile_fields_of_a_conversation(running: ServiceThread, more: dict[str, Any]) -> None:
     """A chat template comes with the engine, never with a request."""
     refused(running, "/v1/chat/completions", {**CHAT, **more})
 
 
-def test_control_tokens_that_a_user_types_are_text(running: Running) -> None:
+def test_control_tokens_that_a_user_types_are_text(running: ServiceThread) -> None:
     """<s> in a prompt is three characters, in a raw prompt and in a message."""
     plain = running.post("/tokenize", {"prompt": "a<s>b</s>"}).json["tokens"]
     assert plain.count(1) == 1
@@ -196,7 +196,7 @@ def test_control_tokens_that_a_user_types_are_text(running: Running) -> None:
     assert len({ids.count(1) + ids.count(2) for ids in found}) == 1
 
 
-def test_prompts_around_the_longest(running: Running) -> None:
+def test_prompts_around_the_longest(running: ServiceThread) -> None:
     ids = running.post("/tokenize", {"prompt": "Once upon a time there was a dog " * 100}).json
     longest = ids["max_model_len"]
     for length, status in ((longest - 1, 200), (longest, 400), (longest + 1, 400)):
@@ -214,7 +214,7 @@ def test_prompts_around_the_longest(running: Running) -> None:
 @pytest.mark.parametrize(
     "text", ["a" * 10**6, "é" * 600_000, "\u0301" * 600_000, " " * 10**6, "<s>" * 300000], ids=range(5)
 )
-def test_a_megabyte_of_one_character(running: Running, text: str) -> None:
+def test_a_megabyte_of_one_character(running: ServiceThread, text: str) -> None:
     for path, body in (("/v1/completions", {**COMPLETION, "prompt": text}), ("/tokenize", {"prompt": text})):
         refused(running, path, body)
     talk = [{"role": "user", "content": text}]
@@ -222,7 +222,7 @@ def test_a_megabyte_of_one_character(running: Running, text: str) -> None:
         refused(running, path, body)
 
 
-def test_many_messages_are_measured_together(running: Running) -> None:
+def test_many_messages_are_measured_together(running: ServiceThread) -> None:
     """Each would fit, and all of them took 13 s to be split into seven million tokens."""
     parts = [{"type": "text", "text": "é" * 1500}] * 1500
     for content in (parts, "é" * 1500):
@@ -254,7 +254,7 @@ HIDDEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("message", HIDDEN.values(), ids=HIDDEN)
 def test_whatever_a_template_may_write_is_measured(
-    running: Running, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    running: ServiceThread, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only a message's content: nothing of it is rendered."""
     monkeypatch.setattr(TemplateChat, "encode", None)
@@ -271,7 +271,7 @@ def test_whatever_a_template_may_write_is_measured(
     "told",
     [{"description": LONG[:60_000]}, {"parameters": {"enum": ["x" * 20_000]}}, {"parameters": {"enum": [1] * 20_000}}],
 )
-def test_tools_are_measured_too(running: Running, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_measured_too(running: ServiceThread, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TemplateChat, "encode", None)
     error = refused(running, "/v1/chat/completions", {**CHAT, "tools": function(**told)})
     assert error["code"] == "context_length_exceeded"
@@ -279,23 +279,25 @@ def test_tools_are_measured_too(running: Running, told: dict[str, Any], monkeypa
     refused(running, "/v1/responses", {"model": "stories", "input": "x", "tools": [flat]})
 
 
-def test_a_deep_message_is_refused_for_what_it_is(running: Running) -> None:
+def test_a_deep_message_is_refused_for_what_it_is(running: ServiceThread) -> None:
     talk = [{"role": "user", "content": "x", "name": nested(300)}]
     assert "nested" in refused(running, "/v1/chat/completions", {**CHAT, "messages": talk})["message"]
 
 
-def test_texts_to_embed_are_counted_before_they_are_split(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.engine.language, "request", None)
+def test_texts_to_embed_are_counted_before_they_are_split(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.engine.text_processor, "request", None)
     inputs = ["a"] * (running.engine.capacity + 1)
     error = refused(running, "/v1/embeddings", {"model": "stories", "input": inputs})
     assert f"more than the {running.engine.capacity}" in error["message"]
 
 
-def test_a_full_engine_makes_nothing_of_a_request(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_engine_makes_nothing_of_a_request(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has to be refused is not rendered and not split."""
-    monkeypatch.setattr(running.engine, "_seqs", running.engine.capacity)
+    monkeypatch.setattr(running.engine, "_num_sequences", running.engine.capacity)
     for name in ("request", "chat_request"):
-        monkeypatch.setattr(running.engine.language, name, None)
+        monkeypatch.setattr(running.engine.text_processor, name, None)
     for path, body in (
         ("/v1/completions", COMPLETION),
         ("/v1/chat/completions", CHAT),
@@ -305,19 +307,21 @@ def test_a_full_engine_makes_nothing_of_a_request(running: Running, monkeypatch:
         assert refused(running, path, body, 429)["code"] == "rate_limit_exceeded"
 
 
-def test_bodies_that_are_too_large(running: Running) -> None:
-    most = running.service.limits.body
+def test_bodies_that_are_too_large(running: ServiceThread) -> None:
+    most = running.service.limits.max_body_bytes
     error = refused(running, "/v1/completions", b" " * 10, 413, headers={"content-length": str(most + 1)})
     assert error["code"] == "request_too_large"
     # a length that lies, or none at all: counted as it comes
     refused(running, "/v1/completions", b" " * (most + 1), 413, headers={"content-length": "10"})
     for length in ("-5", "9" * 30, "9" * 5000, "0x10", "1_0", "+5", " 5", "\u00b2", ""):
         refused(running, "/v1/completions", b"{}", 413, headers={"content-length": length})
+    for length in ("0" * 30 + "2", "0" * 5000 + "2"):
+        refused(running, "/v1/completions", b"{}", 400, headers={"content-length": length})
 
 
-def guarded(running: Running, *keys: str, **limits: Any) -> Client:
+def guarded(running: ServiceThread, *keys: str, **limits: Any) -> Client:
     """Another door to the same engine, with keys."""
-    service = Service(running.service.engines, Limits(keys=keys, **limits))
+    service = Service(running.service.engines, ServiceLimits(api_keys=keys, **limits))
     return Client(make_app(service))
 
 
@@ -328,35 +332,35 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path_but_health_needs_a_key(running: Running, path: str) -> None:
+def test_every_path_but_health_needs_a_key(running: ServiceThread, path: str) -> None:
     client = guarded(running, "sesame", "other-key")
     for headers in (
         {}, {"authorization": "Bearer"}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"},
         {"authorization": "Basic sesame"}, {"authorization": "Bearer sesam"}, {"authorization": "Bearer sesame2"},
         {"x-forwarded-for": "127.0.0.1"}, {"authorization": "Bearer \u00e9"},
     ):  # fmt: skip
-        response = running.do(client.get(path, headers=headers))
+        response = running.run(client.get(path, headers=headers))
         assert response.status == 401, headers
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json["error"]["code"] == "invalid_api_key"
     for method in ("OPTIONS", "HEAD", "TRACE", "PUT", "DELETE", "CONNECT"):
-        assert running.do(client.call(method, path)).status == 401, method
+        assert running.run(client.call(method, path)).status == 401, method
     for key in ("sesame", "other-key"):
-        assert running.do(client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status == 200
-    assert running.do(client.get("/health")).status == 200
+        assert running.run(client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status == 200
+    assert running.run(client.get("/health")).status == 200
 
 
 @pytest.mark.parametrize(
     "raw", ["/v1%2fmodels", "/%76%31/models", "//v1/models", "http://localhost/health", "/health%2f"]
 )
-def test_no_way_around_the_key_by_spelling(running: Running, raw: str) -> None:
+def test_no_way_around_the_key_by_spelling(running: ServiceThread, raw: str) -> None:
     """The raw path decides, whatever the decoded one says."""
     client = guarded(running, "sesame")
     for path in ("/health", "/v1/models", raw):
-        assert running.do(client.get(path, raw=raw)).status == 401
+        assert running.run(client.get(path, raw=raw)).status == 401
 
 
-def test_keys_are_compared_in_constant_time(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_compared_in_constant_time(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key is compared, by hmac.compare_digest over digests of one length, also after one has matched."""
     import hmac
 
@@ -366,14 +370,14 @@ def test_keys_are_compared_in_constant_time(running: Running, monkeypatch: pytes
         seen.append((len(a), len(b)))
         return bool(real(a, b))
 
-    monkeypatch.setattr("modelmill.serve.gate.hmac.compare_digest", compare)
+    monkeypatch.setattr("modelmill.serve.middleware.hmac.compare_digest", compare)
     client = guarded(running, "one", "a much longer key", "three")
-    running.do(client.get("/version", headers={"authorization": "Bearer one"}))
+    running.run(client.get("/version", headers={"authorization": "Bearer one"}))
     assert seen == [(32, 32)] * 3
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "evil.example:8000", "127.0.0.1.nip.io"])
-def test_without_a_key_a_foreign_name_is_refused(running: Running, host: str) -> None:
+def test_without_a_key_a_foreign_name_is_refused(running: ServiceThread, host: str) -> None:
     """A page of the web that resolves its own name to this machine gets nothing (DNS rebinding)."""
     assert running.get("/v1/models", headers={"host": host}).status == 403
     for fine in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "LOCALHOST", "localhost.", "localhost:"):
@@ -391,14 +395,14 @@ def test_without_a_key_a_foreign_name_is_refused(running: Running, host: str) ->
         "localhost\u0000", "%6cocalhost", "\uff41.com",
     ],
 )  # fmt: skip
-def test_what_is_no_host_is_refused(running: Running, host: str) -> None:
+def test_what_is_no_host_is_refused(running: ServiceThread, host: str) -> None:
     """With a key or without: one program's reading of it is not another's."""
     assert running.get("/version", headers={"host": host}).status == 400
     client = guarded(running, "k")
-    assert running.do(client.get("/version", headers={"host": host, "authorization": "Bearer k"})).status == 400
+    assert running.run(client.get("/version", headers={"host": host, "authorization": "Bearer k"})).status == 400
 
 
-def test_keys_share_no_cache_unless_they_may(running: Running) -> None:
+def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
     """cached_tokens would tell one key, page by page, what another has asked."""
     text = "Ben had a small green boat and he went to the lake to sail with his friend Sue " * 2
     talk = [{"role": "user", "content": text}]
@@ -413,7 +417,7 @@ def test_keys_share_no_cache_unless_they_may(running: Running) -> None:
 
     def cached(client: Client, key: str, path: str, body: dict[str, Any]) -> int:
         headers = {"authorization": f"Bearer {key}"}
-        usage = running.do(client.post(path, {"model": "stories", **body}, headers=headers)).json["usage"]
+        usage = running.run(client.post(path, {"model": "stories", **body}, headers=headers)).json["usage"]
         return int((usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"])
 
     apart, shared = door(), door(share_cache=True)
@@ -429,18 +433,18 @@ def test_keys_share_no_cache_unless_they_may(running: Running) -> None:
     assert cached(shared, "two", path, {**body, "cache_salt": "mine"}) == 0
 
 
-def test_other_origins_get_no_permission_unless_named(running: Running) -> None:
+def test_other_origins_get_no_permission_unless_named(running: ServiceThread) -> None:
     asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in running.get("/version", headers=asked).headers
-    client = guarded(running, "k", origins=("https://page.example",))
-    assert running.do(client.call("OPTIONS", "/v1/models", headers=asked)).status == 200
-    other = running.do(client.call("OPTIONS", "/v1/models", headers={**asked, "origin": "https://other.example"}))
+    client = guarded(running, "k", allowed_origins=("https://page.example",))
+    assert running.run(client.call("OPTIONS", "/v1/models", headers=asked)).status == 200
+    other = running.run(client.call("OPTIONS", "/v1/models", headers={**asked, "origin": "https://other.example"}))
     assert "access-control-allow-origin" not in other.headers
-    told = running.do(client.get("/health", headers={"origin": "https://page.example"})).headers
+    told = running.run(client.get("/health", headers={"origin": "https://page.example"})).headers
     assert told["access-control-expose-headers"] == "X-Request-Id, Retry-After"
 
 
-def test_a_salt_keeps_tenants_apart(running: Running) -> None:
+def test_a_salt_keeps_tenants_apart(running: ServiceThread) -> None:
     """What one salt cached, another does not find: neither in the counts nor, so, in the time."""
     body = {**COMPLETION, "prompt": "Lily and Tom went to the park to play with the big red ball " * 3}
 
@@ -454,7 +458,7 @@ def test_a_salt_keeps_tenants_apart(running: Running) -> None:
 
 
 def test_a_bug_tells_nothing_of_itself(
-    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("address 0x7f00 of the user's secret prompt")
@@ -463,15 +467,17 @@ def test_a_bug_tells_nothing_of_itself(
     error = refused(running, "/v1/chat/completions", CHAT, 500)
     assert "0x7f00" not in json.dumps(error)
     record = next(record for record in caplog.records if record.getMessage() == "bug")
-    line = logs.Lines().format(record)
+    line = json_logs.JsonLogFormatter().format(record)
     assert "0x7f00" not in line
     assert json.loads(line)["error"] == "RuntimeError"
 
 
-def test_logs_hold_neither_prompts_nor_answers_nor_keys(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_hold_neither_prompts_nor_answers_nor_keys(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(logs.Lines())
+    handler.setFormatter(json_logs.JsonLogFormatter())
     logger = logging.getLogger("modelmill")
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(logger, "level", logging.DEBUG)
@@ -479,9 +485,11 @@ def test_logs_hold_neither_prompts_nor_answers_nor_keys(running: Running, monkey
     client = guarded(running, "sesame")
     headers = {"authorization": "Bearer sesame"}
     secret = "xylophone"
-    said = running.do(client.post("/v1/completions", {**COMPLETION, "prompt": secret}, headers=headers)).json
-    running.do(client.post("/v1/completions", {**COMPLETION, "prompt": secret, "temperature": secret}, headers=headers))
-    running.do(client.get("/version", headers={"authorization": "Bearer open-sesame"}))
+    said = running.run(client.post("/v1/completions", {**COMPLETION, "prompt": secret}, headers=headers)).json
+    running.run(
+        client.post("/v1/completions", {**COMPLETION, "prompt": secret, "temperature": secret}, headers=headers)
+    )
+    running.run(client.get("/version", headers={"authorization": "Bearer open-sesame"}))
     told = stream.getvalue()
     lines = [json.loads(line) for line in told.splitlines()]
     assert [line["status"] for line in lines] == [200, 400, 401]
@@ -491,12 +499,12 @@ def test_logs_hold_neither_prompts_nor_answers_nor_keys(running: Running, monkey
 
 
 def test_a_bug_in_the_middle_of_a_stream_tells_nothing_of_itself(
-    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("address 0x7f00 of the user's secret prompt")
 
-    monkeypatch.setattr("modelmill.serve.routes.completions.Reply._piece", broken)
+    monkeypatch.setattr("modelmill.serve.routes.completions.CompletionResponseBuilder._delta_event", broken)
     answer = running.post("/v1/completions", {**COMPLETION, "stream": True})
     monkeypatch.undo()
     assert answer.status == 200
@@ -504,7 +512,7 @@ def test_a_bug_in_the_middle_of_a_stream_tells_nothing_of_itself(
     assert b"0x7f00" not in answer.body
     records = [record for record in caplog.records if record.exc_info]
     assert records
-    assert not any("0x7f00" in logs.Lines().format(record) for record in records)
+    assert not any("0x7f00" in json_logs.JsonLogFormatter().format(record) for record in records)
 
 
 def test_a_task_that_nobody_waited_for_is_told_without_its_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -519,7 +527,7 @@ def test_a_task_that_nobody_waited_for_is_told_without_its_text(capsys: pytest.C
         while not task.done():
             await asyncio.sleep(0)
 
-    with logs.to_stderr("info"):
+    with json_logs.log_to_stderr("info"):
         asyncio.run(main())
         gc.collect()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -528,11 +536,11 @@ def test_a_task_that_nobody_waited_for_is_told_without_its_text(capsys: pytest.C
 
 
 @contextmanager
-def given_up(running: Running, asked: int) -> Iterator[None]:
+def given_up(running: ServiceThread, asked: int) -> Iterator[None]:
     """Within it, answers of so many tokens are asked for and given up: few of them may ever be computed."""
 
     def computed() -> int:
-        stats = running.do(running.engine.stats())
+        stats = running.run(running.engine.stats())
         assert stats is not None
         return stats.output_tokens
 
@@ -553,7 +561,7 @@ async def leave(client: Client, place: int) -> None:
                 break
 
 
-def test_clients_that_leave_in_the_middle(running: Running) -> None:
+def test_clients_that_leave_in_the_middle(running: ServiceThread) -> None:
     """Two hundred, streamed; and some that wait for a whole answer."""
 
     async def many() -> None:
@@ -572,10 +580,10 @@ def test_clients_that_leave_in_the_middle(running: Running) -> None:
         await parts.aclose()  # type: ignore[attr-defined]
 
     with given_up(running, asked=400 * (sum(1 + place % 3 for place in range(200)) + 20)):
-        running.do(many())
+        running.run(many())
 
 
-def test_twice_what_is_queued_at_once(running: Running) -> None:
+def test_twice_what_is_queued_at_once(running: ServiceThread) -> None:
     """All are answered: with text, or with 429 and when to come back."""
     most = running.engine.capacity
 
@@ -583,7 +591,7 @@ def test_twice_what_is_queued_at_once(running: Running) -> None:
         body = {**COMPLETION, "n": 8, "temperature": 1, "max_tokens": 2}
         return await asyncio.gather(*(running.client.post("/v1/completions", body) for _ in range(most // 4)))
 
-    responses = running.do(burst())
+    responses = running.run(burst())
     found = [response.status for response in responses]
     assert set(found) == {200, 429}
     assert found.count(200) >= most // 8
@@ -592,10 +600,10 @@ def test_twice_what_is_queued_at_once(running: Running) -> None:
     assert late.json["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_more_answers_than_are_queued_cost_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_answers_than_are_queued_cost_nothing(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 KB that ask for 128,000 answers were refused only when all of them had been made: 0.8 s of CPU and 69 MB."""
     made: list[Any] = []
-    monkeypatch.setattr("modelmill.serve.routes.completions._dialogues", lambda *parts: made.append(parts))
+    monkeypatch.setattr("modelmill.serve.routes.completions._make_request_states", lambda *parts: made.append(parts))
     for prompts, n in ((1000, 128), (1024, 1), (running.engine.capacity + 1, 1), (5, 128)):
         error = refused(running, "/v1/completions", {**COMPLETION, "n": n, "prompt": ["a"] * prompts})
         assert f"{prompts * n} answers at once" in error["message"]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
-from tools.soak import ends, fuzz, leaving, mixed
-from tools.soak.memory import slope
-from tools.soak.server import Server
+from tools.soak import client_disconnects, fuzz, mixed_load, shutdown
+from tools.soak.memory_trend import fit_trend
+from tools.soak.server import SoakServer
 
 QUIET = ["--device", "cpu", "--threads", "1", "--kv-cache-bytes", "8000000", "--chat-template", "chatml"]
 
@@ -21,22 +21,24 @@ def nobody(done: int, total: int) -> None:
 
 def test_rough_treatment_leaves_the_server_as_it_was(stories: Path, sam: Path, tmp_path: Path) -> None:  # noqa: F811
     """Hostile requests, clients that leave, everything at once: the same workers, nothing runs, every page is free."""
-    with Server([stories, sam], QUIET) as server:
-        assert server.viewer is not None
+    with SoakServer([stories, sam], QUIET) as server:
+        assert server.segment_model is not None
         found = fuzz.fuzz(server, 160, 1, nobody)
         assert sum(found["statuses"].values()) == 160
         assert set(found["after"].values()) == {0.0}
-        left = leaving.leaving(server, 60, nobody, at_once=20)
+        left = client_disconnects.run_disconnects(server, 60, nobody, concurrency=20)
         assert left["ok"]
         assert left["had_read_something"] > 30
-        whole = mixed.mixed(server, 0.1, 0, nobody, clients=4)
+        whole = mixed_load.run_mixed_load(server, 0.1, 0, nobody, clients=4)
         assert sum(whole["requests"].values()) > 4
-        mixed.plot(whole, tmp_path / "plot.png")
+        mixed_load.plot(whole, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size > 5000
-    assert server.left() == []
+    assert server.leftover_processes() == []
 
 
-@pytest.mark.parametrize("how", [ends.killed_while_loading, ends.server_killed], ids=lambda how: how.__name__)
+@pytest.mark.parametrize(
+    "how", [shutdown.check_killed_while_loading, shutdown.check_server_killed], ids=lambda how: how.__name__
+)
 def test_kills(stories: Path, how: object) -> None:  # noqa: F811
     found = how(stories, QUIET)  # type: ignore[operator]
     assert found["ok"], found
@@ -46,11 +48,11 @@ def test_a_slope_is_seen_through_noise() -> None:
     rng = np.random.default_rng(0)
     seconds = list(np.arange(0, 1200, 5.0))
     noise = rng.normal(0, 3, len(seconds))
-    still = slope(seconds, list(500 + noise))
+    still = fit_trend(seconds, list(500 + noise))
     assert still.flat
     assert abs(still.per_minute) < 0.2
-    leak = slope(seconds, list(500 + noise + np.asarray(seconds) / 40))
+    leak = fit_trend(seconds, list(500 + noise + np.asarray(seconds) / 40))
     assert not leak.flat
     assert leak.per_minute == pytest.approx(1.5, abs=0.2)
     # what comes at the start is not counted
-    assert slope(seconds, list(500 + noise - 100 * np.exp(-np.asarray(seconds) / 60))).flat
+    assert fit_trend(seconds, list(500 + noise - 100 * np.exp(-np.asarray(seconds) / 60))).flat

@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 import pytest
 
-from modelmill.serve import http, stream
+from modelmill.serve import http_protocol, stream
 from modelmill.serve.app import make_app
-from modelmill.serve.server import http_server, listen
-from modelmill.serve.service import Limits, Service
-from tests.patience import PATIENCE, until
+from modelmill.serve.server import http_server, open_socket
+from modelmill.serve.service import Service, ServiceLimits
 from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
-from tests.serve.process import rest
-from tests.serve.running import Running
+from tests.serve.server_process import read_all
+from tests.serve.service_thread import ServiceThread
 from tests.trust.test_serving import COMPLETION, given_up, idle
+from tests.wait import TIMEOUT_SECONDS, wait_until
 
 LONG = {**COMPLETION, "max_tokens": 450, "ignore_eos": True, "stream": True}
 
@@ -37,10 +37,10 @@ def fits(data: bytes) -> bool:
 class Port:
     """A listening server on the running service's event loop."""
 
-    def __init__(self, running: Running, limits: Limits) -> None:
+    def __init__(self, running: ServiceThread, limits: ServiceLimits) -> None:
         self.running = running
         self.service = Service(running.service.engines, limits)
-        sock = listen("127.0.0.1", 0)
+        sock = open_socket("127.0.0.1", 0)
         self.address = sock.getsockname()
 
         async def start() -> None:
@@ -49,21 +49,21 @@ class Port:
             while not self.server.started:
                 await asyncio.sleep(0.001)
 
-        running.do(start())
+        running.run(start())
 
     def close(self) -> None:
         async def stop() -> None:
             self.server.should_exit = True
             await self.task
 
-        self.running.do(stop())
+        self.running.run(stop())
         self.service.close()
 
     def send(self, data: bytes) -> socket.socket:
         """A connection whose data is there when the server first looks, unless it fits no buffer: then it may have
         answered and closed before all was sent."""
         with self.held() if fits(data) else nullcontext():
-            sock = socket.create_connection(self.address, timeout=PATIENCE)
+            sock = socket.create_connection(self.address, timeout=TIMEOUT_SECONDS)
             try:
                 sock.sendall(data)
             except ConnectionError:
@@ -78,10 +78,10 @@ class Port:
 
         def wait() -> None:
             there.set()
-            go_on.wait(PATIENCE)
+            go_on.wait(TIMEOUT_SECONDS)
 
         self.running.loop.call_soon_threadsafe(wait)
-        there.wait(PATIENCE)
+        there.wait(TIMEOUT_SECONDS)
         try:
             yield
         finally:
@@ -91,28 +91,28 @@ class Port:
         """All that comes until the server closes."""
         with self.send(data) as sock:
             try:
-                return rest(sock)
+                return read_all(sock)
             except ConnectionError:
                 return b"reset"
 
 
 @pytest.fixture(scope="module")
-def running(stories: Path) -> Iterator[Running]:  # noqa: F811
-    service = Running(stories)
+def running(stories: Path) -> Iterator[ServiceThread]:  # noqa: F811
+    service = ServiceThread(stories)
     yield service
     service.close()
 
 
 @pytest.fixture
-def port(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
+def port(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
     """Impatient, so that the tests need not wait."""
-    monkeypatch.setattr(http, "HEADER_SECONDS", 0.3)
-    monkeypatch.setattr(stream, "STALL", 0.3)
-    found = Port(running, Limits(patience=0.3))
+    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(stream, "SEND_TIMEOUT", 0.3)
+    found = Port(running, ServiceLimits(body_timeout=0.3))
     yield found
     idle(running)
     assert running.post("/v1/completions", COMPLETION).status == 200
-    until(lambda: found.service.active == 0)
+    wait_until(lambda: found.service.num_active == 0)
     found.close()
 
 
@@ -202,7 +202,7 @@ def test_a_client_that_reads_nothing_is_dropped_and_others_go_on(port: Port) -> 
         socks.append(sock)
     assert b" 200 " in port.answer(post(COMPLETION, "connection: close"))
     idle(port.running)
-    until(lambda: port.service.active == 0)
+    wait_until(lambda: port.service.num_active == 0)
     for sock in socks:
         sock.close()
 
@@ -224,7 +224,7 @@ def test_requests_in_one_packet_are_answered_in_order(port: Port) -> None:
     """Pipelined requests are no way to smuggle one past the gate."""
     short = post({**COMPLETION, "max_tokens": 1})
     with port.send(short * 4 + post(COMPLETION, "connection: close", path="/nothing")) as sock:
-        told = rest(sock)
+        told = read_all(sock)
     assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", told)] == [200, 200, 200, 200, 404]
 
 

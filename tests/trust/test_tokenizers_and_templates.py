@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from modelmill.build import builder
-from modelmill.build.plan import make_plan
+from modelmill.builder import build_engine
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import ModelmillError, RequestError, TemplateError, TokenizerError
-from modelmill.text.chat import Limits, load_chat
+from modelmill.text.chat import TemplateLimits, load_chat
 from modelmill.text.tokenizer import load_tokenizer
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
-from tests.patience import soon
 from tests.text.conftest import hf_files, small_hf
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
+from tests.wait import time_limit
 
 
 def split(pattern: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_a_pattern_that_explodes_is_an_error_and_no_hang(pattern: str) -> None:
         try:
             assert load_tokenizer(hf_files(spec)).encode(text) is not None
         except TokenizerError as error:
-            one_line(error)
+            check_one_line(error)
         assert time.process_time() - started < 10
 
 
@@ -51,7 +51,7 @@ def test_a_chain_of_replacements_is_refused_unread() -> None:
     for normalizer in (step, {"type": "Sequence", "normalizers": [replace({"String": "a"}, "a" * 9)] * 12}):
         with pytest.raises(TokenizerError, match="longer") as told:
             load_tokenizer(hf_files(small_hf(normalizer=normalizer)))
-        one_line(told.value)
+        check_one_line(told.value)
     good = {"type": "Sequence", "normalizers": [{"type": "NFC"}, replace({"String": " "}, "\u2581")] * 3}
     assert load_tokenizer(hf_files(small_hf(normalizer=good))).encode("h")
 
@@ -78,7 +78,7 @@ def folder_with(tmp_path: Path, files: dict[str, bytes], vocabulary: int = 262) 
 
 
 def build(folder: Path) -> None:
-    builder.build(make_plan(open_checkpoint(folder), BuildConfig(target="cpu")), folder.parent / "e", None)
+    build_engine.build(make_plan(open_checkpoint(folder), BuildConfig(target="cpu")), folder.parent / "e", None)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_at_build(tmp_path: Path, files
     folder = folder_with(tmp_path, files, vocabulary=20)
     with pytest.raises(TokenizerError) as told:
         build(folder)
-    one_line(told.value)
+    check_one_line(told.value)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
@@ -144,14 +144,14 @@ HOGS = [
 def test_a_template_gets_nothing_and_costs_one_line(template: str) -> None:
     """Nothing of Python, of the file system or of the machine comes out, and the engine answers the next request."""
     files = hf_files() | {"chat_template.jinja": template.encode()}
-    chat = load_chat(files, load_tokenizer(files), limits=Limits(seconds=0.5, memory=256 << 20, output=1 << 20))
+    chat = load_chat(files, load_tokenizer(files), limits=TemplateLimits(seconds=0.5, memory=256 << 20, output=1 << 20))
     assert chat is not None
     messages = [{"role": "user", "content": "hello"}]
-    with soon():
+    with time_limit():
         try:
             text = chat.render(messages)
         except TemplateError as error:
-            one_line(error)
+            check_one_line(error)
         else:
             assert not any(word in text for word in ("class ", "root:", "uid=", "module", "function", "code object"))
             assert len(text) <= 1 << 20
@@ -169,7 +169,7 @@ def test_a_request_brings_no_template_and_no_special_tokens() -> None:
     for options in ({"messages": []}, {"add_generation_prompt": False}, {"tools": None}, {"documents": []}):
         with pytest.raises(RequestError) as told:
             chat.encode(talk, options=options)
-        one_line(told.value)
+        check_one_line(told.value)
     with pytest.raises(RequestError):
         chat.encode([{"role": "user", "content": "x", "chat_template": "{{ 7*7 }}"}])
     assert "49" not in chat.render(talk, options={"chat_template": "{{ 7*7 }}"})
@@ -191,5 +191,5 @@ def test_what_is_no_conversation(messages: Any) -> None:
     with pytest.raises(ModelmillError) as told:
         chat.encode(messages)
     assert isinstance(told.value, RequestError)
-    one_line(told.value)
+    check_one_line(told.value)
     chat.close()

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from modelmill.build import builder
-from modelmill.build.plan import make_plan
+from modelmill.builder import build_engine
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf
-from tests.trust.lines import one_line
+from tests.trust.error_lines import check_one_line
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -29,7 +29,7 @@ NAMES = [
 
 def build(path: Path, out: Path, **options: str) -> None:
     config = BuildConfig(target="cpu", **options)  # type: ignore[arg-type]
-    builder.build(make_plan(open_checkpoint(path), config), out, None)
+    build_engine.build(make_plan(open_checkpoint(path), config), out, None)
 
 
 def without_vocabulary(path: Path) -> Path:
@@ -52,7 +52,7 @@ def test_one_value_that_is_none(tmp_path: Path, container: str, value: float, na
         path = without_vocabulary(write_llama_gguf(tmp_path / "m.gguf", state))
     with pytest.raises(CorruptCheckpoint, match=name.replace(".", r"\.")) as told:
         build(path, tmp_path / "e")
-    one_line(told.value)
+    check_one_line(told.value)
     assert not (tmp_path / "e").exists()
 
 
@@ -74,7 +74,7 @@ def test_another_shape_than_the_config_says(tmp_path: Path, shape: tuple[int, ..
     state = llama_state() | {"lm_head.weight": torch.ones(shape)}
     with pytest.raises(TensorMismatch, match=r"lm_head\.weight") as told:
         build(write_folder(tmp_path / "hf", state), tmp_path / "e")
-    one_line(told.value)
+    check_one_line(told.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.uint8])
@@ -83,7 +83,7 @@ def test_another_kind_of_number(tmp_path: Path, dtype: torch.dtype) -> None:
     state["model.norm.weight"] = state["model.norm.weight"].to(dtype)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight") as told:
         build(write_folder(tmp_path / "hf", state), tmp_path / "e")
-    one_line(told.value)
+    check_one_line(told.value)
 
 
 def test_a_config_that_names_fewer_or_more_layers_than_there_are(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_a_config_that_names_fewer_or_more_layers_than_there_are(tmp_path: Path)
         folder = write_folder(tmp_path / str(layers), llama_state(), {**LLAMA_CONFIG, "num_hidden_layers": layers})
         with pytest.raises(TensorMismatch, match=said) as told:
             build(folder, tmp_path / "e")
-        one_line(told.value, 3000)
+        check_one_line(told.value, 3000)

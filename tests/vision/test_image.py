@@ -93,10 +93,10 @@ def test_what_is_no_image_is_one_line(data: bytes, says: str) -> None:
 
 
 def test_limits_come_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image, "MOST_PIXELS", 20)
+    monkeypatch.setattr(image, "MAX_PIXELS", 20)
     with pytest.raises(RequestError, match="6 × 4 pixels"):
         image.open_image(saved(solid("RGB", RED), "PNG"))
-    monkeypatch.setattr(image, "MOST_BYTES", 10)
+    monkeypatch.setattr(image, "MAX_BYTES", 10)
     with pytest.raises(RequestError, match="bytes are more"):
         image.open_image(saved(solid("RGB", RED), "PNG"))
 
@@ -127,13 +127,13 @@ def test_what_a_caller_holds_is_read_as_carefully_as_a_file(monkeypatch: pytest.
         with pytest.raises(RequestError, match=says) as caught:
             image.as_image(given_)
         assert "\n" not in str(caught.value)
-    monkeypatch.setattr(image, "MOST_PIXELS", 20)
+    monkeypatch.setattr(image, "MAX_PIXELS", 20)
     for large in (solid("RGB", RED), np.zeros((4, 6), np.uint8)):
         with pytest.raises(RequestError, match="pixels are more than 20"):
             image.as_image(large)
     for premultiplied in ("La", "RGBa"):
         half = solid("LA", (0, 128)) if premultiplied == "La" else solid("RGBA", (0, 0, 0, 128))
-        monkeypatch.setattr(image, "MOST_PIXELS", 24)
+        monkeypatch.setattr(image, "MAX_PIXELS", 24)
         assert image.as_image(half.convert(premultiplied)).getpixel((1, 1)) == (127, 127, 127)
 
 
@@ -163,7 +163,7 @@ def test_a_broken_orientation_note_is_no_broken_picture() -> None:
 def test_what_stands_behind_transparency() -> None:
     data = saved(solid("RGBA", (0, 0, 0, 0)), "PNG")
     assert image.open_image(data).getpixel((1, 1)) == (255, 255, 255)
-    assert image.open_image(data, behind=image.BLACK).getpixel((1, 1)) == (0, 0, 0)
+    assert image.open_image(data, background=image.BLACK).getpixel((1, 1)) == (0, 0, 0)
 
 
 def test_every_depth_is_rounded_to_the_nearest() -> None:
@@ -181,7 +181,7 @@ def test_every_depth_is_rounded_to_the_nearest() -> None:
 
 
 def test_a_file_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image, "MOST_BYTES", 1000)
+    monkeypatch.setattr(image, "MAX_BYTES", 1000)
     with pytest.raises(RequestError, match="bytes are more than the 1000 allowed"):
         image.open_image("/dev/zero")
 
@@ -208,7 +208,7 @@ def test_arrays_and_tensors() -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 9000), st.integers(1, 9000))
 def test_the_longer_side_fits(width: int, height: int) -> None:
-    found = image.fitted((width, height), 1024)
+    found = image.fit_longest_side((width, height), 1024)
     assert max(found) == 1024
     assert min(found) >= 1
     # halves are rounded up, as the original does
@@ -218,8 +218,8 @@ def test_the_longer_side_fits(width: int, height: int) -> None:
 
 def test_resizing_is_pils_own(shared: Path) -> None:
     photo = image.open_image(shared / "data/images/truck.jpg")
-    size = image.fitted(photo.size, 1024)
-    found = image.pixels(photo, size)
+    size = image.fit_longest_side(photo.size, 1024)
+    found = image.resize_pixels(photo, size)
     wanted = np.array(
         PIL.Image.open(shared / "data/images/truck.jpg").convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR)
     )

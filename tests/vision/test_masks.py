@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from modelmill.ops.enlarge import boxes_of
+from modelmill.ops.upsample_masks import masks_to_boxes
 from modelmill.vision import masks
 
 GRIDS = st.integers(1, 9).flatmap(
@@ -22,9 +22,9 @@ GRIDS = st.integers(1, 9).flatmap(
 @given(GRIDS)
 def test_run_lengths_there_and_back(mask: torch.Tensor) -> None:
     height, width = mask.shape
-    runs = masks.runs_of(mask)
-    x0, y0, x1, y1 = boxes_of(mask).tolist()
-    assert masks.runs_of(mask[y0 : y1 + 1, x0 : x1 + 1], (x0, y0), (height, width)) == runs
+    runs = masks.encode_rle(mask)
+    x0, y0, x1, y1 = masks_to_boxes(mask).tolist()
+    assert masks.encode_rle(mask[y0 : y1 + 1, x0 : x1 + 1], (x0, y0), (height, width)) == runs
     # by the definition: column by column, alternating, beginning with the background
     wanted, current, count = [], False, 0
     for value in mask.t().flatten().tolist():
@@ -35,17 +35,17 @@ def test_run_lengths_there_and_back(mask: torch.Tensor) -> None:
             current, count = value, 1
     wanted.append(count)
     assert runs == wanted
-    assert torch.equal(masks.mask_of(runs, height, width), mask)
-    packed = masks.coco(runs, height, width)
+    assert torch.equal(masks.decode_rle(runs, height, width), mask)
+    packed = masks.to_coco_rle(runs, height, width)
     assert packed["size"] == [height, width]
-    assert masks.from_coco(packed) == runs
+    assert masks.from_coco_rle(packed) == runs
 
 
 def test_compressed_runs_as_pycocotools_writes_them() -> None:
     # worked by hand from the format: 6 → '6', then 1, 40 = 8 + 32·1, and differences to the run before the last
-    assert masks.coco([6, 1, 40], 1, 47)["counts"] == "61X1"
-    assert masks.coco([5, 3, 2, 1], 1, 11)["counts"] == "532N"
-    assert masks.coco([0, 4], 2, 2)["counts"] == "04"
+    assert masks.to_coco_rle([6, 1, 40], 1, 47)["counts"] == "61X1"
+    assert masks.to_coco_rle([5, 3, 2, 1], 1, 11)["counts"] == "532N"
+    assert masks.to_coco_rle([0, 4], 2, 2)["counts"] == "04"
 
 
 @settings(deadline=None, max_examples=150)
@@ -59,14 +59,14 @@ def test_runs_of_any_size_are_packed_five_bits_at_a_time(runs: list[int]) -> Non
             low, left = left & 31, left >> 5
             more = left != (-1 if low & 16 else 0)
             text.append(chr(48 + (low | 32 if more else low)))
-    packed = masks.coco(runs, 1, sum(runs))
+    packed = masks.to_coco_rle(runs, 1, sum(runs))
     assert packed["counts"] == "".join(text)
-    assert masks.from_coco(packed) == runs
+    assert masks.from_coco_rle(packed) == runs
 
 
 def test_runs_that_do_not_fill_the_mask() -> None:
     with pytest.raises(ValueError, match="cover 5 of 6"):
-        masks.mask_of([2, 3], 2, 3)
+        masks.decode_rle([2, 3], 2, 3)
 
 
 @settings(deadline=None, max_examples=60)
@@ -82,7 +82,7 @@ def test_suppression_is_the_greedy_rule(raw: list[tuple[int, ...]], threshold: f
     for i in sorted(range(len(raw)), key=lambda i: (-raw[i][4], i)):
         if all(_iou(boxes[i].tolist(), boxes[j].tolist()) <= threshold for j in kept):
             kept.append(i)
-    assert masks.suppressed(boxes, scores, threshold).tolist() == kept
+    assert masks.nms(boxes, scores, threshold).tolist() == kept
 
 
 def _iou(a: list[float], b: list[float]) -> float:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.vision.regions import regions, without_small_regions
+from modelmill.vision.regions import label_regions, remove_small_regions
 
 
 def grids(most: int = 9) -> st.SearchStrategy[np.ndarray]:
@@ -41,7 +41,7 @@ def flooded(mask: np.ndarray) -> tuple[np.ndarray, list[int]]:
 @settings(deadline=None, max_examples=300)
 @given(grids())
 def test_regions_are_those_of_a_flood_fill(mask: np.ndarray) -> None:
-    labels, sizes = regions(mask)
+    labels, sizes = label_regions(mask)
     wanted, pixels = flooded(mask)
     assert np.array_equal(labels, wanted)
     assert sizes.tolist() == pixels
@@ -50,7 +50,7 @@ def test_regions_are_those_of_a_flood_fill(mask: np.ndarray) -> None:
 @settings(deadline=None, max_examples=200)
 @given(grids(), st.integers(0, 12))
 def test_small_regions_go(mask: np.ndarray, least: int) -> None:
-    found, changed = without_small_regions(mask, least)
+    found, changed = remove_small_regions(mask, least)
     labels, sizes = flooded(~mask)
     filled = mask | np.isin(labels, [i + 1 for i, size in enumerate(sizes) if size < least])
     labels, islands = flooded(filled)
@@ -65,7 +65,7 @@ def test_small_regions_go(mask: np.ndarray, least: int) -> None:
 def test_a_hole_is_filled_and_an_island_dropped() -> None:
     picture = ["##### ..", "#.#.# #.", "##### ..", "........"]
     mask = np.array([[c == "#" for c in row.ljust(8)] for row in picture])
-    found, changed = without_small_regions(mask, 3)
+    found, changed = remove_small_regions(mask, 3)
     assert changed
     assert ["".join(".#"[int(p)] for p in row) for row in found] == ["#####...", "#####...", "#####...", "........"]
-    assert not without_small_regions(mask, 1)[1]
+    assert not remove_small_regions(mask, 1)[1]

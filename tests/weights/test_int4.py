@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import CorruptArtifact
-from modelmill.ops import shelf
-from modelmill.ops.int4_linear import codes_of, pack_codes
-from modelmill.weights import held
-from modelmill.weights.int4 import Held
+from modelmill.ops import registry
+from modelmill.ops.int4_linear import pack_codes, unpack_codes
+from modelmill.weights import base
+from modelmill.weights.int4 import Int4Weight
 
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 300))
 
@@ -26,7 +26,7 @@ def test_codes_come_back_from_their_bytes(size: tuple[int, int]) -> None:
     codes = torch.randint(0, 16, size, generator=torch.Generator().manual_seed(size[1]))
     packed = pack_codes(codes)
     assert packed.shape == (size[0], -(-size[1] // 32) * 16)
-    assert torch.equal(codes_of(packed, size[1]).long(), codes)
+    assert torch.equal(unpack_codes(packed, size[1]).long(), codes)
 
 
 def test_the_layout_is_the_documented_one() -> None:
@@ -43,20 +43,22 @@ def test_nearest_errs_by_half_a_step_and_stores_what_it_says(
 ) -> None:
     weight = drawn(*size, seed=size[0])
     weight[0] = 0.0
-    kept = Held.pack(weight, torch.float32, group=group, symmetric=symmetric)
-    scale = kept.scale.float().abs().repeat_interleave(kept.group, 1)[:, : size[1]]
+    kept = Int4Weight.pack(weight, torch.float32, group_size=group, symmetric=symmetric)
+    scale = kept.scale.float().abs().repeat_interleave(kept.group_size, 1)[:, : size[1]]
     # 7 levels on one side of a symmetric grid: its other end may lack a whole step; float16 rounds the grid itself
     steps = 1.0 if symmetric else 0.5
     assert bool(((kept.dense() - weight).abs() <= (steps + 0.02) * scale + 1e-3 * weight.abs()).all())
     assert kept.shape == size
     stored = kept.tensors()
-    info = held.packed_info("int4", size, torch.float32, group=group, symmetric=symmetric)
+    info = base.packed_info("int4", size, torch.float32, group_size=group, symmetric=symmetric)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == info
     assert list(stored) == list(info), "written in the order announced"
-    again = held.from_tensors("int4", stored)
+    again = base.from_tensors("int4", stored)
     assert torch.equal(again.dense(), kept.dense())
     x = drawn(3, size[1], seed=1)
-    torch.testing.assert_close(kept.matmul(x, None, shelf.resolve("cpu")), x @ kept.dense().T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        kept.matmul(x, None, registry.select_backends("cpu")), x @ kept.dense().T, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_16_levels_are_held_exactly() -> None:
@@ -65,7 +67,7 @@ def test_16_levels_are_held_exactly() -> None:
     codes[:, ::32], codes[:, 1::32] = 0, 15
     scale = torch.rand(6, 3).half().float() + 0.1
     weight = codes * scale.half().float().repeat_interleave(32, 1) - 0.75
-    kept = Held.pack(weight, torch.float32, group=32)
+    kept = Int4Weight.pack(weight, torch.float32, group_size=32)
     assert torch.equal(kept.dense(), weight)
     assert torch.equal(kept.codes().long(), codes)
 
@@ -73,22 +75,22 @@ def test_16_levels_are_held_exactly() -> None:
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("columns", [(0, 128), (128, 256), (128, 300), (0, 300)])
 def test_a_slice_is_the_slice_of_what_is_multiplied_with(columns: tuple[int, int], symmetric: bool) -> None:
-    whole = Held.pack(drawn(20, 300), torch.float32, group=64, symmetric=symmetric)
+    whole = Int4Weight.pack(drawn(20, 300), torch.float32, group_size=64, symmetric=symmetric)
     rows = [(2, 5), (11, 20)]
     part = whole.slice(rows, columns)
     expected = torch.cat([whole.dense()[a:b, slice(*columns)] for a, b in rows])
     assert torch.equal(part.dense(), expected)
-    assert torch.equal(held.from_tensors("int4", part.tensors()).dense(), expected)
-    assert part.grain == 64
+    assert torch.equal(base.from_tensors("int4", part.tensors()).dense(), expected)
+    assert part.alignment == 64
 
 
 def test_a_slice_inside_a_group_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="between groups"):
-        Held.pack(drawn(4, 256), torch.float32).slice([(0, 4)], (64, 256))
+        Int4Weight.pack(drawn(4, 256), torch.float32).slice([(0, 4)], (64, 256))
 
 
 @pytest.mark.parametrize("sizes", [[300, 48], [0, 64], [400, 64], [300, 32]], ids=str)
 def test_damaged_sizes_are_named(sizes: list[int]) -> None:
-    stored = Held.pack(drawn(4, 300), torch.float32, group=64).tensors()
+    stored = Int4Weight.pack(drawn(4, 300), torch.float32, group_size=64).tensors()
     with pytest.raises(CorruptArtifact, match="int4"):
-        held.from_tensors("int4", stored | {"sizes": torch.tensor(sizes, dtype=torch.int32)})
+        base.from_tensors("int4", stored | {"sizes": torch.tensor(sizes, dtype=torch.int32)})

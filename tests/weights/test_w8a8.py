@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import CorruptArtifact
-from modelmill.ops import shelf
-from modelmill.ops.eight_bit import Quantized
-from modelmill.weights import fp8, held, w8a8
+from modelmill.ops import registry
+from modelmill.ops.quant_types import QuantizedInput
+from modelmill.weights import base, fp8, w8a8
 
-KINDS: dict[str, Any] = {"w8a8": w8a8.Held, "fp8": fp8.Held}
+FORMATS: dict[str, Any] = {"w8a8": w8a8.W8A8Weight, "fp8": fp8.Fp8Weight}
 EXACT = {"w8a8": 1e-5, "fp8": 1e-4}
 
 
@@ -25,68 +25,76 @@ def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kind=st.sampled_from(sorted(KINDS)),
+    weight_format=st.sampled_from(sorted(FORMATS)),
     size=st.tuples(st.integers(1, 12), st.integers(1, 200)),
     per_channel=st.booleans(),
     given_scale=st.sampled_from([0.0, -1.0, 0.03]),
 )
 def test_what_is_stored_is_what_is_multiplied(
-    kind: str, size: tuple[int, int], per_channel: bool, given_scale: float
+    weight_format: str, size: tuple[int, int], per_channel: bool, given_scale: float
 ) -> None:
     weight = drawn(*size, seed=size[1])
     weight[0] = 0.0
-    kept = KINDS[kind].pack(weight, torch.float32, per_channel=per_channel, input_scale=given_scale)
+    kept = FORMATS[weight_format].pack(weight, torch.float32, per_channel=per_channel, input_scale=given_scale)
     stored = kept.tensors()
-    info = held.packed_info(kind, size, torch.float32, per_channel=per_channel)
+    info = base.packed_info(weight_format, size, torch.float32, per_channel=per_channel)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == info
     assert list(stored) == list(info), "written in the order announced"
-    step = kept.scale[:, None] * 0.5 if kind == "w8a8" else weight.abs() * 2.0**-4 + kept.scale[:, None] * 2.0**-9
+    step = (
+        kept.scale[:, None] * 0.5 if weight_format == "w8a8" else weight.abs() * 2.0**-4 + kept.scale[:, None] * 2.0**-9
+    )
     assert bool(((kept.dense() - weight).abs() <= step * 1.0001).all())
     assert per_channel or len(set(kept.scale.tolist())) == 1
-    again = held.from_tensors(kind, stored)
+    again = base.from_tensors(weight_format, stored)
     x = drawn(3, size[1], seed=1)
-    for ops in (shelf.resolve("cpu"), shelf.resolve("cpu", dict.fromkeys(("quantize", f"{kind}_linear"), "torch"))):
+    for ops in (
+        registry.select_backends("cpu"),
+        registry.select_backends("cpu", dict.fromkeys(("quantize", f"{weight_format}_linear"), "torch")),
+    ):
         found = again.matmul(x, None, ops)
         torch.testing.assert_close(
-            found, held.seen(again, x) @ again.dense().T, rtol=EXACT[kind], atol=EXACT[kind] * 10
+            found,
+            base.fake_quantize(again, x) @ again.dense().T,
+            rtol=EXACT[weight_format],
+            atol=EXACT[weight_format] * 10,
         )
-    assert given_scale >= 0 or held.seen(again, x) is x
-    assert (held.wanted(again) is None) == (given_scale < 0)
+    assert given_scale >= 0 or base.fake_quantize(again, x) is x
+    assert (base.act_quant(again) is None) == (given_scale < 0)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("weight_format", sorted(FORMATS))
 @pytest.mark.parametrize("static", [False, True])
-def test_what_a_norm_has_rounded_is_taken_as_it_is(kind: str, static: bool) -> None:
-    kept = KINDS[kind].pack(drawn(9, 70), torch.float32, input_scale=0.02 if static else 0.0)
-    ops, x, bias = shelf.resolve("cpu"), drawn(4, 70, 1), drawn(1, 9, 2)[0]
-    wants = kept.wants
-    rounded = Quantized(*ops.quantize(x, *wants), x.dtype)
+def test_what_a_norm_has_rounded_is_taken_as_it_is(weight_format: str, static: bool) -> None:
+    kept = FORMATS[weight_format].pack(drawn(9, 70), torch.float32, input_scale=0.02 if static else 0.0)
+    ops, x, bias = registry.select_backends("cpu"), drawn(4, 70, 1), drawn(1, 9, 2)[0]
+    act_quant = kept.act_quant
+    rounded = QuantizedInput(*ops.quantize(x, *act_quant), x.dtype)
     assert (rounded.scale is None) == static
     assert torch.equal(kept.matmul(rounded, bias, ops), kept.matmul(x, bias, ops))
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_slice_is_the_slice_of_what_is_multiplied_with(kind: str) -> None:
-    whole = KINDS[kind].pack(drawn(20, 60), torch.float32, input_scale=0.05)
+@pytest.mark.parametrize("weight_format", sorted(FORMATS))
+def test_a_slice_is_the_slice_of_what_is_multiplied_with(weight_format: str) -> None:
+    whole = FORMATS[weight_format].pack(drawn(20, 60), torch.float32, input_scale=0.05)
     part = whole.slice([(2, 5), (11, 20)], (7, 50))
     assert torch.equal(part.dense(), torch.cat([whole.dense()[2:5, 7:50], whole.dense()[11:20, 7:50]]))
     assert part.input_scale is whole.input_scale
-    assert torch.equal(held.from_tensors(kind, part.tensors()).dense(), part.dense())
+    assert torch.equal(base.from_tensors(weight_format, part.tensors()).dense(), part.dense())
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_damage_is_named(kind: str) -> None:
-    stored = KINDS[kind].pack(drawn(4, 30), torch.float32).tensors()
+@pytest.mark.parametrize("weight_format", sorted(FORMATS))
+def test_damage_is_named(weight_format: str) -> None:
+    stored = FORMATS[weight_format].pack(drawn(4, 30), torch.float32).tensors()
     wrong = {"scale": torch.ones(5), "input_scale": torch.ones(2), "weight": torch.zeros(4, 30)}
     for name, tensor in wrong.items():
         with pytest.raises(CorruptArtifact, match="damaged"):
-            held.from_tensors(kind, stored | {name: tensor})
+            base.from_tensors(weight_format, stored | {name: tensor})
     with pytest.raises(KeyError):
-        held.from_tensors(kind, {n: t for n, t in stored.items() if n != "input_scale"})
+        base.from_tensors(weight_format, {n: t for n, t in stored.items() if n != "input_scale"})
 
 
 def test_weights_of_nothing_stay_nothing() -> None:
-    for kind in KINDS.values():
-        kept = kind.pack(torch.zeros(3, 8), torch.float32, per_channel=False)
+    for weight_format in FORMATS.values():
+        kept = weight_format.pack(torch.zeros(3, 8), torch.float32, per_channel=False)
         assert not kept.dense().any()
         assert replace(kept).scale.tolist() == [1.0] * 3

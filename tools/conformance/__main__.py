@@ -17,9 +17,9 @@ from types import ModuleType
 
 from tools import conformance
 from tools.conformance import report, server, suite
-from tools.conformance.suite import Case, Result
+from tools.conformance.suite import FailedCheck, SuiteResult
 from tools.verify.__main__ import device
-from tools.verify.result import digest
+from tools.verify.result import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "modelmill"
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"conformance: no suite {', '.join(unknown)}; there are {', '.join(suites)}", file=sys.stderr)
         return 2
     with contextlib.ExitStack() as stack:
-        where = _served(stack, options)
-        found = {name: _one(name, module, where, options) for name, module in suites.items()}
+        where = _lazy_server(stack, options)
+        found = {name: _run_suite(name, module, where, options) for name, module in suites.items()}
     DOCUMENT.parent.mkdir(exist_ok=True)
     DOCUMENT.write_text(report.render({n: (suites[n].TITLE, r) for n, r in found.items()}, device()), encoding="utf-8")
     _log(f"wrote {DOCUMENT}")
@@ -56,7 +56,7 @@ def find_suites() -> dict[str, ModuleType]:
     return {name: module for name, module in modules.items() if hasattr(module, "run")}
 
 
-def _served(stack: contextlib.ExitStack, options: argparse.Namespace) -> Callable[[], tuple[str, str]]:
+def _lazy_server(stack: contextlib.ExitStack, options: argparse.Namespace) -> Callable[[], tuple[str, str]]:
     """Tells (base URL, model); starts the server when it is first asked, since kept results need none."""
     started: list[tuple[str, str]] = [(options.url, options.model)] if options.url else []
 
@@ -70,43 +70,43 @@ def _served(stack: contextlib.ExitStack, options: argparse.Namespace) -> Callabl
     return where
 
 
-def _one(
-    name: str, module: ModuleType, where: Callable[[], tuple[str, str]], options: argparse.Namespace
-) -> Result | None:
+def _run_suite(
+    name: str, module: ModuleType, server_address: Callable[[], tuple[str, str]], options: argparse.Namespace
+) -> SuiteResult | None:
     """The suite's result: kept, if what it depends on is still the same, else new; None where it was not asked for."""
     assert module.__file__ is not None
-    current = digest(PACKAGE, Path(module.__file__)) + version_of(module.PACKAGE)
+    current = source_digest(PACKAGE, Path(module.__file__)) + version_of(module.PACKAGE)
     path = options.out / f"{name}.json"
     asked = not options.only or name in options.only
     kept = suite.load(path, current)
     if kept is not None and not (asked and (options.force or not kept.ok)):
-        _log(f"{name}: {_told(kept)} (of {kept.date})")
+        _log(f"{name}: {_result_line(kept)} (of {kept.date})")
         return kept
     if not asked:
-        return _older(path)
+        return _stale_result(path)
     _log(f"{name}: {module.TITLE}")
     began = time.perf_counter()
     folder = options.out / name
     folder.mkdir(parents=True, exist_ok=True)
-    base_url, model = where()
+    base_url, model = server_address()
     try:
-        found: Result = module.run(base_url, model, folder)
+        found: SuiteResult = module.run(base_url, model, folder)
     except Exception as error:
         traceback.print_exc()
         line = f"{type(error).__name__}: {error}".splitlines()[0]
-        found = Result(0, [Case("runs to its end", line)])
+        found = SuiteResult(0, [FailedCheck("runs to its end", line)])
     found.seconds, found.digest = time.perf_counter() - began, current
     found.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     found.title, found.package = module.TITLE, module.PACKAGE
     found.version = found.version or version_of(module.PACKAGE)
     suite.store(found, path)
-    _log(f"{name}: {_told(found)} in {found.seconds:.0f} s")
+    _log(f"{name}: {_result_line(found)} in {found.seconds:.0f} s")
     for case in found.failed:
         _log(f"  FAILED {case.name}: {case.reason}")
     return found
 
 
-def _older(path: Path) -> Result | None:
+def _stale_result(path: Path) -> SuiteResult | None:
     """The result of older sources, marked so."""
     found = suite.load(path)
     if found is not None:
@@ -122,8 +122,8 @@ def version_of(package: str) -> str:
         return ""
 
 
-def _told(found: Result) -> str:
-    return f"{found.passed} passed, {len(found.failed)} failed, {len(found.excluded)} excluded"
+def _result_line(result: SuiteResult) -> str:
+    return f"{result.passed} passed, {len(result.failed)} failed, {len(result.excluded)} excluded"
 
 
 def _log(text: str) -> None:

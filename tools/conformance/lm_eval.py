@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.suite import Case, Result
+from tools.conformance.suite import FailedCheck, SuiteResult
 
 TITLE = "lm-eval's local-completions: the scores of transformers on 100 items"
 PACKAGE = "lm_eval"
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT.parent / "shared" / "data" / "text" / "wikitext2_test_a.txt"
 ITEMS = 100
-CLOSE = 2e-3
+MAX_DIFFERENCE = 2e-3
 """Most that a log-likelihood may differ by: sums of some 20 float32 terms in another order."""
-CHOICE = """task: modelmill_endings
+CHOICE_TASK = """task: modelmill_endings
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {path}}}}}
 test_split: test
@@ -34,7 +34,7 @@ metric_list:
   - metric: acc
   - metric: acc_norm
 """
-WRITE = """task: modelmill_goes_on
+GENERATION_TASK = """task: modelmill_goes_on
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {path}}}}}
 test_split: test
@@ -64,14 +64,14 @@ def items(text: str, count: int = ITEMS, seed: int = 1) -> list[dict[str, Any]]:
     return found
 
 
-def run(base_url: str, model: str, out: Path) -> Result:
+def run(base_url: str, model: str, out: Path) -> SuiteResult:
     """Both ways, item by item."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     if not TEXT.is_file():
-        return Result(0, excluded=[Case("100 items", f"needs {TEXT.name} in the shared data folder")])
+        return SuiteResult(0, excluded=[FailedCheck("100 items", f"needs {TEXT.name} in the shared data folder")])
     reference, tokenizer = _reference(out)
     manager = _tasks(out)
     how: dict[str, Any] = {"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0, "log_samples": True}
@@ -81,7 +81,7 @@ def run(base_url: str, model: str, out: Path) -> Result:
         base_url=f"{base_url}/completions", model=model, tokenizer=str(out / "tokenizer"), max_length=2048,
         tokenizer_backend="huggingface", num_concurrent=4, batch_size=1,
     )  # fmt: skip
-    return compared(expected, simple_evaluate(there, **how))
+    return compare_results(expected, simple_evaluate(there, **how))
 
 
 def _reference(out: Path) -> tuple[Any, Any]:
@@ -106,35 +106,39 @@ def _tasks(out: Path) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "items.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in items(TEXT.read_text("utf-8"))), "utf-8")
-    for name, text in zip(TASKS, (CHOICE, WRITE), strict=True):
+    for name, text in zip(TASKS, (CHOICE_TASK, GENERATION_TASK), strict=True):
         (folder / f"{name}.yaml").write_text(text.format(path=data), "utf-8")
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
-def compared(expected: dict[str, Any], found: dict[str, Any]) -> Result:
+def compare_results(expected: dict[str, Any], served: dict[str, Any]) -> SuiteResult:
     """Scores, every log-likelihood and every answer."""
-    result = Result(0)
+    result = SuiteResult(0)
     for task in TASKS:
         for metric in sorted(key for key in expected["results"][task] if key.endswith(",none") and "stderr" not in key):
-            ours, theirs = found["results"][task][metric], expected["results"][task][metric]
+            ours, theirs = served["results"][task][metric], expected["results"][task][metric]
             name = f"{task}: {metric.removesuffix(',none')}"
             result.facts[name] = f"{ours:g} through the server, {theirs:g} with transformers"
-            _take(result, name, None if ours == theirs else f"{ours:g}, not {theirs:g}")
-    worst, greedy = _likelihoods(expected["samples"][TASKS[0]], found["samples"][TASKS[0]])
+            _collect(result, name, None if ours == theirs else f"{ours:g}, not {theirs:g}")
+    worst, greedy = _likelihood_difference(expected["samples"][TASKS[0]], served["samples"][TASKS[0]])
     result.facts["largest difference of a log-likelihood"] = f"{worst:.1e} of {4 * ITEMS}"
-    _take(result, "every log-likelihood", None if worst <= CLOSE else f"off by {worst:.1e}, {CLOSE:g} is allowed")
-    _take(result, "what greedy decoding would have said", None if greedy == 0 else f"{greedy} differ")
-    texts = [[sample["resps"][0][0] for sample in _sorted(side["samples"][TASKS[1]])] for side in (expected, found)]
+    _collect(
+        result,
+        "every log-likelihood",
+        None if worst <= MAX_DIFFERENCE else f"off by {worst:.1e}, {MAX_DIFFERENCE:g} is allowed",
+    )
+    _collect(result, "what greedy decoding would have said", None if greedy == 0 else f"{greedy} differ")
+    texts = [[sample["resps"][0][0] for sample in _sorted(side["samples"][TASKS[1]])] for side in (expected, served)]
     unlike = sum(a != b for a, b in zip(*texts, strict=True))
     result.facts["equal greedy answers of 12 tokens"] = f"{len(texts[0]) - unlike} of {len(texts[0])}"
-    _take(result, "every greedy answer", None if unlike == 0 else f"{unlike} of {len(texts[0])} differ")
+    _collect(result, "every greedy answer", None if unlike == 0 else f"{unlike} of {len(texts[0])} differ")
     return result
 
 
-def _likelihoods(expected: Sequence[Any], found: Sequence[Any]) -> tuple[float, int]:
+def _likelihood_difference(expected: Sequence[Any], served: Sequence[Any]) -> tuple[float, int]:
     """(largest difference, how often one side takes the ending for greedy and the other does not)."""
     worst, greedy = 0.0, 0
-    for left, right in zip(_sorted(expected), _sorted(found), strict=True):
+    for left, right in zip(_sorted(expected), _sorted(served), strict=True):
         for (a,), (b,) in zip(left["resps"], right["resps"], strict=True):
             worst = max(worst, abs(float(a[0]) - float(b[0])))
             greedy += str(a[1]) != str(b[1])
@@ -145,8 +149,8 @@ def _sorted(samples: Sequence[Any]) -> list[Any]:
     return sorted(samples, key=lambda sample: sample["doc_id"])
 
 
-def _take(result: Result, name: str, problem: str | None) -> None:
+def _collect(result: SuiteResult, name: str, problem: str | None) -> None:
     if problem is None:
         result.passed += 1
     else:
-        result.failed.append(Case(name, problem))
+        result.failed.append(FailedCheck(name, problem))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tools.conformance.suite import Case, Result
+from tools.conformance.suite import FailedCheck, SuiteResult
 from tools.verify.report import cell
 
 HEAD = """# Conformance
@@ -15,7 +15,7 @@ written by hand. A check that is left out is listed with its reason.
 """
 
 
-def render(suites: Mapping[str, tuple[str, Result | None]], device: str) -> str:
+def render(suites: Mapping[str, tuple[str, SuiteResult | None]], device: str) -> str:
     """The page. suites: name → (title, result or None where it has not run for these sources)."""
     lines = [HEAD, "| suite | what | version | passed | failed | excluded | run |", "|---|---|---|---|---|---|---|"]
     for name, (title, found) in suites.items():
@@ -34,22 +34,22 @@ def render(suites: Mapping[str, tuple[str, Result | None]], device: str) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def section(name: str, title: str, found: Result, device: str) -> list[str]:
+def section(name: str, title: str, result: SuiteResult, device: str) -> list[str]:
     """One suite: its facts, what failed, what was left out, how it was made."""
     lines = [f"## {name}", "", f"{title}.", ""]
-    if found.facts:
-        lines += [*[f"* {told}: {value}" for told, value in found.facts.items()], ""]
-    lines += _table("failed", "seen", found.failed) + _table("excluded", "why", found.excluded)
-    lines += [f"* {note}" for note in found.notes]
+    if result.facts:
+        lines += [*[f"* {told}: {value}" for told, value in result.facts.items()], ""]
+    lines += _table("failed", "seen", result.failed) + _table("excluded", "why", result.excluded)
+    lines += [f"* {note}" for note in result.notes]
     command = f"`python -m tools.conformance --only {name}`"
     return [
         *lines,
-        f"* {command}: {found.seconds:.0f} s on {device}, {found.date}; {found.package} {found.version}",
+        f"* {command}: {result.seconds:.0f} s on {device}, {result.date}; {result.package} {result.version}",
         "",
     ]
 
 
-def _table(what: str, why: str, cases: list[Case]) -> list[str]:
+def _table(what: str, why: str, cases: list[FailedCheck]) -> list[str]:
     if not cases:
         return []
     return [f"| {what} | {why} |", "|---|---|", *[f"| {cell(c.name)} | {cell(c.reason)} |" for c in cases], ""]

@@ -21,7 +21,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Case:
+class FailedCheck:
     """One check that did not pass. reason: of a failure what was seen; of an exclusion why it was not asked for."""
 
     name: str
@@ -29,7 +29,7 @@ class Case:
 
 
 @dataclass
-class Result:
+class SuiteResult:
     """passed: how many checks did. failed, excluded: the others by name. notes: what a reader needs to repeat it.
 
     facts: numbers that were measured, in the reader's words. The rest is filled in by ``__main__``; stale: of older
@@ -37,8 +37,8 @@ class Result:
     """
 
     passed: int
-    failed: list[Case] = field(default_factory=list)
-    excluded: list[Case] = field(default_factory=list)
+    failed: list[FailedCheck] = field(default_factory=list)
+    excluded: list[FailedCheck] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     version: str = ""
@@ -55,13 +55,15 @@ class Result:
         return self.passed > 0 and not self.failed
 
 
-def of(cases: Sequence[tuple[str, str | None]], excluded: Sequence[Case] = (), notes: Sequence[str] = ()) -> Result:
+def make_result(
+    cases: Sequence[tuple[str, str | None]], excluded: Sequence[FailedCheck] = (), notes: Sequence[str] = ()
+) -> SuiteResult:
     """A result of (name, what went wrong or None)."""
-    failed = [Case(name, problem) for name, problem in cases if problem is not None]
-    return Result(len(cases) - len(failed), failed, list(excluded), notes=list(notes))
+    failed = [FailedCheck(name, problem) for name, problem in cases if problem is not None]
+    return SuiteResult(len(cases) - len(failed), failed, list(excluded), notes=list(notes))
 
 
-def store(result: Result, path: Path) -> None:
+def store(result: SuiteResult, path: Path) -> None:
     """Write a result as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
@@ -69,13 +71,13 @@ def store(result: Result, path: Path) -> None:
     draft.replace(path)
 
 
-def load(path: Path, current: str | None = None) -> Result | None:
+def load(path: Path, current: str | None = None) -> SuiteResult | None:
     """The stored result; None where there is none, it cannot be read, or it belongs to another ``current`` digest."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        raw["failed"] = [Case(**each) for each in raw["failed"]]
-        raw["excluded"] = [Case(**each) for each in raw["excluded"]]
-        found = Result(**raw)
+        raw["failed"] = [FailedCheck(**each) for each in raw["failed"]]
+        raw["excluded"] = [FailedCheck(**each) for each in raw["excluded"]]
+        found = SuiteResult(**raw)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if current is None or found.digest == current else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from tools import page
-from tools.performance.page import stale, write
+from tools import generated_page
+from tools.performance.page import stale_files, write
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or with --check 1 where a file is not what the rows and the story give."""
-    return page.run(argv, __doc__, "performance", stale, write)
+    return generated_page.run(argv, __doc__, "performance", stale_files, write)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ from typing import Any
 
 from benchmarks.targets import TARGETS
 from tools.performance.numbers import number
-from tools.performance.rows import Row, cpu_groups, ideas, kernels, line_of, unit_of
+from tools.performance.rows import Row, cpu_groups, kernels, make_target_line, row_unit, rows_by_state
 
 Bars = Sequence[tuple[str, Mapping[str, float]]]
 """(label, value by series) from top to bottom."""
-BIG = 0.2
+BIG_RATIO = 0.2
 """Kernels that reach less than this share of the ceiling on a case are bound by their launch: not shown."""
-FAST = 50
+FAST_RATIO = 50
 """TFLOP/s. Cases that no variant brings here are too small to tell of the tensor cores: not shown."""
-DRAWING = 4
+DRAWING_VERSION = 4
 """To be raised where this file draws the same data in another way: files drawn before are then stale."""
 _COLOURS = {
     "floor": "#999999", "must": "#c0392b", "dream": "#e67e22", "modelmill": "#1f77b4", "vLLM": "#2ca02c",
@@ -31,28 +31,28 @@ def speed(rows: Sequence[Row]) -> Bars:
     """Every line of the speed table: floor, ours and the peer over what must be reached."""
     found = []
     for work, target in TARGETS.items():
-        line = line_of(work, rows)
+        line = make_target_line(work, rows)
         if line.ours is None:
             continue
-        values = {"modelmill": line.ours.value / target.must, "dream": target.dream / target.must}
+        values = {"modelmill": line.ours.value / target.required, "dream": target.stretch_goal / target.required}
         if target.floor is not None:
-            values["floor"] = target.floor / target.must
+            values["floor"] = target.floor / target.required
         if line.first is not None and line.first is not line.ours and line.first.row["date"] != line.ours.row["date"]:
-            values["first"] = line.first.value / target.must
-        if line.beside is not None:
-            values |= {name: each.value / target.must for name, each in line.peers.items() if name in _COLOURS}
+            values["first"] = line.first.value / target.required
+        if line.beside_peer is not None:
+            values |= {name: each.value / target.required for name, each in line.peers.items() if name in _COLOURS}
         found.append((target.title, values))
     return found
 
 
-def states(rows: Sequence[Row]) -> Bars:
+def code_states(rows: Sequence[Row]) -> Bars:
     """Every state of the code that was compared, over the first of its group; the label tells the figure itself."""
     found: list[tuple[str, Mapping[str, float]]] = []
-    for (_, work), group in ideas(rows).items():
+    for (_, work), group in rows_by_state(rows).items():
         found.append((work, {}))
         for row in group:
             order = f", order {row['order']}" if "order" in row else ""
-            told = f"{row['state']}{order}: {row['value']:.4g} {unit_of(row)}".rstrip()
+            told = f"{row['state']}{order}: {row['value']:.4g} {row_unit(row)}".rstrip()
             found.append((told, {"over the first": row["value"] / group[0]["value"]}))
     return found
 
@@ -61,7 +61,7 @@ def fractions(rows: Sequence[Row]) -> Bars:
     """Share of the copy bandwidth of every bfloat16 kernel on the cases that are bound by memory."""
     found: dict[str, dict[str, float]] = {}
     for row in kernels(rows):
-        if row["dtype"] == "bfloat16" and row.get("fraction", 0.0) >= BIG and not _computes(row):
+        if row["dtype"] == "bfloat16" and row.get("fraction", 0.0) >= BIG_RATIO and not _is_compute_bound(row):
             found.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["fraction"]
     return list(found.items())
 
@@ -70,12 +70,12 @@ def rates(rows: Sequence[Row]) -> Bars:
     """TFLOP/s of the bfloat16 kernels on the cases that are bound by products."""
     found: dict[str, dict[str, float]] = {}
     for row in kernels(rows):
-        if row["dtype"] == "bfloat16" and _computes(row) and row["tflops"] >= FAST:
+        if row["dtype"] == "bfloat16" and _is_compute_bound(row) and row["tflops"] >= FAST_RATIO:
             found.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["tflops"]
     return list(found.items())
 
 
-def _computes(row: Row) -> bool:
+def _is_compute_bound(row: Row) -> bool:
     """Whether products set the floor. Older rows do not say: there more than 100 TFLOP/s tell it."""
     if "bound" in row:
         return bool(row["bound"] == "products")
@@ -85,7 +85,7 @@ def _computes(row: Row) -> bool:
 def cpu(rows: Sequence[Row]) -> Bars:
     """Ours over llama.cpp by engine and work."""
     return [
-        (f"{engine.replace('`', '')}: {work}", {"modelmill": pair.now["ratio"]})
+        (f"{engine.replace('`', '')}: {work}", {"modelmill": pair.after["ratio"]})
         for engine, works in cpu_groups(rows).items()
         for work, pair in works.items()
     ]
@@ -93,11 +93,11 @@ def cpu(rows: Sequence[Row]) -> Bars:
 
 def digest(bars: Bars) -> str:
     """What tells whether a drawn file shows this data, drawn as this file does."""
-    told = json.dumps([DRAWING, [[label, dict(values)] for label, values in bars]])
+    told = json.dumps([DRAWING_VERSION, [[label, dict(values)] for label, values in bars]])
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-def digest_of(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """The digest that a drawn file carries; empty where there is none."""
     if not path.exists():
         return ""
@@ -105,8 +105,8 @@ def digest_of(path: Path) -> str:
     return found.group(1) if found else ""
 
 
-def draw(path: Path, bars: Bars, kind: str, title: str, axis: str, mark: float | None = None) -> None:
-    """Write an SVG, the same bytes for the same data. kind: "dots" or "bars"; mark: a line across all.
+def draw_svg(path: Path, bars: Bars, plot_type: str, title: str, axis: str, target: float | None = None) -> None:
+    """Write an SVG, the same bytes for the same data. plot_type: "dots" or "bars"; target: a line across all.
 
     Raises ImportError without matplotlib (``pip install 'modelmill[report]'``).
     """
@@ -118,9 +118,9 @@ def draw(path: Path, bars: Bars, kind: str, title: str, axis: str, mark: float |
     style = {"svg.hashsalt": "modelmill", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
     with matplotlib.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.28 * max(len(bars), 3)), layout="constrained")
-        (_dots if kind == "dots" else _bars)(axes, bars)
-        if mark is not None:
-            axes.axvline(mark, color=_COLOURS["must"], linewidth=1)
+        (_dots if plot_type == "dots" else _bars)(axes, bars)
+        if target is not None:
+            axes.axvline(target, color=_COLOURS["must"], linewidth=1)
         axes.set_yticks(range(len(bars)), [label for label, _ in bars])
         for label, (_, values) in zip(axes.get_yticklabels(), bars, strict=True):
             label.set_fontweight("normal" if values else "bold")

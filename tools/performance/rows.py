@@ -10,6 +10,20 @@ from typing import Any
 
 Row = Mapping[str, Any]
 OURS = "modelmill"
+RENAMED_OPS = {
+    "rotation": "rope_cos_sin",
+    "gelu_linear": "linear_gelu",
+    "cluster_quant": "rptq_quant",
+    "clustered_linear": "rptq_linear",
+    "enlarge": "upsample_masks",
+    "gated_linear": "linear_swiglu",
+    "gated_int8_linear": "int8_linear_swiglu",
+    "gated_int4_linear": "int4_linear_swiglu",
+    "gated8_linear": "w8a8_linear_swiglu",
+    "add_linear": "linear_add",
+    "rope_linear": "qkv_rope_cache",
+}
+"""Ops under the names that rows measured before November 2026 have, and what they are called now."""
 _LATENCIES = {"decode": "latency.per_token_ms", "gpt2": "latency.per_token_ms", "first": "latency.first_token_ms"}
 
 
@@ -21,72 +35,77 @@ def read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
-                found.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:
                 raise ValueError(f"{path}, line {number} is not JSON") from None
+            if row.get("op") in RENAMED_OPS:
+                row["op"] = RENAMED_OPS[row["op"]]
+            found.append(row)
     return found
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredFigure:
     """A figure with the least and most of its runs (None where a row kept none)."""
 
     value: float
-    least: float | None
-    most: float | None
+    min: float | None
+    max: float | None
     runs: int | None
     row: Row
 
     @staticmethod
-    def of(row: Row) -> Measured:
+    def from_row(row: Row) -> MeasuredFigure:
         """The figure of a row of ``benchmarks/table.py`` or ``modelmill bench``."""
         spread = row.get("spread") or {}
-        return Measured(row["value"], spread.get("min"), spread.get("max"), spread.get("runs"), row)
+        return MeasuredFigure(row["value"], spread.get("min"), spread.get("max"), spread.get("runs"), row)
 
 
 @dataclass(frozen=True)
-class Line:
+class TargetLine:
     """What is known of one line of the speed table.
 
-    ours: the newest; first: the oldest. beside, peers: ours and others from the newest run that has both, measured by
-    the same statistic.
+    ours: the newest; first: the oldest. beside_peer, peers: ours and others from the newest run that has both, measured
+    by the same statistic.
     """
 
-    ours: Measured | None
-    first: Measured | None
-    beside: Measured | None
-    peers: Mapping[str, Measured]
+    ours: MeasuredFigure | None
+    first: MeasuredFigure | None
+    beside_peer: MeasuredFigure | None
+    peers: Mapping[str, MeasuredFigure]
 
 
-def line_of(work: str, rows: Sequence[Row]) -> Line:
+def make_target_line(workload: str, rows: Sequence[Row]) -> TargetLine:
     """The line of a work of ``benchmarks/targets.py``. Rows of ``table.py`` come before ``modelmill bench``."""
-    tables = [row for row in rows if row.get("bench") == "table" and row["work"] == work and _plain(row)]
+    tables = [row for row in rows if row.get("bench") == "table" and row["work"] == workload and _is_plain_row(row)]
     mine = [row for row in tables if row["subject"] == OURS]
-    benches = [row for row in rows if _benched(work, row)]
+    benches = [row for row in rows if _is_bench_row(workload, row)]
     first = min([*mine, *benches], key=_date, default=None)
     ours = max(mine or benches, key=_date, default=None)
     others = {row["run"] for row in tables if not str(row["subject"]).startswith(OURS)}
     beside = max((row for row in mine if row["run"] in others), key=_date, default=None)
     run = None if beside is None else beside["run"]
-    peers = {row["subject"]: Measured.of(row) for row in tables if row["run"] == run and row["subject"] != OURS}
-    return Line(_maybe(ours), _maybe(first), _maybe(beside), peers)
+    peers = {
+        row["subject"]: MeasuredFigure.from_row(row) for row in tables if row["run"] == run and row["subject"] != OURS
+    }
+    return TargetLine(_measured_or_none(ours), _measured_or_none(first), _measured_or_none(beside), peers)
 
 
 def _date(row: Row) -> str:
     return str(row["date"])
 
 
-def _plain(row: Row) -> bool:
+def _is_plain_row(row: Row) -> bool:
     """Whether a row of ``table.py`` is of the whole model with the weights that are drawn where nothing is said, and of
-    code that was kept. Those of several cards at once have a table of their own (``cards``)."""
+    code that was kept. Those of several cards at once have a table of their own (``cards_table``)."""
     return not {"layers", "weights", "tried", "card"} & row.keys()
 
 
-def _maybe(row: Row | None) -> Measured | None:
-    return None if row is None else Measured.of(row)
+def _measured_or_none(row: Row | None) -> MeasuredFigure | None:
+    return None if row is None else MeasuredFigure.from_row(row)
 
 
-def _benched(work: str, row: Row) -> bool:
+def _is_bench_row(work: str, row: Row) -> bool:
     """Whether a row of ``modelmill bench``, plain options on one GPU, is a measurement of this work."""
     if row.get("subject", OURS) != OURS or "engine" not in row:
         return False
@@ -121,16 +140,16 @@ def kernels(rows: Iterable[Row]) -> list[Row]:
     return newest(ops, "op", "dtype", "case", "variant")
 
 
-def ideas(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+def rows_by_state(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     """Rows that name a ``state`` of the code, by (run, work), those with something to compare only."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if "state" in row and "run" in row and "value" in row:
-            found.setdefault((row["run"], what(row)), []).append(row)
+            found.setdefault((row["run"], workload_text(row)), []).append(row)
     return {key: group for key, group in found.items() if len(group) > 1}
 
 
-def what(row: Row) -> str:
+def workload_text(row: Row) -> str:
     """The work of a row with a state, in words."""
     if "batch" in row and "context" in row:
         return f"decode, batch {row['batch']}, context {row['context']:,}"
@@ -141,42 +160,42 @@ def what(row: Row) -> str:
     return {"trace.loop_s": "the trace, the loop alone"}.get(str(row.get("figure")), str(row.get("figure", "?")))
 
 
-def unit_of(row: Row) -> str:
+def row_unit(row: Row) -> str:
     """The row's unit, or what its figure's name ends in."""
     return str(row.get("unit") or str(row.get("figure", "")).rpartition("_")[2])
 
 
 @dataclass(frozen=True)
-class Pair:
+class BeforeAfter:
     """The newest row of a figure, and the newest of those whose note says that they are from before the changes."""
 
     before: Row | None
-    now: Row
+    after: Row
 
 
-def cpu_groups(rows: Iterable[Row]) -> dict[str, dict[str, Pair]]:
+def cpu_groups(rows: Iterable[Row]) -> dict[str, dict[str, BeforeAfter]]:
     """Rows of ``benchmarks/llamacpp_peer.py`` by engine and work."""
     found: dict[str, dict[str, dict[bool, Row]]] = {}
     for row in rows:
-        if row.get("op") == "llamacpp_peer" and (row["phase"], row["prompt"]) in CPU_WORKS:
-            work = CPU_WORKS[row["phase"], row["prompt"]]
+        if row.get("op") == "llamacpp_peer" and (row["phase"], row["prompt"]) in CPU_WORKLOADS:
+            work = CPU_WORKLOADS[row["phase"], row["prompt"]]
             before = str(row.get("note", "")).startswith("before ")
             found.setdefault(cpu_engine(row), {}).setdefault(work, {})[before] = row
-    ordered = {engine: {w: works[w] for w in CPU_WORKS.values() if w in works} for engine, works in found.items()}
+    ordered = {engine: {w: works[w] for w in CPU_WORKLOADS.values() if w in works} for engine, works in found.items()}
     return {
-        engine: {work: Pair(each.get(True), each[False]) for work, each in works.items() if False in each}
+        engine: {work: BeforeAfter(each.get(True), each[False]) for work, each in works.items() if False in each}
         for engine, works in ordered.items()
     }
 
 
-CPU_WORKS = {
+CPU_WORKLOADS = {
     ("decode", 16): "decode after 16 tokens",
     ("decode", 512): "decode after 512 tokens",
     ("prefill", 512): "prefill of 512 tokens",
 }
 
 
-USUAL_CPU = "AMD EPYC (family 26 model 2)"
+DEFAULT_CPU = "AMD EPYC (family 26 model 2)"
 
 
 def cpu_engine(row: Row) -> str:
@@ -187,6 +206,6 @@ def cpu_engine(row: Row) -> str:
     flags += [f"--dtype {engine['dtype']}"]
     processor = row["device"].replace("(R)", "").partition(", ")[0]
     maker = processor.partition(" (")[0]
-    machine = "" if processor == USUAL_CPU else f", {processor if USUAL_CPU.startswith(maker) else maker}"
+    machine = "" if processor == DEFAULT_CPU else f", {processor if DEFAULT_CPU.startswith(maker) else maker}"
     busy = {0: "", 1: ", one other process busy"}.get(row["busy"], f", {row['busy']} other processes busy")
     return f"`{' '.join(flags)}`{machine}{busy}"

@@ -4,82 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.targets import CPU_MUST, TARGETS, Target
+from benchmarks.targets import CPU_MUST, TARGETS, SpeedTarget
 from tools.performance.numbers import number
 from tools.performance.plots import Bars
-from tools.performance.rows import Line, Measured, Pair, Row, cpu_groups, line_of
+from tools.performance.rows import BeforeAfter, MeasuredFigure, Row, TargetLine, cpu_groups, make_target_line
 
 
-def speed(rows: Sequence[Row]) -> list[str]:
+def speed_table(rows: Sequence[Row]) -> list[str]:
     """Every line of the speed targets that was measured: floor, must, first, now, a run beside a peer, and the share of
     the peer's time that is asked for beside the share that ours took in that run."""
     heads = ["work", "unit", "floor", "must", "first measured", "ours now", "", "in one run with a peer", "× ours"]
     heads += ["asked of the peer's time", "ours of it"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for work, target in TARGETS.items():
-        line = line_of(work, rows)
+        line = make_target_line(work, rows)
         if line.ours is not None:
             lines.append("| " + " | ".join(_speed_cells(target, line.ours, line)) + " |")
     return lines
 
 
-def _speed_cells(target: Target, ours: Measured, line: Line) -> list[str]:
+def _speed_cells(target: SpeedTarget, ours: MeasuredFigure, line: TargetLine) -> list[str]:
     floor = "–" if target.floor is None else f"{target.floor:g}"
     first = "–" if line.first is None or line.first.row["date"] == ours.row["date"] else number(line.first.value)
-    reached = "dream" if ours.value <= target.dream else "reached" if ours.value <= target.must else "missed"
+    reached = "dream" if ours.value <= target.stretch_goal else "reached" if ours.value <= target.required else "missed"
     cells = [
         target.title,
         target.unit,
         floor,
-        f"{target.must:g}",
+        f"{target.required:g}",
         first,
-        f"**{told_beside(ours.value, target.must)}**{_range(ours)}",
+        f"**{format_against_target(ours.value, target.required)}**{_range(ours)}",
         reached,
     ]
-    if line.beside is None:
+    if line.beside_peer is None:
         return [*cells, "–", "", "", ""]
     peers = [f"{_named(name, each)} {spread(each)}" for name, each in line.peers.items()]
-    ratios = [f"**{each.value / line.beside.value:.2f}**" for each in line.peers.values()]
-    beside = [f"ours {number(line.beside.value)}, {', '.join(peers)}", ", ".join(ratios)]
-    return [*cells, *beside, *_shares(target, line.beside, line.peers.get("vLLM"))]
+    ratios = [f"**{each.value / line.beside_peer.value:.2f}**" for each in line.peers.values()]
+    beside = [f"ours {number(line.beside_peer.value)}, {', '.join(peers)}", ", ".join(ratios)]
+    return [*cells, *beside, *_shares(target, line.beside_peer, line.peers.get("vLLM"))]
 
 
-def _shares(target: Target, ours: Measured, peer: Measured | None) -> list[str]:
+def _shares(target: SpeedTarget, ours: MeasuredFigure, peer: MeasuredFigure | None) -> list[str]:
     """What ``must`` is of the time that vLLM took on the card for which it was set, and ours of vLLM's in one run."""
-    if target.mark is None or peer is None:
+    if target.reference_mark is None or peer is None:
         return ["", ""]
-    asked, found = target.must / target.mark, ours.value / peer.value
+    asked, found = target.required / target.reference_mark, ours.value / peer.value
     return [f"{asked:.3f}", f"**{found:.3f}**{'' if found <= asked else ' missed'}"]
 
 
-def _named(name: str, measured: Measured) -> str:
+def _named(name: str, measured: MeasuredFigure) -> str:
     version = measured.row.get("versions", {}).get(name.lower())
     return f"{name} {version}" if version else name
 
 
-def spread(measured: Measured) -> str:
+def spread(measured: MeasuredFigure) -> str:
     """4.21 (4.20 … 4.23)."""
     return number(measured.value) + _range(measured)
 
 
-def _range(measured: Measured) -> str:
-    least, most = measured.least, measured.most
+def _range(measured: MeasuredFigure) -> str:
+    least, most = measured.min, measured.max
     if least is None or most is None or (measured.runs or 1) < 2 or number(least) == number(most):
         return ""
     return f" ({number(least)} … {number(most)})"
 
 
-def told_beside(value: float, must: float) -> str:
+def format_against_target(value: float, target: float) -> str:
     """The number, with a digit more where it would look like what must be reached and is not."""
     text = number(value)
-    return f"{value:.4g}" if value != must and float(text.replace(",", "")) == must else text
+    return f"{value:.4g}" if value != target and float(text.replace(",", "")) == target else text
 
 
-def conditions(rows: Sequence[Row]) -> list[str]:
+def conditions_table(rows: Sequence[Row]) -> list[str]:
     """The runs that the speed table's newest figures come from: command, device, versions, date."""
     found: dict[str, list[str]] = {}
     for work, target in TARGETS.items():
-        ours = line_of(work, rows).ours
+        ours = make_target_line(work, rows).ours
         if ours is not None:
             row = ours.row
             said = f" ({row['note']})" if "note" in row else ""
@@ -89,18 +89,18 @@ def conditions(rows: Sequence[Row]) -> list[str]:
     return [f"* {told}: {'; '.join(titles)}" for told, titles in found.items()]
 
 
-def bars(found: Bars, heads: tuple[str, str]) -> list[str]:
+def bars_table(bars_data: Bars, heads: tuple[str, str]) -> list[str]:
     """A plot's data as a table; a label without values is a heading."""
-    names = list(dict.fromkeys(name for _, values in found for name in values))
+    names = list(dict.fromkeys(name for _, values in bars_data for name in values))
     lines = ["| " + " | ".join([heads[0], *(f"{heads[1]}, {name}" if name else heads[1] for name in names)]) + " |"]
     lines.append("|---" * (len(names) + 1) + "|")
-    for label, values in found:
+    for label, values in bars_data:
         cells = [number(values[name]) if name in values else "" for name in names]
         lines.append("| " + " | ".join([label if values else f"**{label}**", *cells]) + " |")
     return lines
 
 
-def cpu(rows: Sequence[Row]) -> list[str]:
+def cpu_table(rows: Sequence[Row]) -> list[str]:
     """Ours and llama.cpp, before and now, with the factor that must be reached."""
     lines = ["| engine | work | before, tokens/s | × llama.cpp | now, tokens/s | × llama.cpp | must | |"]
     lines.append("|---|---|---|---|---|---|---|---|")
@@ -110,15 +110,15 @@ def cpu(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _cpu_cells(pair: Pair) -> list[str]:
-    before, now = pair.before, pair.now
+def _cpu_cells(pair: BeforeAfter) -> list[str]:
+    before, now = pair.before, pair.after
     must = CPU_MUST[now["phase"], now["prompt"]]
     old = ["–", ""] if before is None else [f"{before['ours']:.0f}", f"{before['ratio']:.2f}"]
     reached = "reached" if now["ratio"] >= must else "missed"
     return [*old, f"{now['ours']:.0f}", f"**{now['ratio']:.2f}**", f"{must:g}", reached]
 
 
-_ON_GPUS = {
+_GPU_FIGURES = {
     "step.decode_ms": "one step, a graph, batch {batch}, {context} tokens held, ms",
     "loop.decode_ms": "through the loop, batch {batch}, prompt {context}, ms/step",
     "step.prefill_ms": "first step, batch {batch}, {tokens} tokens, ms",
@@ -127,11 +127,11 @@ _ON_GPUS = {
 }
 
 
-def gpus(rows: Sequence[Row]) -> list[str]:
-    """Figures of ``benchmarks/ranks.py`` by the number of GPUs, with what they are of one GPU's."""
+def gpus_table(rows: Sequence[Row]) -> list[str]:
+    """Figures of ``benchmarks/tensor_parallel.py`` by the number of GPUs, with what they are of one GPU's."""
     found: dict[str, dict[int, Row]] = {}
     measured = [row for row in rows if "tp" in row]
-    for figure, title in _ON_GPUS.items():
+    for figure, title in _GPU_FIGURES.items():
         for row in (row for row in measured if row["figure"] == figure):
             found.setdefault(title.format_map(row), {})[row["tp"]] = row
     counts = sorted({count for each in found.values() for count in each})
@@ -143,10 +143,10 @@ def gpus(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _gpu_cell(row: Row | None, alone: Row | None) -> str:
+def _gpu_cell(row: Row | None, single_gpu: Row | None) -> str:
     if row is None:
         return ""
     if "nccl_us" in row:
         return f"**{number(row['value'])}** ({number(row['nccl_us'])})"
-    ratio = "" if alone is None or alone is row else f" (**{alone['value'] / row['value']:.2f}** ×)"
+    ratio = "" if single_gpu is None or single_gpu is row else f" (**{single_gpu['value'] / row['value']:.2f}** ×)"
     return number(row["value"]) + ratio

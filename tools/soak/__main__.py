@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.soak import ends, fuzz, leaving, mixed
-from tools.soak.server import Failed, Server
+from tools.soak import client_disconnects, fuzz, mixed_load, shutdown
+from tools.soak.server import SoakFailure, SoakServer
 
-WHAT = ("fuzz", "leaving", "ends", "mixed")
+SOAK_TESTS = ("fuzz", "leaving", "ends", "mixed")
 
 
-def progress(name: str) -> Callable[[int, int], None]:
+def make_progress(name: str) -> Callable[[int, int], None]:
     """A line on stderr, again and again."""
 
     def told(done: int, total: int) -> None:
@@ -30,26 +30,26 @@ def progress(name: str) -> Callable[[int, int], None]:
     return told
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_test(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One of WHAT."""
-    told = progress(name)
+    told = make_progress(name)
     if name == "ends":
-        return ends.ends(args.engines[0], args.serve, told)
-    with Server(args.engines, args.serve) as server:
+        return shutdown.run_shutdown_checks(args.engines[0], args.serve, told)
+    with SoakServer(args.engines, args.serve) as server:
         try:
             if name == "fuzz":
                 return fuzz.fuzz(server, args.count or 10_000, args.seed, told)
             if name == "leaving":
-                return leaving.leaving(server, args.count or 1000, told)
-            return mixed.mixed(server, args.minutes, args.seed, told)
-        except Failed as error:
+                return client_disconnects.run_disconnects(server, args.count or 1000, told)
+            return mixed_load.run_mixed_load(server, args.minutes, args.seed, told)
+        except SoakFailure as error:
             return {"what": name, "ok": False, "error": str(error)}
 
 
-def arguments(words: list[str]) -> argparse.Namespace:
+def parse_args(words: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="tools.soak", description=__doc__)
-    parser.add_argument("what", choices=(*WHAT, "all"))
+    parser.add_argument("what", choices=(*SOAK_TESTS, "all"))
     parser.add_argument("engines", type=Path, nargs="+", metavar="engine", help="ends serves the first alone")
     parser.add_argument("--count", type=int, help="requests of fuzz (10000), clients of leaving (1000)")
     parser.add_argument("--minutes", type=float, default=20.0, help="of mixed")
@@ -64,11 +64,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> int:
     """Measure, tell, keep."""
-    args = arguments(words)
-    results = [measure(name, args) for name in (WHAT if args.what == "all" else (args.what,))]
+    args = parse_args(words)
+    results = [run_test(name, args) for name in (SOAK_TESTS if args.what == "all" else (args.what,))]
     for result in results:
         if args.plot and "seconds_median" in result:
-            mixed.plot(result, args.plot)
+            mixed_load.plot(result, args.plot)
         print(json.dumps({name: value for name, value in result.items() if name != "series"}, indent=1))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from tools.soak import large
-from tools.soak.client import ask, connected
-from tools.soak.hostile import request, wrong
-from tools.soak.memory import slope
-from tools.soak.server import Failed, Server
+from tools.soak import large_requests
+from tools.soak.client import connect, send_request
+from tools.soak.hostile_requests import random_request, response_problem
+from tools.soak.memory_trend import fit_trend
+from tools.soak.server import SoakFailure, SoakServer
 
-AT_ONCE = 16
-RAW: list[bytes] = [
+CONCURRENCY = 16
+RAW_REQUESTS: list[bytes] = [
     b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 10000, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", b"nonsense\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n", b"GET /" + b"z" * 10**5,
@@ -26,14 +26,14 @@ RAW: list[bytes] = [
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
 ]  # fmt: skip
 """Bytes that are no requests, or end none; one in fifty is one of them."""
-LARGE = 0.02
+LARGE_FRACTION = 0.02
 """The part of requests that are long, deep or wide."""
 
 
-async def raw(server: Server, data: bytes) -> int:
+async def send_raw(server: SoakServer, data: bytes) -> int:
     """The status of what is answered; 0 for a connection that is closed without."""
     try:
-        async with asyncio.timeout(60), connected(server) as (reader, writer):
+        async with asyncio.timeout(60), connect(server) as (reader, writer):
             writer.write(data)
             head = await reader.read(-1)
     except ConnectionError:
@@ -41,38 +41,40 @@ async def raw(server: Server, data: bytes) -> int:
     return int(head.split(None, 2)[1]) if head.startswith(b"HTTP/") else 0
 
 
-async def one(server: Server, seed: int, at: int, found: Counter[int]) -> None:
+async def send_one(server: SoakServer, seed: int, at: int, counts: Counter[int]) -> None:
     """Request number ``at``. Raises Failed for an answer that none may get."""
     rng = random.Random(f"{seed} {at}")
     if rng.random() < 0.02:
-        status = await raw(server, rng.choice(RAW))
+        status = await send_raw(server, rng.choice(RAW_REQUESTS))
         if status >= 500:
-            raise Failed(f"bytes that are no request got {status}")
+            raise SoakFailure(f"bytes that are no request got {status}")
     else:
-        wide = rng.random() < LARGE
-        path, data = (large.at_random if wide else request)(rng, server.model, server.viewer)
+        wide = rng.random() < LARGE_FRACTION
+        path, data = (large_requests.random_large_request if wide else random_request)(
+            rng, server.model, server.segment_model
+        )
         try:
-            status, body = await ask(server, path, data)
+            status, body = await send_request(server, path, data)
         except (OSError, TimeoutError) as error:
-            raise Failed(f"request {at} of seed {seed} at {path}: {type(error).__name__}") from None
-        why = wrong(status, body)
+            raise SoakFailure(f"request {at} of seed {seed} at {path}: {type(error).__name__}") from None
+        why = response_problem(status, body)
         if why is not None:
-            raise Failed(f"request {at} of seed {seed} at {path}: {why}: {data[:300]!r}")
-    found[status] += 1
+            raise SoakFailure(f"request {at} of seed {seed} at {path}: {why}: {data[:300]!r}")
+    counts[status] += 1
 
 
-async def _watch(server: Server, waits: list[float]) -> None:
+async def _poll_health(server: SoakServer, waits: list[float]) -> None:
     """Ask /health again and again; seconds until each answer."""
     while True:
         began = time.monotonic()
-        async with connected(server) as (reader, writer):
+        async with connect(server) as (reader, writer):
             writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             await reader.read(-1)
         waits.append(time.monotonic() - began)
         await asyncio.sleep(0.02)
 
 
-def fuzz(server: Server, count: int, seed: int, told: Callable[[int, int], None]) -> dict[str, Any]:
+def fuzz(server: SoakServer, count: int, seed: int, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
     """``count`` requests, AT_ONCE at a time. Raises Failed."""
     workers = {each.pid for each in server.workers()}
     found: Counter[int] = Counter()
@@ -81,29 +83,29 @@ def fuzz(server: Server, count: int, seed: int, told: Callable[[int, int], None]
     began = time.monotonic()
 
     async def part(begin: int, end: int) -> None:
-        slots = asyncio.Semaphore(AT_ONCE)
+        slots = asyncio.Semaphore(CONCURRENCY)
 
         async def held(at: int) -> None:
             async with slots:
-                await one(server, seed, at, found)
+                await send_one(server, seed, at, found)
 
-        watch = asyncio.create_task(_watch(server, waits))
+        watch = asyncio.create_task(_poll_health(server, waits))
         try:
             await asyncio.gather(*(held(at) for at in range(begin, end)))
         finally:
             watch.cancel()
 
-    size = max(count // 40, AT_ONCE)
+    size = max(count // 40, CONCURRENCY)
     for begin in range(0, count, size):
         asyncio.run(part(begin, min(begin + size, count)))
         memory = server.memory()
         series.append((time.monotonic() - began, memory["api"], memory["worker"]))
-        told(min(begin + size, count), count)
-    gauges = server.idle()
+        on_progress(min(begin + size, count), count)
+    gauges = server.wait_until_idle()
     if {each.pid for each in server.workers()} != workers:
-        raise Failed("a worker is another one than before")
+        raise SoakFailure("a worker is another one than before")
     seconds, api, held = (list(column) for column in zip(*series, strict=True))
-    lines = {"api": slope(seconds, api), "worker": slope(seconds, held)}
+    lines = {"api": fit_trend(seconds, api), "worker": fit_trend(seconds, held)}
     return {
         "what": f"{count} hostile requests",
         "ok": all(line.flat for line in lines.values()),

@@ -17,19 +17,19 @@ from typing import Any
 
 import psutil
 
-from modelmill.serve.pictures import KIND
+from modelmill.serve.segment_messages import SEGMENTATION
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
-class Failed(RuntimeError):
+class SoakFailure(RuntimeError):
     """What was to be shown did not hold; the text says what."""
 
 
-class Server:
-    """A server process. Leaving the block ends it; ``left`` tells which of its processes live on.
+class SoakServer:
+    """A server process. Leaving the block ends it; ``leftover_processes`` tells which of its processes live on.
 
-    model: the name of the first engine that writes; viewer: of the first that segments, or None.
+    model: the name of the first engine that writes; segment_model: of the first that segments, or None.
     """
 
     def __init__(self, engines: Path | Sequence[Path], flags: Sequence[str] = (), *, ready: bool = True) -> None:
@@ -40,16 +40,16 @@ class Server:
         said = self.process.stderr.readline()
         found = re.search(r"listening on http://([^:]+):(\d+);", said)
         if found is None:
-            raise Failed(said + self.process.stderr.read())
+            raise SoakFailure(said + self.process.stderr.read())
         self.host, self.port = found[1], int(found[2])
         self._seen: set[psutil.Process] = {psutil.Process(self.process.pid)}
         if ready:
-            self.wait(200)
-            told = self.ask("/v1/models")[1]["data"]
-            self.model = next(str(each["id"]) for each in told if each["kind"] != KIND)
-            self.viewer = next((str(each["id"]) for each in told if each["kind"] == KIND), None)
+            self.wait_for_health(200)
+            told = self.request("/v1/models")[1]["data"]
+            self.model = next(str(each["id"]) for each in told if each["kind"] != SEGMENTATION)
+            self.segment_model = next((str(each["id"]) for each in told if each["kind"] == SEGMENTATION), None)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> SoakServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,18 +58,18 @@ class Server:
             time.sleep(0.2)
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGTERM)
-            self.end()
+            self.wait_for_exit()
 
-    def end(self, seconds: float = 60) -> int:
+    def wait_for_exit(self, seconds: float = 60) -> int:
         """Wait for its end; the exit code."""
         try:
             self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise Failed(f"the server has not ended within {seconds} s") from None
+            raise SoakFailure(f"the server has not ended within {seconds} s") from None
         return self.process.returncode
 
-    def left(self, seconds: float = 30) -> list[int]:
+    def leftover_processes(self, seconds: float = 30) -> list[int]:
         """Processes of it that still run, so long after they should not."""
         _, alive = psutil.wait_procs([each for each in self._seen if each.pid != self.process.pid], seconds)
         return [each.pid for each in alive]
@@ -85,7 +85,7 @@ class Server:
         own = psutil.Process(self.process.pid).memory_info().rss
         return {"api": own / 1e6, "worker": sum(each.memory_info().rss for each in self.workers()) / 1e6}
 
-    def ask(self, path: str, body: Any = None, seconds: float = 60) -> tuple[int, Any]:
+    def request(self, path: str, body: Any = None, seconds: float = 60) -> tuple[int, Any]:
         """(status, JSON or text)."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
@@ -99,23 +99,23 @@ class Server:
                 status, content, told = error.code, error.read(), error.headers
         return status, json.loads(content) if "json" in told.get("content-type", "") else content.decode()
 
-    def wait(self, status: int, seconds: float = 300) -> Any:
+    def wait_for_health(self, status: int, seconds: float = 300) -> Any:
         """Until /health answers so; what it tells."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            found, body = self.ask("/health")
+            found, body = self.request("/health")
             if found == status:
                 return body
             time.sleep(0.02)
-        raise Failed(f"/health has not become {status} within {seconds} s: {body}")
+        raise SoakFailure(f"/health has not become {status} within {seconds} s: {body}")
 
     def gauges(self) -> dict[str, float]:
         """Running, waiting, share of KV pages held."""
-        page = self.ask("/metrics")[1]
+        page = self.request("/metrics")[1]
         found = {name: re.findall(rf"^modelmill:{name}{{[^}}]*}} (\S+)$", page, re.MULTILINE) for name in GAUGES}
         return {name: sum(map(float, values)) for name, values in found.items()}
 
-    def idle(self, seconds: float = 60) -> dict[str, float]:
+    def wait_until_idle(self, seconds: float = 60) -> dict[str, float]:
         """Wait until nothing runs, nothing waits and every page is free. Raises Failed."""
         deadline = time.monotonic() + seconds
         while True:
@@ -123,7 +123,7 @@ class Server:
             if not any(found.values()):
                 return found
             if time.monotonic() > deadline:
-                raise Failed(f"{seconds} s after the last request: {found}")
+                raise SoakFailure(f"{seconds} s after the last request: {found}")
             time.sleep(0.05)
 
 

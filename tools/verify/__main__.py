@@ -15,8 +15,8 @@ from types import ModuleType
 
 from tools import verify
 from tools.verify import report, result
-from tools.verify.context import ROOT, Context
-from tools.verify.result import Fact, Result
+from tools.verify.context import ROOT, VerifyContext
+from tools.verify.result import Fact, VerifyResult
 
 PACKAGE = ROOT / "modelmill"
 DOCUMENT = ROOT / "docs" / "verification.md"
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         print(f"verify: no item {', '.join(unknown)}; there are {', '.join(items)}", file=sys.stderr)
         return 2
-    context = Context(options.out.resolve(), shared, result.digest(PACKAGE))
-    found = {number: _one(number, item, context, options) for number, item in items.items()}
+    context = VerifyContext(options.out.resolve(), shared, result.source_digest(PACKAGE))
+    found = {number: _run_item(number, item, context, options) for number, item in items.items()}
     DOCUMENT.parent.mkdir(exist_ok=True)
     DOCUMENT.write_text(report.render({n: (items[n].TITLE, r) for n, r in found.items()}))
     context.log(f"wrote {DOCUMENT.relative_to(ROOT)}")
@@ -55,10 +55,12 @@ def find_items() -> dict[str, ModuleType]:
     return {name.split("_")[1]: importlib.import_module(f"tools.verify.{name}") for name in names}
 
 
-def _one(number: str, item: ModuleType, context: Context, options: argparse.Namespace) -> Result | None:
+def _run_item(
+    number: str, item: ModuleType, context: VerifyContext, options: argparse.Namespace
+) -> VerifyResult | None:
     """The item's result: stored, if its sources are still the same, else new; None where it was not asked for."""
     assert item.__file__ is not None
-    current = result.digest(PACKAGE, Path(item.__file__), Path(__file__).with_name("context.py"))
+    current = result.source_digest(PACKAGE, Path(item.__file__), Path(__file__).with_name("context.py"))
     path = context.out / f"item_{number}.json"
     asked = not options.only or number in options.only
     stored = result.load(path, current)
@@ -70,11 +72,11 @@ def _one(number: str, item: ModuleType, context: Context, options: argparse.Name
     context.log(f"item {number}: {item.TITLE}")
     began = time.perf_counter()
     try:
-        found: Result = item.run(context)
+        found: VerifyResult = item.run(context)
     except Exception as error:
         traceback.print_exc()
         line = f"{type(error).__name__}: {error}".splitlines()[0]
-        found = Result(False, [Fact("runs to its end", line, False)])
+        found = VerifyResult(False, [Fact("runs to its end", line, False)])
     found.seconds, found.digest = time.perf_counter() - began, current
     found.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     found.command = found.command or f"python -m tools.verify --only {number}"

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Context:
+class VerifyContext:
     """Folders and a clock. ``digest``: of the package's sources, to name what depends on them."""
 
     def __init__(self, out: Path, shared: Path, digest: str) -> None:
@@ -58,7 +58,7 @@ class Context:
         if not is_engine(engine):
             self.log(f"  building {name}")
             config = BuildConfig(dtype=dtype, quantization=recipe, target="cpu")
-            build_engine(source, engine, config, progress=self.progress(name))
+            build_engine(source, engine, config, on_progress=self.progress(name))
         return engine
 
     def llm(self, dtype: str, recipe: str = "none", checkpoint: Path | None = None, **options: Any) -> Any:
@@ -71,7 +71,7 @@ class Context:
     def reference(self, dtype: str = "float32") -> Any:
         """SmolLM2 in transformers, filled from the checkpoint's tensors."""
         from modelmill.checkpoint.open import open_checkpoint
-        from modelmill.eval.hf import load_reference
+        from modelmill.eval.hf_reference import load_reference
 
         return load_reference(open_checkpoint(self.gguf), dtype)
 
@@ -82,7 +82,7 @@ class Context:
         lines = (self.shared / "data/text/mt_bench_questions.jsonl").read_text().splitlines()
         return [json.loads(line)["turns"][0] for line in lines[:count]]
 
-    def kept(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
+    def cached_json(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
         """A JSON value that depends on ``key`` alone (not on our sources): what transformers answered."""
         import torch
         import transformers

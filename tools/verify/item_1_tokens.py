@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.verify.context import Context
-from tools.verify.result import Fact, Result, of
+from tools.verify.context import VerifyContext
+from tools.verify.result import Fact, VerifyResult, make_result
 
 TITLE = "SmolLM2 in float32: the same greedy tokens as transformers"
 PROMPTS, TOKENS = 20, 64
 
 
-def run(context: Context) -> Result:
+def run(context: VerifyContext) -> VerifyResult:
     """20 MT-bench first turns through the chat template, 64 greedy tokens each."""
     llm = context.llm("float32", enable_prefix_caching=False)
-    prompts, eos = prompts_of(llm, context.questions(PROMPTS))
-    right = theirs(context, prompts, eos)
+    prompts, eos = encode_questions(llm, context.questions(PROMPTS))
+    right = reference_answers(context, prompts, eos)
     rows = [
-        _fact("one by one", [answers(llm, [p], eos)[0] for p in prompts], right),
-        _fact(f"all {PROMPTS} in one batch", answers(llm, prompts, eos), right),
+        _fact("one by one", [greedy_ids(llm, [p], eos)[0] for p in prompts], right),
+        _fact(f"all {PROMPTS} in one batch", greedy_ids(llm, prompts, eos), right),
     ]
     warm = context.llm("float32")
-    answers(warm, prompts, eos)
+    greedy_ids(warm, prompts, eos)
     again = _generate(warm, prompts, eos)
     cached = [answer.cached_tokens for answer in again]
     rows.append(_fact("in one batch, the prefix cache warm", [_ids(a, eos) for a in again], right))
-    rows.append(_fact("one by one, the prefix cache warm", [answers(warm, [p], eos)[0] for p in prompts], right))
+    rows.append(_fact("one by one, the prefix cache warm", [greedy_ids(warm, [p], eos)[0] for p in prompts], right))
     lengths = [len(p) for p in prompts]
     rows.append(
         Fact(
@@ -34,40 +34,40 @@ def run(context: Context) -> Result:
             all(count > 0 for count in cached),
         )
     )
-    rows.append(_margins(right))
+    rows.append(_margin_fact(right))
     notes = [
         f"Prompts of {min(lengths)} to {max(lengths)} tokens; greedy, ends at {', '.join(map(str, eos))} "
         f"or after {TOKENS} tokens. transformers: LlamaForCausalLM, float32, sdpa, one prompt at a time."
     ]
-    return of(rows, notes)
+    return make_result(rows, notes)
 
 
-def prompts_of(llm: Any, texts: list[str]) -> tuple[list[list[int]], tuple[int, ...]]:
+def encode_questions(llm: Any, texts: list[str]) -> tuple[list[list[int]], tuple[int, ...]]:
     """(ids of each question as a conversation, ids that end an answer)."""
     prompts = [list(llm.chat_format.encode([{"role": "user", "content": text}])) for text in texts]
     return prompts, tuple(dict.fromkeys((*llm.eos_ids, *llm.chat_format.stop_ids)))
 
 
-def answers(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list[list[int]]:
+def greedy_ids(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list[list[int]]:
     """Greedy ids of each prompt, all in one batch, without the id that ended them."""
     return [_ids(answer, eos) for answer in _generate(llm, prompts, eos)]
 
 
-def theirs(context: Context, prompts: list[list[int]], eos: tuple[int, ...]) -> list[dict[str, Any]]:
+def reference_answers(context: VerifyContext, prompts: list[list[int]], eos: tuple[int, ...]) -> list[dict[str, Any]]:
     """transformers' answers, and for every answer's place the distance of its two best logits; kept."""
 
     def make() -> list[dict[str, Any]]:
         reference = context.reference()
         found = []
         for number, prompt in enumerate(prompts, 1):
-            ids = _cut(reference.generate([prompt], TOKENS, eos)[0][0], eos)
+            ids = _cut_at_eos(reference.generate([prompt], TOKENS, eos)[0][0], eos)
             logits = reference.logits([*prompt, *ids])[len(prompt) - 1 :]
             best = logits.topk(2, dim=-1).values
             found.append({"ids": ids, "margins": (best[:, 0] - best[:, 1]).tolist()})
             context.log(f"  transformers {number}/{len(prompts)}")
         return found
 
-    return context.kept("tokens", [context.gguf.name, prompts, eos, TOKENS], make)
+    return context.cached_json("tokens", [context.gguf.name, prompts, eos, TOKENS], make)
 
 
 def _generate(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list[Any]:
@@ -78,17 +78,17 @@ def _generate(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list[
 
 
 def _ids(answer: Any, eos: tuple[int, ...]) -> list[int]:
-    return _cut(answer.outputs[0].token_ids, eos)
+    return _cut_at_eos(answer.outputs[0].token_ids, eos)
 
 
-def _cut(ids: list[int], eos: tuple[int, ...]) -> list[int]:
+def _cut_at_eos(ids: list[int], eos: tuple[int, ...]) -> list[int]:
     return list(ids[:-1]) if ids and ids[-1] in eos else list(ids)
 
 
-def _fact(how: str, ours: list[list[int]], right: list[dict[str, Any]]) -> Fact:
+def _fact(how: str, own: list[list[int]], right: list[dict[str, Any]]) -> Fact:
     """Equal, or where the first difference is and how near the two best logits lie there."""
     wrong = []
-    for number, (mine, other) in enumerate(zip(ours, right, strict=True)):
+    for number, (mine, other) in enumerate(zip(own, right, strict=True)):
         if mine != other["ids"]:
             at = next(
                 (i for i, (a, b) in enumerate(zip(mine, other["ids"])) if a != b), min(len(mine), len(other["ids"]))
@@ -99,7 +99,7 @@ def _fact(how: str, ours: list[list[int]], right: list[dict[str, Any]]) -> Fact:
     return Fact(f"token for token, {how}", told + (f"; differ: {'; '.join(wrong)}" if wrong else ""), not wrong)
 
 
-def _margins(right: list[dict[str, Any]]) -> Fact:
+def _margin_fact(right: list[dict[str, Any]]) -> Fact:
     every = sorted(margin for other in right for margin in other["margins"])
     near = sum(margin < 1e-3 for margin in every)
     told = f"smallest {every[0]:.2g}, {near} of {len(every)} below 0.001 (float32 noise is about 0.0001)"

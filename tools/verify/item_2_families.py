@@ -9,17 +9,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.verify.context import ROOT, Context
-from tools.verify.result import Fact, Result, of
+from tools.verify.context import ROOT, VerifyContext
+from tools.verify.result import Fact, VerifyResult, make_result
 
 TITLE = "Every family: logits within 1e-4 of an independent float32 reference"
-BOUND = 1e-4
+MAX_ERROR = 1e-4
 FOLDERS = ("tests/models", "tests/accept")
 PROMPT, LENGTHS = 20, (21, 33, 70)
-SHARES = (0.5, 1, 1.5, 3, 5)
+LENGTH_FACTORS = (0.5, 1, 1.5, 3, 5)
 
 
-def run(context: Context) -> Result:
+def run(context: VerifyContext) -> VerifyResult:
     """The tests that show it, and the largest errors computed here once more."""
     rows = [_tests(context)]
     with tempfile.TemporaryDirectory(dir=context.out) as folder:
@@ -30,7 +30,7 @@ def run(context: Context) -> Result:
         "one batch), the rest decoded token by token. The reference is transformers (eager attention, its own KV "
         "cache); for Qwen v1 a plain float64 reference in tests/accept/qwen_v1_plain.py."
     ]
-    return of(rows, notes)
+    return make_result(rows, notes)
 
 
 def _names() -> list[str]:
@@ -39,7 +39,7 @@ def _names() -> list[str]:
     return list(FAMILIES)
 
 
-def _tests(context: Context) -> Fact:
+def _tests(context: VerifyContext) -> Fact:
     context.log(f"  pytest {' '.join(FOLDERS)}")
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FOLDERS],
@@ -60,18 +60,18 @@ def _family(name: str, folder: Path) -> Fact:
     from tests.models.tiny_models import save_hf
 
     model = save_hf(name, folder / name)
-    loop = open_loop(folder / name, folder / f"{name}.engine")
+    loop = open_engine_core(folder / name, folder / f"{name}.engine")
     draw = torch.Generator().manual_seed(3)
     ids = [torch.randint(0, 160, (n,), generator=draw).tolist() for n in LENGTHS]
     worst = {"prefill": 0.0, "decode": 0.0}
     for row, alone in zip(ids, loop.score(ids, decode_from=PROMPT), strict=True):
-        error = (alone - _stepped(model, row)).abs().amax(-1)
+        error = (alone - _stepwise_logits(model, row)).abs().amax(-1)
         worst["prefill"] = max(worst["prefill"], float(error[:PROMPT].max()))
         worst["decode"] = max(worst["decode"], float(error[PROMPT:].max()))
     return _fact(name, worst)
 
 
-def _stepped(model: Any, ids: list[int]) -> Any:
+def _stepwise_logits(model: Any, ids: list[int]) -> Any:
     """transformers' logits [T, V]: a prompt, then token by token with its own cache."""
     import torch
 
@@ -93,13 +93,13 @@ def _qwen(folder: Path) -> list[Fact]:
     from tests.models.tiny_models import save_raw
 
     tensors = seeded_qwen(QWEN, 1)
-    loop = open_loop(save_raw(folder / "qwen", tensors, QWEN), folder / "qwen.engine", max_model_len=200)
+    loop = open_engine_core(save_raw(folder / "qwen", tensors, QWEN), folder / "qwen.engine", max_model_len=200)
     draw = torch.Generator().manual_seed(4)
-    prompts = [int(share * QWEN["seq_length"]) for share in SHARES]
+    prompts = [int(share * QWEN["seq_length"]) for share in LENGTH_FACTORS]
     ids = [torch.randint(0, 120, (n + 9,), generator=draw).tolist() for n in prompts]
     mixed = loop.score(ids, decode_from=prompts)
     facts = []
-    for share, n, row, many in zip(SHARES, prompts, ids, mixed, strict=True):
+    for share, n, row, many in zip(LENGTH_FACTORS, prompts, ids, mixed, strict=True):
         right = plain_qwen_logits(tensors, QWEN, row, prompt=n)
         alone = loop.score([row], decode_from=n)[0]
         errors = {"alone": float((alone - right).abs().max()), "mixed in one batch": float((many - right).abs().max())}
@@ -107,19 +107,19 @@ def _qwen(folder: Path) -> list[Fact]:
     return facts
 
 
-def open_loop(checkpoint: Path, engine: Path, **options: Any) -> Any:
+def open_engine_core(checkpoint: Path, engine: Path, **options: Any) -> Any:
     """A float32 engine of a checkpoint, opened with small steps."""
-    from modelmill.build.builder import build
-    from modelmill.build.plan import make_plan
+    from modelmill.builder.build_engine import build
+    from modelmill.builder.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig, RunConfig
-    from modelmill.runtime.loop import Loop
+    from modelmill.runtime.engine_core import EngineCore
 
     config = BuildConfig(dtype="float32", target="cpu", **options)
     build(make_plan(open_checkpoint(checkpoint), config), engine, None)
-    return Loop.open(engine, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22))
+    return EngineCore.open(engine, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22))
 
 
 def _fact(name: str, errors: dict[str, float]) -> Fact:
     told = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
-    return Fact(f"{name}: largest error ≤ {BOUND:g}", told, all(error <= BOUND for error in errors.values()))
+    return Fact(f"{name}: largest error ≤ {MAX_ERROR:g}", told, all(error <= MAX_ERROR for error in errors.values()))

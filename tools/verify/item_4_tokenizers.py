@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.verify.context import Context
-from tools.verify.result import Fact, Result, of
+from tools.verify.context import VerifyContext
+from tools.verify.result import Fact, VerifyResult, make_result
 
 TITLE = "Tokenizers: every vector"
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -19,7 +19,7 @@ TOKENIZERS = (
 )
 
 
-def run(context: Context) -> Result:
+def run(context: VerifyContext) -> VerifyResult:
     """Vectors of llama.cpp, for each tokenizer."""
     from modelmill.text.tokenizer import load_tokenizer
 
@@ -32,7 +32,7 @@ def run(context: Context) -> Result:
         texts = sum(tokenizer.decode(right) == text for text, right in pairs)
         told = f"{ids} of {len(pairs)} texts give the ids, {texts} of {len(pairs)} ids give the text"
         rows.append(Fact(f"{name}: {vector}", told, ids == texts == len(pairs) > 0))
-    return of(rows, ["The vectors that llama.cpp publishes; without BOS, control tokens in a text are text."])
+    return make_result(rows, ["The vectors that llama.cpp publishes; without BOS, control tokens in a text are text."])
 
 
 def vectors(folder: Path, name: str) -> list[tuple[str, list[int]]]:

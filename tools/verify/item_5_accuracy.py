@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.verify.context import Context
-from tools.verify.result import Fact, Result, of
+from tools.verify.context import VerifyContext
+from tools.verify.result import Fact, VerifyResult, make_result
 
 TITLE = "Perplexity within 0.1 % and ROUGE within 0.5 (float32) or 1 (bfloat16) of transformers"
 LIMIT, WINDOW = 16384, 1024
@@ -13,7 +13,7 @@ PROMPT, ANSWER, BATCH = 960, 64, 10
 ROUGE = {"float32": 0.5, "bfloat16": 1.0}
 
 
-def run(context: Context) -> Result:
+def run(context: VerifyContext) -> VerifyResult:
     """The text first, then the articles in both dtypes."""
     rows = [_perplexity(context)]
     for dtype, bound in ROUGE.items():
@@ -26,38 +26,38 @@ def run(context: Context) -> Result:
         "engine and transformers in the same dtype, same prompts, same ends. Times are not comparable: transformers' "
         "answers are kept from one run to the next.",
     ]
-    return of(rows, notes)
+    return make_result(rows, notes)
 
 
-def _perplexity(context: Context) -> Fact:
-    from modelmill.eval.perplexity import perplexity
-    from modelmill.eval.subjects import EngineScorer
-    from modelmill.eval.texts import read_text
+def _perplexity(context: VerifyContext) -> Fact:
+    from modelmill.eval.datasets import read_text
+    from modelmill.eval.perplexity import measure_perplexity
+    from modelmill.eval.targets import EngineScorer
 
     llm = context.llm("float32")
     ids = llm.tokenizer.encode(read_text(context.shared / "data/text/wikitext2_test_a.txt"), bos=False)[:LIMIT]
     context.log("  perplexity: modelmill")
     told = context.progress("perplexity")
-    ours = perplexity(ids, EngineScorer(llm.loop), max_length=WINDOW, stride=WINDOW, progress=told)
+    ours = measure_perplexity(ids, EngineScorer(llm.engine_core), max_length=WINDOW, stride=WINDOW, on_progress=told)
     del llm
 
     def make() -> dict[str, Any]:
         context.log("  perplexity: transformers")
-        found = perplexity(ids, context.reference(), max_length=WINDOW, stride=WINDOW, progress=told)
+        found = measure_perplexity(ids, context.reference(), max_length=WINDOW, stride=WINDOW, on_progress=told)
         return {"perplexity": found.perplexity, "tokens": found.tokens}
 
-    right = context.kept("perplexity", [context.gguf.name, ids, WINDOW], make)
+    right = context.cached_json("perplexity", [context.gguf.name, ids, WINDOW], make)
     off = 100 * (ours.perplexity / right["perplexity"] - 1)
     measured = f"{ours.perplexity:.6f} for {right['perplexity']:.6f} over {ours.tokens} scored tokens: {off:+.5f} %"
     return Fact("perplexity, float32: within 0.1 %", measured, abs(off) <= 0.1 and ours.tokens == right["tokens"])
 
 
-def _rouge(context: Context, dtype: str, bound: float) -> list[Fact]:
+def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
     import transformers
 
     from modelmill.eval import summarize as eval_summaries
-    from modelmill.eval.rouge import KINDS, Rouge
-    from modelmill.eval.texts import read_articles
+    from modelmill.eval.datasets import read_articles
+    from modelmill.eval.rouge import ROUGE_TYPES, RougeScorer
 
     items = read_articles(context.shared / "data/text/cnndm_eval.jsonl", None)
     llm = context.llm(dtype)
@@ -67,31 +67,31 @@ def _rouge(context: Context, dtype: str, bound: float) -> list[Fact]:
         "transformers": f"transformers-{transformers.__version__}-{dtype}",
     }
     sides: dict[str, Any] = {"modelmill": eval_summaries.EngineSummarizer(llm, BATCH, names["modelmill"])}
-    store = eval_summaries.Store(context.out / "kept" / "summaries.jsonl")
+    store = eval_summaries.SummaryStore(context.out / "kept" / "summaries.jsonl")
 
     def decode(ids: list[int]) -> str:
         return str(llm.tokenizer.decode(ids))
 
-    sides["transformers"] = _Lazy(context, dtype, names["transformers"])
+    sides["transformers"] = _LazyReference(context, dtype, names["transformers"])
     found, reports = {}, {}
     for side, summarizer in sides.items():
         context.log(f"  ROUGE: {side} in {dtype}")
         told = context.progress(f"{side}, {dtype}")
-        found[side] = eval_summaries.summarize(task, summarizer, decode, store=store, progress=told)
-        reports[side] = eval_summaries.report(found[side], items, Rouge())
-    off = eval_summaries.differences(reports["modelmill"], reports["transformers"])
-    equal = eval_summaries.equal_texts(found["modelmill"], found["transformers"])
-    told_kinds = ", ".join(f"{k} {reports['modelmill']['rouge'][k]:.3f} ({off[k]:+.3f})" for k in KINDS)
+        found[side] = eval_summaries.summarize_articles(task, summarizer, decode, store=store, on_progress=told)
+        reports[side] = eval_summaries.score_summaries(found[side], items, RougeScorer())
+    off = eval_summaries.rouge_differences(reports["modelmill"], reports["transformers"])
+    equal = eval_summaries.count_equal_texts(found["modelmill"], found["transformers"])
+    told_kinds = ", ".join(f"{k} {reports['modelmill']['rouge'][k]:.3f} ({off[k]:+.3f})" for k in ROUGE_TYPES)
     return [
         Fact(f"ROUGE, {dtype}: each within {bound:g}", told_kinds, all(abs(v) <= bound for v in off.values())),
         Fact(f"equal summaries, {dtype}", f"{equal} of {len(items)}", None),
     ]
 
 
-class _Lazy:
+class _LazyReference:
     """transformers, loaded only where an answer is not kept yet."""
 
-    def __init__(self, context: Context, dtype: str, name: str) -> None:
+    def __init__(self, context: VerifyContext, dtype: str, name: str) -> None:
         self.context, self.dtype, self.name, self.batch = context, dtype, name, BATCH
         self._reference: Any = None
 

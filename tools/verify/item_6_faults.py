@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.verify.context import Context
-from tools.verify.result import Fact, Result, of
+from tools.verify.context import VerifyContext
+from tools.verify.result import Fact, VerifyResult, make_result
 
 TITLE = "A fault planted in our own build path is refused in every dtype, and compare names its layer and module"
 TINY = ("llama", "gpt2", "qwen", "qwen2", "qwen3", "mistral")
@@ -22,7 +22,7 @@ INT4 = {"method": "nearest", "group_size": 32}
 
 
 @dataclass
-class Tally:
+class FaultCounts:
     """Of one fault: how often it was refused and named, and what went wrong."""
 
     tried: int = 0
@@ -33,43 +33,43 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-def run(context: Context) -> Result:
+def run(context: VerifyContext) -> VerifyResult:
     """Tiny models of every family, then SmolLM2; every dtype, whole, in int8 and in int4."""
     rows = []
     with tempfile.TemporaryDirectory(dir=context.out) as folder:
         root = Path(folder)
-        for model, checkpoint, layer, wanted in _subjects(context, root):
-            rows.append(_honest(context, model, checkpoint, root))
+        for model, checkpoint, layer, wanted in _models(context, root):
+            rows.append(_check_without_fault(context, model, checkpoint, root))
             rows += _faults(context, model, checkpoint, layer, wanted, root)
-        rows.append(_unfit(root))
+        rows.append(_check_unfit_shape(root))
     notes = [
-        "Each fault is a patch of modelmill's own code (tests/accept/planted.py), active while the engine is built and "
-        "while it runs; the reference reads the checkpoint without that code. float32, float16 and bfloat16, each with "
-        "`-q none`, `-q int8` and `-q int4 --method nearest --group-size 32`. Refused: the error names the layer and "
-        "module, and nothing is left on the disk. Compare: an engine built without acceptance, then what `modelmill "
-        "compare` computes.",
+        "Each fault is a patch of modelmill's own code (tests/accept/planted_faults.py), active while the engine is "
+        "built and while it runs; the reference reads the checkpoint without that code. float32, float16 and bfloat16, "
+        "each with `-q none`, `-q int8` and `-q int4 --method nearest --group-size 32`. Refused: the error names the "
+        "layer and module, and nothing is left on the disk. Compare: an engine built without acceptance, then what "
+        "`modelmill compare` computes.",
         f"A fault of one layer sits in layer 1 (SmolLM2: {DEEP}); RoPE base and eps are wrong in all layers, and the "
         "first is named.",
     ]
-    return of(rows, notes)
+    return make_result(rows, notes)
 
 
-def _subjects(context: Context, root: Path) -> Iterator[tuple[str, Path, int, tuple[str, ...] | None]]:
-    from tests.accept.judged import save_tiny
+def _models(context: VerifyContext, root: Path) -> Iterator[tuple[str, Path, int, tuple[str, ...] | None]]:
+    from tests.accept.build_and_accept import save_tiny
 
     for family in TINY:
         yield f"tiny {family}", save_tiny(family, root / family), 1, None
     yield "SmolLM2", context.gguf, DEEP, SMOLLM2
 
 
-def _honest(context: Context, model: str, checkpoint: Path, root: Path) -> Fact:
-    from tests.accept.judged import judged
+def _check_without_fault(context: VerifyContext, model: str, checkpoint: Path, root: Path) -> Fact:
+    from tests.accept.build_and_accept import build_and_accept
 
     context.log(f"  {model}: no fault")
     bad = []
     settings = _settings()
     for dtype, recipe in settings:
-        report, written = judged(checkpoint, root / "e", dtype, recipe, **_options(recipe))
+        report, written = build_and_accept(checkpoint, root / "e", dtype, recipe, **_options(recipe))
         shutil.rmtree(root / "e", ignore_errors=True)
         if not written:
             bad.append(f"{dtype} {recipe}: {report.get('reason')}")
@@ -78,10 +78,10 @@ def _honest(context: Context, model: str, checkpoint: Path, root: Path) -> Fact:
 
 
 def _faults(
-    context: Context, model: str, checkpoint: Path, layer: int, wanted: tuple[str, ...] | None, root: Path
+    context: VerifyContext, model: str, checkpoint: Path, layer: int, wanted: tuple[str, ...] | None, root: Path
 ) -> Iterator[Fact]:
     from modelmill.checkpoint.open import open_checkpoint
-    from tests.accept.planted import faults
+    from tests.accept.planted_faults import faults
 
     opened = open_checkpoint(checkpoint)
     square = _square(opened.config)
@@ -89,38 +89,42 @@ def _faults(
         if (fault.needs_square and not square) or (wanted is not None and fault.name not in wanted):
             continue
         context.log(f"  {model}: {fault.name}")
-        tally = Tally()
+        tally = FaultCounts()
         for dtype, recipe in _settings():
-            _try(tally, fault, opened.model_type, checkpoint, root, (dtype, recipe))
+            _try_fault(tally, fault, opened.model_type, checkpoint, root, (dtype, recipe))
         kept = tally.refused == tally.named == tally.compared == tally.tried > 0
         names = ", ".join(f"{name} ({count}×)" for name, count in sorted(tally.names.items()))
         told = f"refused {tally.refused} of {tally.tried}, named {tally.named}, by compare {tally.compared}: {names}"
         yield Fact(f"{model}: {fault.name}", "; ".join([told, *tally.wrong]), kept)
 
 
-def _try(tally: Tally, fault: Any, model_type: str, checkpoint: Path, root: Path, setting: tuple[str, str]) -> None:
+def _try_fault(
+    tally: FaultCounts, fault: Any, model_type: str, checkpoint: Path, root: Path, setting: tuple[str, str]
+) -> None:
     """One fault in one dtype and recipe: through the build, then through compare."""
-    from tests.accept.judged import judged
-    from tests.accept.planted import planted
+    from tests.accept.build_and_accept import build_and_accept
+    from tests.accept.planted_faults import plant_fault
 
     out = root / "e"
     tally.tried += 1
     before = sorted(path.name for path in root.iterdir())
-    with planted(fault, model_type):
-        report, written = judged(checkpoint, out, *setting, **_options(setting[1]))
+    with plant_fault(fault, model_type):
+        report, written = build_and_accept(checkpoint, out, *setting, **_options(setting[1]))
         left = sorted(path.name for path in root.iterdir())
         if "refusal" in report and not written and left == before:
             tally.refused += 1
         else:
             tally.wrong.append(f"{' '.join(setting)} was written")
-        if _right(report, fault) and f"layer {fault.layer}, module {report['module']}" in report.get("refusal", ""):
+        if _named_correctly(report, fault) and f"layer {fault.layer}, module {report['module']}" in report.get(
+            "refusal", ""
+        ):
             tally.named += 1
         else:
             tally.wrong.append(f"{' '.join(setting)}: {report.get('verdict')}")
         shutil.rmtree(out, ignore_errors=True)
-        compared = _compared(checkpoint, out, *setting)
+        compared = _compare(checkpoint, out, *setting)
         shutil.rmtree(out, ignore_errors=True)
-    if _right(compared, fault):
+    if _named_correctly(compared, fault):
         tally.compared += 1
     else:
         tally.wrong.append(f"compare {' '.join(setting)}: {compared['verdict']}")
@@ -130,7 +134,7 @@ def _try(tally: Tally, fault: Any, model_type: str, checkpoint: Path, root: Path
 
 def _settings() -> list[tuple[str, str]]:
     """(dtype, recipe)."""
-    from tests.accept.judged import SETTINGS
+    from tests.accept.build_and_accept import SETTINGS
 
     return [*SETTINGS, *((dtype, "int4") for dtype in dict.fromkeys(dtype for dtype, _ in SETTINGS))]
 
@@ -139,23 +143,23 @@ def _options(recipe: str) -> dict[str, Any]:
     return INT4 if recipe == "int4" else {}
 
 
-def _right(report: dict[str, Any], fault: Any) -> bool:
+def _named_correctly(report: dict[str, Any], fault: Any) -> bool:
     return report.get("layer") == fault.layer and report.get("module") in fault.modules
 
 
-def _compared(checkpoint: Path, out: Path, dtype: str, recipe: str) -> dict[str, Any]:
+def _compare(checkpoint: Path, out: Path, dtype: str, recipe: str) -> dict[str, Any]:
     """What compare says of an engine that nobody judged."""
     from modelmill.accept.run import compare_engine, sample_ids
-    from modelmill.build.builder import build
-    from modelmill.build.plan import make_plan
+    from modelmill.builder.build_engine import build
+    from modelmill.builder.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig, RunConfig
-    from modelmill.runtime.loop import Loop
+    from modelmill.runtime.engine_core import EngineCore
 
     opened = open_checkpoint(checkpoint)
     config = BuildConfig(dtype=dtype, quantization=recipe, target="cpu", **_options(recipe))
     build(make_plan(opened, config), out, None)
-    loop = Loop.open(out, RunConfig(device="cpu", max_model_len=_length(out), kv_cache_bytes=1 << 28))
+    loop = EngineCore.open(out, RunConfig(device="cpu", max_model_len=_length(out), kv_cache_bytes=1 << 28))
     assert loop.artifact is not None
     return compare_engine(loop, opened, sample_ids(loop.artifact))
 
@@ -172,12 +176,12 @@ def _square(config: dict[str, Any]) -> bool:
     return bool(heads * dim == hidden)
 
 
-def _unfit(root: Path) -> Fact:
+def _check_unfit_shape(root: Path) -> Fact:
     """GPT-2's c_attn is [in, 3·in]: left as stored it does not fit, and is named before a weight is read."""
     from dataclasses import replace
     from unittest import mock
 
-    from modelmill.build.plan import make_plan
+    from modelmill.builder.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig
     from modelmill.core.errors import TensorMismatch

@@ -10,49 +10,49 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.verify.context import ROOT, Context
-from tools.verify.result import Fact, Result, of
+from tools.verify.context import ROOT, VerifyContext
+from tools.verify.result import Fact, VerifyResult, make_result
 
 TITLE = "MobileSAM: the original's facts, IoU of bfloat16 ≥ 0.99 and int8 ≥ 0.97, a click and a cold picture in time"
 WEIGHTS = "data/models/mobile_sam/mobile_sam.safetensors"
 PHOTOS = ("truck.jpg", "dog.jpg")
-SIDE = 15
-LEAST = {("bfloat16", "none"): 0.99, ("bfloat16", "int8"): 0.97, ("float32", "int8"): 0.97, ("bfloat16", "fp8"): None}
-CLICK, COLD, CORES = 0.060, 2.5, 2
+GRID_SIDE = 15
+MIN_IOU = {("bfloat16", "none"): 0.99, ("bfloat16", "int8"): 0.97, ("float32", "int8"): 0.97, ("bfloat16", "fp8"): None}
+MAX_CLICK_SECONDS, MAX_COLD_SECONDS, CORES = 0.060, 2.5, 2
 TESTS = (
-    "tests/vision/test_everything.py",
+    "tests/vision/test_automatic_mask_generator.py",
     "tests/models/test_sam_sizes.py",
 )
 
 
-def run(context: Context) -> Result:
+def run(context: VerifyContext) -> VerifyResult:
     """Facts, engines in fewer bits, times, and the tests against plain references."""
-    one = _opened(context, "float32", "none")
-    rows = [*_facts(context, one)]
-    others = {f"{dtype}, {recipe}": _opened(context, dtype, recipe) for dtype, recipe in LEAST}
+    one = _open_segmenter(context, "float32", "none")
+    rows = [*_reference_facts(context, one)]
+    others = {f"{dtype}, {recipe}": _open_segmenter(context, dtype, recipe) for dtype, recipe in MIN_IOU}
     for photo in PHOTOS:
         rows += _masks(context, one, others, context.shared / "data/images" / photo)
     rows += _times(context, one)
     rows += [_tests(context, path) for path in TESTS]
     notes = [
-        f"Masks: {SIDE}² = {SIDE**2} points in a grid over each photo; of each the mask that float32 scores best, "
-        "at the photo's size, and the other engine's mask of the same place; mean IoU over the points. Scores are the "
-        "predicted IoUs of those masks.",
+        f"Masks: {GRID_SIDE}² = {GRID_SIDE**2} points in a grid over each photo; of each the mask that float32 scores "
+        "best, at the photo's size, and the other engine's mask of the same place; mean IoU over the points. Scores "
+        "are the predicted IoUs of those masks.",
         f"Times: float32, {CORES} threads. A click: three masks of a point on a kept embedding of truck.jpg (1800 × "
         "1200) to run lengths of all three. A cold picture: the file truck.jpg to the best mask's run lengths. The "
         "fastest is what counts, since others use this machine, too; CPU time is of all threads.",
     ]
-    return of(rows, notes)
+    return make_result(rows, notes)
 
 
-def _opened(context: Context, dtype: str, recipe: str) -> Any:
+def _open_segmenter(context: VerifyContext, dtype: str, recipe: str) -> Any:
     from modelmill.segmenter import Segmenter
 
     engine = context.engine(dtype, recipe, context.shared / WEIGHTS)
     return Segmenter(engine, device="cpu", threads=CORES)
 
 
-def _facts(context: Context, one: Any) -> list[Fact]:
+def _reference_facts(context: VerifyContext, one: Any) -> list[Fact]:
     import numpy as np
     import PIL.Image
     import torch
@@ -60,19 +60,19 @@ def _facts(context: Context, one: Any) -> list[Fact]:
     from modelmill.core.config import BuildConfig
     from modelmill.llm import build_engine
     from modelmill.segmenter import Segmenter
-    from modelmill.vision.image import fitted, open_image, pixels
+    from modelmill.vision.image import fit_longest_side, open_image, resize_pixels
 
     again = context.out / "engines" / "mobile_sam-again.engine"
     build_engine(context.shared / WEIGHTS, again, BuildConfig(dtype="float32", target="cpu"), check=False)
     other = Segmenter(again, device="cpu", threads=CORES)
     photos = [context.shared / "data/images" / name for name in PHOTOS]
-    stable = [torch.equal(one.see([p])[0].embedding, other.see([p])[0].embedding) for p in photos]
+    stable = [torch.equal(one.see([p])[0].embedding, other.embed_images([p])[0].embedding) for p in photos]
     same = []
     for photo in photos:
         picture = open_image(photo)
-        size = fitted(picture.size, one.eye.image)
+        size = fit_longest_side(picture.size, one.eye.image)
         right = np.asarray(PIL.Image.open(photo).convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR))
-        same.append(np.array_equal(pixels(picture, size).permute(1, 2, 0).numpy(), right))
+        same.append(np.array_equal(resize_pixels(picture, size).permute(1, 2, 0).numpy(), right))
     one.set_image(photos[0])
     best, single = one.predict([(500, 375)])[0], one.predict([(500, 375)], multimask=False)[0]
     return [
@@ -89,16 +89,16 @@ def _fact(promised: str, mask: Any, box: tuple[int, ...], score: float) -> Fact:
     return Fact(f"point (500, 375) on truck.jpg {promised}", f"{x0},{y0}–{x1},{y1}, score {mask.score:.6f}", ok)
 
 
-def _masks(context: Context, one: Any, others: dict[str, Any], photo: Path) -> list[Fact]:
+def _masks(context: VerifyContext, one: Any, others: dict[str, Any], photo: Path) -> list[Fact]:
     """Mean IoU over the grid on a photo, and how far the scores lie apart, for each of the other engines."""
     context.log(f"  float32: {photo.name}")
     best, logits, scores = _chosen(one, photo, None)
     size = one.see([photo])[0]
     rows = []
-    for (name, other), least in zip(others.items(), LEAST.values(), strict=True):
+    for (name, other), least in zip(others.items(), MIN_IOU.values(), strict=True):
         context.log(f"  {name}: {photo.name}")
         _, theirs, their_scores = _chosen(other, photo, best)
-        iou, apart = _overlap(one.eye, size, logits, theirs), (scores - their_scores).abs()
+        iou, apart = _mask_ious(one.eye, size, logits, theirs), (scores - their_scores).abs()
         told = f"mean {iou.mean():.4f}, median {iou.median():.4f}, a tenth below {iou.quantile(0.1):.3f}"
         told += f"; scores differ by {apart.mean():.4f} on average, {apart.max():.4f} at most"
         promised = f"{name}, {photo.name}: IoU with float32" + (f" ≥ {least}" if least is not None else "")
@@ -110,30 +110,39 @@ def _chosen(segmenter: Any, photo: Path, best: Any) -> tuple[Any, Any, Any]:
     """For each point of the grid: which of its masks (best; None: of the highest score), its logits, its score."""
     import torch
 
-    from modelmill.vision.prompts import make
+    from modelmill.vision.prompts import make_prompt
 
     seen = segmenter.see([photo])[0]
     width, height = seen.size
-    points = [((x + 0.5) * width / SIDE, (y + 0.5) * height / SIDE) for y in range(SIDE) for x in range(SIDE)]
-    found = [segmenter.eye.decode(seen, [make([at]) for at in points[i : i + SIDE]]) for i in range(0, SIDE**2, SIDE)]
+    points = [
+        ((x + 0.5) * width / GRID_SIDE, (y + 0.5) * height / GRID_SIDE)
+        for y in range(GRID_SIDE)
+        for x in range(GRID_SIDE)
+    ]
+    found = [
+        segmenter.eye.decode(seen, [make_prompt([at]) for at in points[i : i + GRID_SIDE]])
+        for i in range(0, GRID_SIDE**2, GRID_SIDE)
+    ]
     logits, scores = (torch.cat(part) for part in zip(*found, strict=True))
     best = scores[:, 1:].argmax(-1) + 1 if best is None else best
     rows = torch.arange(len(points))
     return best, logits[rows, best], scores[rows, best]
 
 
-def _overlap(eye: Any, seen: Any, ours: Any, theirs: Any) -> Any:
+def _mask_ious(model: Any, embedding: Any, ours: Any, theirs: Any) -> Any:
     """IoU [N] of masks at the photo's size, a few at a time."""
     import torch
 
     from modelmill.vision.masks import mask_iou
 
-    pairs = zip(ours.split(SIDE), theirs.split(SIDE), strict=True)
-    sized = ([eye.still.ops.enlarge(x, eye.image, seen.fitted, seen.size)[0] for x in pair] for pair in pairs)
+    pairs = zip(ours.split(GRID_SIDE), theirs.split(GRID_SIDE), strict=True)
+    sized = (
+        [model.still.ops.enlarge(x, model.image, embedding.fitted, embedding.size)[0] for x in pair] for pair in pairs
+    )
     return torch.cat([mask_iou(*masks) for masks in sized])
 
 
-def _times(context: Context, one: Any) -> list[Fact]:
+def _times(context: VerifyContext, one: Any) -> list[Fact]:
     photo = context.shared / "data/images" / PHOTOS[0]
 
     def click() -> None:
@@ -146,14 +155,22 @@ def _times(context: Context, one: Any) -> list[Fact]:
         one.predict([(500, 375)])[0].to_dict(rle=True)
 
     one.set_image(photo)
-    clicks, colds = _timed(click, 40), _timed(cold, 6)
+    clicks, colds = _measure_times(click, 40), _measure_times(cold, 6)
     return [
-        Fact(f"a click on a kept embedding: ≤ {1000 * CLICK:g} ms", _told(clicks, 1000, "ms"), clicks[0][0] <= CLICK),
-        Fact(f"from a cold picture to its mask: ≤ {COLD} s", _told(colds, 1, "s"), colds[0][0] <= COLD),
+        Fact(
+            f"a click on a kept embedding: ≤ {1000 * MAX_CLICK_SECONDS:g} ms",
+            _format_times(clicks, 1000, "ms"),
+            clicks[0][0] <= MAX_CLICK_SECONDS,
+        ),
+        Fact(
+            f"from a cold picture to its mask: ≤ {MAX_COLD_SECONDS} s",
+            _format_times(colds, 1, "s"),
+            colds[0][0] <= MAX_COLD_SECONDS,
+        ),
     ]
 
 
-def _timed(work: Callable[[], None], rounds: int) -> list[tuple[float, float]]:
+def _measure_times(work: Callable[[], None], rounds: int) -> list[tuple[float, float]]:
     """(seconds, seconds of CPU), fastest first, after one that warms up."""
     work()
     found = []
@@ -164,7 +181,7 @@ def _timed(work: Callable[[], None], rounds: int) -> list[tuple[float, float]]:
     return sorted(found)
 
 
-def _told(times: list[tuple[float, float]], by: float, unit: str) -> str:
+def _format_times(times: list[tuple[float, float]], by: float, unit: str) -> str:
     walls, cpus = ([by * each[i] for each in times] for i in (0, 1))
     return (
         f"fastest {walls[0]:.3g} {unit}, median {statistics.median(walls):.3g}, slowest {walls[-1]:.3g}; "
@@ -172,7 +189,7 @@ def _told(times: list[tuple[float, float]], by: float, unit: str) -> str:
     )
 
 
-def _tests(context: Context, path: str) -> Fact:
+def _tests(context: VerifyContext, path: str) -> Fact:
     """A file of tests, the slow ones too."""
     context.log(f"  pytest {path}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", "-rN", path]

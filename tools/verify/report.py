@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tools.verify.result import Fact, Result
+from tools.verify.result import Fact, VerifyResult
 
 HEAD = """# Verification
 
@@ -15,7 +15,7 @@ its GGUF (Q4_1), unless an item says otherwise. What needs a GPU is in `benchmar
 """
 
 
-def render(items: Mapping[str, tuple[str, Result | None]]) -> str:
+def render(items: Mapping[str, tuple[str, VerifyResult | None]]) -> str:
     """The page. items: number → (title, result or None where it has not run for these sources)."""
     lines = [HEAD, "| item | promise | outcome |", "|---|---|---|"]
     for number, (title, found) in items.items():
@@ -29,27 +29,27 @@ def render(items: Mapping[str, tuple[str, Result | None]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def section(number: str, title: str, found: Result | None) -> list[str]:
+def section(number: str, title: str, result: VerifyResult | None) -> list[str]:
     """One item: its facts as a table, its notes, and how it was made."""
     lines = [f"## {number}. {title}", ""]
-    if found is None:
+    if result is None:
         return [*lines, "Not run for these sources.", ""]
     lines += ["| promised | measured | kept |", "|---|---|---|"]
-    lines += [f"| {cell(row.promised)} | {cell(row.measured)} | {verdict(row)} |" for row in found.rows]
-    lines += ["", *[f"* {note}" for note in found.notes]]
-    made = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    lines += [f"* `{found.command}`: {found.seconds:.0f} s on {found.device}, {found.date}; {made}", ""]
+    lines += [f"| {cell(row.promised)} | {cell(row.measured)} | {row_verdict(row)} |" for row in result.rows]
+    lines += ["", *[f"* {note}" for note in result.notes]]
+    made = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    lines += [f"* `{result.command}`: {result.seconds:.0f} s on {result.device}, {result.date}; {made}", ""]
     return lines
 
 
-def outcome(found: Result | None) -> str:
+def outcome(result: VerifyResult | None) -> str:
     """One word for the overview."""
-    return "not run" if found is None else "kept" if found.ok else "**FAILED**"
+    return "not run" if result is None else "kept" if result.ok else "**FAILED**"
 
 
-def verdict(row: Fact) -> str:
+def row_verdict(row: Fact) -> str:
     """The last column of a fact."""
-    return "" if row.ok is None else "yes" if row.ok else "**FAILED**"
+    return "" if row.passed is None else "yes" if row.passed else "**FAILED**"
 
 
 def cell(text: str) -> str:

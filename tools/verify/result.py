@@ -21,11 +21,11 @@ class Fact:
 
     promised: str
     measured: str
-    ok: bool | None = True
+    passed: bool | None = True
 
 
 @dataclass
-class Result:
+class VerifyResult:
     """An item's outcome. notes: lengths, settings and caveats a reader needs to repeat it."""
 
     ok: bool
@@ -39,23 +39,23 @@ class Result:
     device: str = ""
 
 
-def of(rows: Sequence[Fact], notes: Sequence[str] = ()) -> Result:
+def make_result(rows: Sequence[Fact], notes: Sequence[str] = ()) -> VerifyResult:
     """A result that is good where no fact is bad, and where there is a fact that could have been."""
-    judged = [row.ok for row in rows if row.ok is not None]
-    return Result(bool(judged) and all(judged), list(rows), notes=list(notes))
+    judged = [row.passed for row in rows if row.passed is not None]
+    return VerifyResult(bool(judged) and all(judged), list(rows), notes=list(notes))
 
 
-def digest(package: Path, *more: Path) -> str:
+def source_digest(package: Path, *extra: Path) -> str:
     """sha256 over the sources that a result depends on, names and contents."""
     total = hashlib.sha256()
     files = {path for pattern in SOURCES for path in package.rglob(pattern) if "__pycache__" not in path.parts}
-    for path in (*sorted(files), *more):
-        total.update(str(path.name if path in more else path.relative_to(package)).encode())
+    for path in (*sorted(files), *extra):
+        total.update(str(path.name if path in extra else path.relative_to(package)).encode())
         total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()
 
 
-def store(result: Result, path: Path) -> None:
+def store(result: VerifyResult, path: Path) -> None:
     """Write a result as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
@@ -63,12 +63,12 @@ def store(result: Result, path: Path) -> None:
     draft.replace(path)
 
 
-def load(path: Path, current: str | None = None) -> Result | None:
+def load(path: Path, current: str | None = None) -> VerifyResult | None:
     """The stored result; None where there is none, it cannot be read, or it belongs to another ``current`` digest."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
         raw["rows"] = [Fact(**row) for row in raw["rows"]]
-        found = Result(**raw)
+        found = VerifyResult(**raw)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if current is None or found.digest == current else None

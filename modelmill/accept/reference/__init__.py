@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from modelmill.accept.reference import decoder, gpt2, qwen
-from modelmill.accept.reference.dense import Affine, HeadTrace, LayerTrace, LayerWeights, ModuleIO, Reference
-from modelmill.accept.reference.gguf_names import GgufSource, gguf_config, gguf_rope
-from modelmill.accept.reference.packed import Expanded
-from modelmill.accept.reference.source import Container, Opened, Source
+from modelmill.accept.reference.base import Affine, HeadTrace, LayerTrace, LayerWeights, ModuleIO, ReferenceModel
+from modelmill.accept.reference.dequantize import DequantizedContainer
+from modelmill.accept.reference.gguf_source import GgufSource, gguf_config, gguf_rope
+from modelmill.accept.reference.tensor_source import OpenedCheckpoint, RawContainer, TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
 __all__ = [
     "Affine",
-    "Container",
+    "RawContainer",
     "HeadTrace",
     "LayerTrace",
     "LayerWeights",
     "ModuleIO",
-    "Opened",
-    "Reference",
+    "OpenedCheckpoint",
+    "ReferenceModel",
     "open_reference",
 ]
 
@@ -34,21 +34,21 @@ FAMILIES = (decoder, gpt2, qwen)
 
 
 def open_reference(
-    checkpoint: Opened, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> Reference:
+    checkpoint: OpenedCheckpoint, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> ReferenceModel:
     """The reference of an opened checkpoint (its ``raw`` container and ``config``), in float32 or float64.
 
-    device: where it computes, with the same plain operations everywhere (see ``accept.place``).
+    device: where it computes, with the same plain operations everywhere (see ``accept.reference_device``).
     Raises UnknownArchitecture when no reference computes this family, TensorMismatch when a tensor is absent.
     """
-    container: Container = checkpoint.raw
+    container: RawContainer = checkpoint.raw
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
         return _open_gguf(container, dtype, device)
     config = dict(checkpoint.config)
     if config.get("quantization_config"):
-        container = Expanded(container, config)
+        container = DequantizedContainer(container, config)
     family = _family(config)
-    source = Source(container, dtype, family.STRIP, device=device)
+    source = TensorSource(container, dtype, family.NAME_PREFIX, device=device)
     if family is gpt2:
         return gpt2.Gpt2Reference(source, config)
     if family is qwen:
@@ -56,7 +56,7 @@ def open_reference(
     return decoder.DecoderReference(source, config)
 
 
-def _open_gguf(container: Container, dtype: torch.dtype, device: str | torch.device) -> Reference:
+def _open_gguf(container: RawContainer, dtype: torch.dtype, device: str | torch.device) -> ReferenceModel:
     config = gguf_config(container)
     family = _family(config)
     source = GgufSource(container, dtype, config, device=device)
@@ -65,7 +65,7 @@ def _open_gguf(container: Container, dtype: torch.dtype, device: str | torch.dev
     if family is qwen:
         return qwen.QwenReference(source, config)
     if "rope_freqs.weight" in container.names():
-        source.native("rope_freqs.weight")  # the rotation is made from it
+        source.stored_tensor("rope_freqs.weight")  # the rotation is made from it
     return decoder.DecoderReference(source, config, gguf_rope(container, config))
 
 

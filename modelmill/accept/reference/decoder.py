@@ -7,26 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.dense import (
+from modelmill.accept.reference.base import (
     ACTIVATIONS,
     Affine,
     LayerTrace,
     LayerWeights,
     ModuleIO,
-    Reference,
-    attend,
+    ReferenceModel,
+    causal_attention,
     project,
     rms_norm,
 )
-from modelmill.accept.reference.rope import Rope, rope_from_config, rotate
-from modelmill.accept.reference.source import Source
+from modelmill.accept.reference.rope import ReferenceRope, apply_rope, rope_from_config
+from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-STRIP = "model."
+NAME_PREFIX = "model."
 # What the original configuration classes assume where config.json is silent.
-KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-LENGTHS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 NORMS = {
     "input_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -44,19 +44,21 @@ PROJECTIONS = {
 }
 
 
-class DecoderReference(Reference):
+class DecoderReference(ReferenceModel):
     """The plain decoder. A bias rule of None means: wherever the container has one (GGUF has no flag)."""
 
     EMBEDDING = "model.embed_tokens.weight"
     FINAL_NORM = "model.norm.weight"
 
-    def __init__(self, source: Source, config: dict[str, Any], rope: Rope | None = None) -> None:
+    def __init__(self, source: TensorSource, config: dict[str, Any], rope: ReferenceRope | None = None) -> None:
         super().__init__(source, config)
         self.model_type = str(config["model_type"])
         self.hidden_size = int(config["hidden_size"])
         self.num_layers = int(config["num_hidden_layers"])
         self.num_heads = int(config["num_attention_heads"])
-        self.num_kv_heads = int(config.get("num_key_value_heads", KV_HEADS.get(self.model_type)) or self.num_heads)
+        self.num_kv_heads = int(
+            config.get("num_key_value_heads", DEFAULT_KV_HEADS.get(self.model_type)) or self.num_heads
+        )
         plain_dim = 128 if self.model_type == "qwen3" else self.hidden_size // self.num_heads
         self.head_dim = int(config.get("head_dim") or plain_dim)
         if not config.get("is_causal", True) or config.get("use_bidirectional_attention"):
@@ -66,11 +68,11 @@ class DecoderReference(Reference):
         if self.activation is None:
             raise UnknownArchitecture(f"hidden_act {config['hidden_act']!r} is not known here")
         if rope is None:
-            length = int(config.get("max_position_embeddings") or LENGTHS[self.model_type])
+            length = int(config.get("max_position_embeddings") or DEFAULT_MAX_POSITIONS[self.model_type])
             rope = rope_from_config(config, self.head_dim, length)
         self.rope = rope
-        self.biased = self._bias_rules()
-        self.windows = [self._window(index) for index in range(self.num_layers)]
+        self.has_bias = self._bias_rules()
+        self.sliding_windows = [self._sliding_window(index) for index in range(self.num_layers)]
 
     def _bias_rules(self) -> dict[str, bool | None]:
         """Module → has a bias. qwen2 has it on q, k, v always; the others where the config says so."""
@@ -83,7 +85,7 @@ class DecoderReference(Reference):
         rules = {"q": qkv, "k": qkv, "v": qkv, "o_proj": out, "gate": mlp, "up": mlp, "down": mlp}
         return {name: rule if rule is None else bool(rule) for name, rule in rules.items()}
 
-    def _window(self, index: int) -> int | None:
+    def _sliding_window(self, index: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention.
 
         A mistral that lists its layers is what the originals call ministral: the list decides.
@@ -102,10 +104,10 @@ class DecoderReference(Reference):
         return self.source.rows(self.EMBEDDING, ids)
 
     @property
-    def tied(self) -> bool:
+    def is_tied(self) -> bool:
         return bool(self.config.get("tie_word_embeddings", False))
 
-    def tables(self) -> dict[str, str]:
+    def embedding_tables(self) -> dict[str, str]:
         return {"weight": self.EMBEDDING}
 
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
@@ -121,14 +123,14 @@ class DecoderReference(Reference):
         weights = {name: self.norm_weights(index, name) for name in norms}
         for name, part in PROJECTIONS.items():
             stem = f"model.layers.{index}.{part}"
-            rule = self.biased[name]
+            rule = self.has_bias[name]
             biased = self.source.has(f"{stem}.bias") if rule is None else rule
             bias = self.source.get(f"{stem}.bias") if biased else None
             weights[name] = Affine(self.source.get(f"{stem}.weight"), bias)
         return weights
 
     # -- one layer -------------------------------------------------------------------------------------
-    def rope_for(self, prompt_length: int) -> Rope:
+    def rope_for(self, prompt_length: int) -> ReferenceRope:
         """The rotation of a request with such a prompt."""
         del prompt_length  # dynamic scaling gets it with the tables; only Qwen v1 changes the rotation itself
         return self.rope
@@ -138,22 +140,24 @@ class DecoderReference(Reference):
         return torch.ones(count, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
-    def normed_heads(self, index: int, flat: Tensor) -> Tensor | None:
+    def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
         """q [T, heads·dim], any values, after its head norm and rotation; None where heads are not normed."""
         if self.model_type != "qwen3":
             return None
         weights = {"q_norm": self.norm_weights(index, "q_norm")}
-        return self._heads(flat.to(self.device, self.dtype), weights, "q", flat.shape[0]).reshape(flat.shape[0], -1)
+        return self._norm_and_rope(flat.to(self.device, self.dtype), weights, "q", flat.shape[0]).reshape(
+            flat.shape[0], -1
+        )
 
-    def _heads(self, flat: Tensor, weights: LayerWeights, name: str, prompt_length: int) -> Tensor:
+    def _norm_and_rope(self, flat: Tensor, weights: LayerWeights, name: str, prompt_length: int) -> Tensor:
         """Projection [T, heads·dim] → head norm (where there is one) → turned [T, heads, dim]."""
         x = flat.reshape(flat.shape[0], -1, self.head_dim)
         norm = weights.get(f"{name}_norm")
         if norm is not None:
             x = rms_norm(x, norm, self.eps)
         # always made on the CPU: the last bit of a frequency is seen in an angle
-        cos, sin = self.rope_for(prompt_length).tables(x.shape[0], prompt_length, x.dtype)
-        turned = rotate(x, cos.to(x.device), sin.to(x.device))
+        cos, sin = self.rope_for(prompt_length).cos_sin(x.shape[0], prompt_length, x.dtype)
+        turned = apply_rope(x, cos.to(x.device), sin.to(x.device))
         return turned * self.query_scale(x.shape[0])[:, None, None] if name == "q" else turned
 
     @torch.no_grad()
@@ -171,12 +175,12 @@ class DecoderReference(Reference):
         count = x.shape[0]
         normed = record("input_norm", rms_norm(x, weights["input_norm"], self.eps), x)
         q, k, v = (linear(name, normed) for name in ("q", "k", "v"))
-        q_rot = self._heads(q, weights, "q", prompt_length)
-        k_rot = self._heads(k, weights, "k", prompt_length)
+        q_rot = self._norm_and_rope(q, weights, "q", prompt_length)
+        k_rot = self._norm_and_rope(k, weights, "k", prompt_length)
         record("q_rot", q_rot.reshape(count, -1), q)
         record("k_rot", k_rot.reshape(count, -1), k)
         values = v.reshape(count, -1, self.head_dim)
-        mixed = attend(q_rot, k_rot, values, self.head_dim**-0.5, self.windows[index])
+        mixed = causal_attention(q_rot, k_rot, values, self.head_dim**-0.5, self.sliding_windows[index])
         record("attn", mixed, trace["q_rot"].output, trace["k_rot"].output, v)
         attention = linear("o_proj", mixed)
         middle = record("post_attn_residual", x + attention, x, attention)

@@ -7,30 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.dense import (
+from modelmill.accept.reference.base import (
     ACTIVATIONS,
     Affine,
     LayerTrace,
     LayerWeights,
     ModuleIO,
-    Reference,
-    attend,
+    ReferenceModel,
+    causal_attention,
     layer_norm,
     project,
 )
-from modelmill.accept.reference.source import Source
+from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
 MODEL_TYPES = ("gpt2",)
-STRIP = "transformer."
+NAME_PREFIX = "transformer."
 NORMS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
 PROJECTIONS = {"o_proj": "attn.c_proj", "fc": "mlp.c_fc", "down": "mlp.c_proj"}
 
 
-class Gpt2Reference(Reference):
+class Gpt2Reference(ReferenceModel):
     """GPT2LMHeadModel. ``q_rot`` and ``k_rot`` are absent from its traces; ``fc`` stands for gate and up."""
 
-    def __init__(self, source: Source, config: dict[str, Any]) -> None:
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.num_layers = int(config.get("n_layer") or config["num_hidden_layers"])
         self.hidden_size = int(config.get("n_embd") or config["hidden_size"])
@@ -47,10 +47,10 @@ class Gpt2Reference(Reference):
         return tokens + self.source.rows("transformer.wpe.weight", places)
 
     @property
-    def tied(self) -> bool:
+    def is_tied(self) -> bool:
         return bool(self.config.get("tie_word_embeddings", True))
 
-    def tables(self) -> dict[str, str]:
+    def embedding_tables(self) -> dict[str, str]:
         return {"weight": "transformer.wte.weight", "positions": "transformer.wpe.weight"}
 
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
@@ -92,7 +92,7 @@ class Gpt2Reference(Reference):
         normed = record("input_norm", layer_norm(x, weights["input_norm"], self.eps), x)
         q, k, v = (linear(name, normed) for name in ("q", "k", "v"))
         heads = [t.reshape(x.shape[0], self.num_heads, -1) for t in (q, k, v)]
-        mixed = record("attn", attend(heads[0], heads[1], heads[2], self._score_scale(index)), q, k, v)
+        mixed = record("attn", causal_attention(heads[0], heads[1], heads[2], self._score_scale(index)), q, k, v)
         attention = linear("o_proj", mixed)
         middle = record("post_attn_residual", x + attention, x, attention)
         normed = record("mlp_norm", layer_norm(middle, weights["mlp_norm"], self.eps), middle)

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelmill.accept.reference.base import Affine, LayerWeights
 from modelmill.accept.reference.decoder import DecoderReference
-from modelmill.accept.reference.dense import Affine, LayerWeights
-from modelmill.accept.reference.rope import Rope
-from modelmill.accept.reference.source import Source
+from modelmill.accept.reference.rope import ReferenceRope
+from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import TensorMismatch
 
 MODEL_TYPES = ("qwen",)
-STRIP = "transformer."
+NAME_PREFIX = "transformer."
 # Keys of the first release beside today's.
-OLD_KEYS = {
+LEGACY_KEYS = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
@@ -34,10 +34,10 @@ PROJECTIONS = {"o_proj": "attn.c_proj", "gate": "mlp.w2", "up": "mlp.w1", "down"
 NORMS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
 
 
-def modern_keys(config: dict[str, Any]) -> dict[str, Any]:
+def with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The config with today's keys filled in from the old ones, where only those are given."""
     filled = dict(config)
-    for new, old in OLD_KEYS.items():
+    for new, old in LEGACY_KEYS.items():
         if filled.get(new) is None and config.get(old) is not None:
             filled[new] = config[old]
     return filled
@@ -49,15 +49,15 @@ class QwenReference(DecoderReference):
     EMBEDDING = "transformer.wte.weight"
     FINAL_NORM = "transformer.ln_f.weight"
 
-    def __init__(self, source: Source, config: dict[str, Any]) -> None:
-        config = modern_keys(config)
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        config = with_current_keys(config)
         width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         dim = int(config.get("kv_channels") or width // heads)
         self.seq_length = int(config.get("seq_length") or config.get("max_position_embeddings") or 2048)
         self.dynamic_ntk = bool(config.get("use_dynamic_ntk", False))
-        self.logn = bool(config.get("use_logn_attn", False))
+        self.use_logn = bool(config.get("use_logn_attn", False))
         base = float(config.get("rotary_emb_base") or 10000.0)
-        rope = Rope(int(dim * float(config.get("rotary_pct", 1.0))), base, self.seq_length)
+        rope = ReferenceRope(int(dim * float(config.get("rotary_pct", 1.0))), base, self.seq_length)
         config |= {
             "head_dim": dim,
             "num_key_value_heads": heads,
@@ -65,19 +65,19 @@ class QwenReference(DecoderReference):
         }
         super().__init__(source, config, rope)
 
-    def alpha(self, prompt_length: int) -> float:
+    def ntk_alpha(self, prompt_length: int) -> float:
         """max(2^(⌈log2(L / seq_length) + 1⌉) − 1, 1)."""
         if not self.dynamic_ntk:
             return 1.0
         return max(2.0 ** math.ceil(math.log2(prompt_length / self.seq_length) + 1) - 1, 1.0)
 
-    def rope_for(self, prompt_length: int) -> Rope:
-        d = self.rope.dim
-        return replace(self.rope, theta=self.rope.theta * self.alpha(prompt_length) ** (d / (d - 2)))
+    def rope_for(self, prompt_length: int) -> ReferenceRope:
+        d = self.rope.rotary_dim
+        return replace(self.rope, theta=self.rope.theta * self.ntk_alpha(prompt_length) ** (d / (d - 2)))
 
     def query_scale(self, count: int) -> Tensor:
         """[count]: ln p / ln seq_length at position p > seq_length (counted from 1), else 1."""
-        if not self.logn:
+        if not self.use_logn:
             return super().query_scale(count)
         place = torch.arange(1, count + 1, dtype=torch.float64)
         stretch = place.log() / math.log(self.seq_length)

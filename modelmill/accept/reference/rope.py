@@ -22,25 +22,25 @@ from torch import Tensor
 
 from modelmill.core.errors import UnknownArchitecture
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 
 
 @dataclass(frozen=True)
-class Rope:
+class ReferenceRope:
     """How positions turn into angles.
 
-    ``dim``: rotated channels per head. ``max_position``: the length the model was trained on.
+    ``rotary_dim``: rotated channels per head. ``max_position``: the length the model was trained on.
     ``options``: the raw scaling dictionary (factor, low_freq_factor, …). ``factors``: [dim/2] or None.
     """
 
-    dim: int
+    rotary_dim: int
     theta: float
     max_position: int
-    kind: str = "default"
+    rope_type: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)
     factors: Tensor | None = None
 
-    def tables(self, count: int, prompt_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, count: int, prompt_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos, sin [count, dim/2] for positions 0..count-1; the first ``prompt_length`` came in one prefill.
 
         The angle is the product of position and frequency in ``dtype`` itself: that is how the original
@@ -48,30 +48,32 @@ class Rope:
         """
         positions = torch.arange(count, dtype=dtype)[:, None]
         angles = positions * self.frequencies(count, prompt_length, dtype)
-        temperature = self.temperature()
+        temperature = self.attention_factor()
         return angles.cos() * temperature, angles.sin() * temperature
 
     def frequencies(self, count: int, prompt_length: int, dtype: torch.dtype) -> Tensor:
         """Radians per position: [1, dim/2], or [count, dim/2] where they depend on the position (dynamic)."""
-        exponents = (torch.arange(0, self.dim, 2, dtype=dtype) / self.dim)[None, :]
-        if self.kind == "dynamic":
+        exponents = (torch.arange(0, self.rotary_dim, 2, dtype=dtype) / self.rotary_dim)[None, :]
+        if self.rope_type == "dynamic":
             return 1.0 / self._dynamic_theta(count, prompt_length).to(dtype)[:, None] ** exponents
         plain = 1.0 / self.theta**exponents
-        if self.kind == "default":
+        if self.rope_type == "default":
             return plain
-        if self.kind == "linear":
+        if self.rope_type == "linear":
             return plain / float(self.options["factor"])
-        if self.kind == "llama3":
+        if self.rope_type == "llama3":
             return self._llama3(plain)
-        if self.kind == "yarn":
+        if self.rope_type == "yarn":
             return self._yarn(plain)
-        if self.kind == "factors" and self.factors is not None:
+        if self.rope_type == "factors" and self.factors is not None:
             return plain / self.factors.to(dtype)[None, :]
-        raise UnknownArchitecture(f"RoPE scaling {self.kind!r} is not known here; known are {', '.join(KINDS)}")
+        raise UnknownArchitecture(
+            f"RoPE scaling {self.rope_type!r} is not known here; known are {', '.join(ROPE_TYPES)}"
+        )
 
-    def temperature(self) -> float:
+    def attention_factor(self) -> float:
         """What cos and sin are multiplied with: 1, except for yarn."""
-        if self.kind != "yarn":
+        if self.rope_type != "yarn":
             return 1.0
         given = self.options.get("attention_factor")
         if given is not None:
@@ -92,35 +94,35 @@ class Rope:
         known = known.clamp(min=float(self.max_position))
         factor = float(self.options["factor"])
         growth = factor * known / self.max_position - (factor - 1)
-        return self.theta * growth ** (self.dim / (self.dim - 2))
+        return self.theta * growth ** (self.rotary_dim / (self.rotary_dim - 2))
 
-    def _trained_length(self) -> float:
+    def _original_length(self) -> float:
         return float(self.options.get("original_max_position_embeddings") or self.max_position)
 
     def _llama3(self, plain: Tensor) -> Tensor:
         factor, low, high = (float(self.options[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-        turns = self._trained_length() * plain / (2 * math.pi)
+        turns = self._original_length() * plain / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / factor
 
     def _yarn_factor(self) -> float:
         factor = self.options.get("factor")
-        return float(factor) if factor is not None else self.max_position / self._trained_length()
+        return float(factor) if factor is not None else self.max_position / self._original_length()
 
     def _yarn(self, plain: Tensor) -> Tensor:
         def channel(turns: float) -> float:
             """The (fractional) frequency index that turns so often within the trained length."""
-            wavelength = self._trained_length() / turns
-            return self.dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
+            wavelength = self._original_length() / turns
+            return self.rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
 
         first = channel(float(self.options.get("beta_fast") or 32))
         last = channel(float(self.options.get("beta_slow") or 1))
         if self.options.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, self.dim - 1)
+        first, last = max(first, 0), min(last, self.rotary_dim - 1)
         if first == last:
             last += 0.001
-        index = torch.arange(self.dim // 2, dtype=plain.dtype)[None, :]
+        index = torch.arange(self.rotary_dim // 2, dtype=plain.dtype)[None, :]
         stretch = ((index - first) / (last - first)).clamp(0, 1)
         return stretch * plain / self._yarn_factor() + (1 - stretch) * plain
 
@@ -129,7 +131,7 @@ def _yarn_temperature(factor: float, slope: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * slope * math.log(factor) + 1.0
 
 
-def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> Rope:
+def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> ReferenceRope:
     """The Rope of a Hugging Face config: ``rope_theta`` + ``rope_scaling``, or both in ``rope_parameters``.
 
     ``partial_rotary_factor`` is not read by these families' own default rotation, and their scaled ones fail on it.
@@ -144,12 +146,12 @@ def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> 
         raise UnknownArchitecture(f"RoPE scaling {kind!r} of {part} of each head is not known here")
     if any(isinstance(value, Mapping) for value in options.values()):
         raise UnknownArchitecture("a rotation that differs from layer to layer is not known here")
-    if kind not in KINDS[:-1]:
-        raise UnknownArchitecture(f"RoPE scaling {kind!r} is not known here; known are {', '.join(KINDS[:-1])}")
-    return Rope(dim, float(theta), max_position, kind, options)
+    if kind not in ROPE_TYPES[:-1]:
+        raise UnknownArchitecture(f"RoPE scaling {kind!r} is not known here; known are {', '.join(ROPE_TYPES[:-1])}")
+    return ReferenceRope(dim, float(theta), max_position, kind, options)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [T, heads, head_dim] by tables [T, dim/2]; channels beyond dim pass through unturned."""
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]

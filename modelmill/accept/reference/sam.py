@@ -1,7 +1,7 @@
 """SAM in plain float32, written from the papers and the layout of the files (arXiv:2304.02643, 2306.14289).
 
-Shares nothing with models, nn, ops or rename rules. Every stage is told as a ``Stage``: where it stands in the engine,
-what it reads and what it must put out.
+Shares nothing with models, nn, ops or rename rules. Every stage is told as a ``ReferenceStage``: where it stands in the
+engine, what it reads and what it must put out.
 """
 
 from __future__ import annotations
@@ -14,48 +14,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelmill.accept.reference.dense import Affine
-from modelmill.accept.reference.source import Opened, Source
-from modelmill.accept.reference.stage import Norm, Stage
+from modelmill.accept.reference.base import Affine
+from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage
+from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSource
 from modelmill.core.errors import TensorMismatch
 
-NORM_BATCH = 1e-5
+BATCH_NORM_EPS = 1e-5
 
 
 class SamReference:
     """A checkpoint's three stages. Raises TensorMismatch where tensors are missing.
 
-    own: matrices by the engine's paths that stand in the place of the checkpoint's (accept.own_encoder).
+    engine_matrices: matrices by the engine's paths that stand in the place of the checkpoint's
+    (accept.quantized_encoder_reference).
     """
 
-    def __init__(self, checkpoint: Opened, own: Mapping[str, Affine] | None = None) -> None:
-        self._own = own or {}
+    def __init__(self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None) -> None:
+        self._engine_matrices = engine_matrices or {}
         names = checkpoint.raw.names()
-        self.foreign = "vision_encoder.pos_embed" in names
+        self.is_transformers_layout = "vision_encoder.pos_embed" in names
         self._prefix = next((p for p in ("", "module.", "model.") if f"{p}mask_decoder.iou_token.weight" in names), "")
-        self.source = Source(checkpoint.raw, torch.float32)
+        self.source = TensorSource(checkpoint.raw, torch.float32)
         vision: Mapping[str, Any] = checkpoint.config.get("vision_config") or {}
-        self.tiny = f"{self._prefix}image_encoder.patch_embed.seq.0.c.weight" in names
-        self.norms: list[Norm] = []
-        if not self.tiny:
+        self.is_mobile_sam = f"{self._prefix}image_encoder.patch_embed.seq.0.c.weight" in names
+        self.norms: list[ReferenceNorm] = []
+        if not self.is_mobile_sam:
             grid, width = self.get("image_encoder.pos_embed").shape[2:]
             self.grid, self.width = int(grid), int(width)
-            self.patch = int(self.get("image_encoder.patch_embed.proj.weight").shape[-1])
+            self.patch_size = int(self.get("image_encoder.patch_embed.proj.weight").shape[-1])
             known = {768: 12, 1024: 16, 1280: 16}
             table = self.get("image_encoder.blocks.0.attn.rel_pos_h").shape[1]
             self.heads = int(vision.get("num_attention_heads") or known.get(self.width, self.width // table))
             self.eps = float(vision.get("layer_norm_eps", 1e-6))
-            self.image = self.grid * self.patch
+            self.image_size = self.grid * self.patch_size
         else:
-            self.grid, self.image, self.eps = 64, 1024, 1e-5
-        self.depth = 0 if self.tiny else self._depth()
+            self.grid, self.image_size, self.eps = 64, 1024, 1e-5
+        self.depth = 0 if self.is_mobile_sam else self._depth()
         # the longer tables are those of layers that see the whole picture, made for its size or for another
         rows = [int(self.get(f"image_encoder.blocks.{i}.attn.rel_pos_h").shape[0]) for i in range(self.depth)]
-        self._windowed = min(rows, default=0) if len(set(rows)) > 1 or set(rows) != {2 * self.grid - 1} else 0
+        self._window_table_rows = min(rows, default=0) if len(set(rows)) > 1 or set(rows) != {2 * self.grid - 1} else 0
 
     def get(self, name: str) -> Tensor:
         """A tensor in float32 by its name in the original files."""
-        return self.source.get(_foreign(name) if self.foreign else self._prefix + name)
+        return self.source.get(_transformers_name(name) if self.is_transformers_layout else self._prefix + name)
 
     def _depth(self) -> int:
         depth = 0
@@ -65,12 +66,12 @@ class SamReference:
         return depth
 
     def _name(self, name: str) -> str:
-        return _foreign(name) if self.foreign else self._prefix + name
+        return _transformers_name(name) if self.is_transformers_layout else self._prefix + name
 
     def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
         """A norm, remembered so that its eps can be judged on small inputs."""
-        layer, module = layer_of(path)
-        found = Norm(path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module)
+        layer, module = locate_module(path)
+        found = ReferenceNorm(path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module)
         if all(n.path != path for n in self.norms):
             self.norms.append(found)
         return found(x)
@@ -79,13 +80,13 @@ class SamReference:
         """A linear layer of the checkpoint: [out, in] and [out]; a convolution of 1×1 with its batch norm is one."""
         if not self.source.has(self._name(f"{path}.c.weight")):
             return Affine(self.get(f"{path}.weight"), self.get(f"{path}.bias"))
-        factor = self.get(f"{path}.bn.weight") / (self.get(f"{path}.bn.running_var") + NORM_BATCH).sqrt()
+        factor = self.get(f"{path}.bn.weight") / (self.get(f"{path}.bn.running_var") + BATCH_NORM_EPS).sqrt()
         weight = self.get(f"{path}.c.weight")[:, :, 0, 0] * factor[:, None]
         return Affine(weight, self.get(f"{path}.bn.bias") - self.get(f"{path}.bn.running_mean") * factor)
 
     def linear(self, path: str, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
-        plain, own = self.matrix(path), self._own.get(path)
+        plain, own = self.matrix(path), self._engine_matrices.get(path)
         # biases are never rounded: the checkpoint's judge the engine's
         weight, bias, seen = plain if own is None else own._replace(bias=plain.bias)
         y = (x if seen is None else seen(x)) @ weight.t()
@@ -93,55 +94,55 @@ class SamReference:
 
     # -- encoder ----------------------------------------------------------------------------------------------------
 
-    def normalised(self, picture: Tensor) -> Tensor:
+    def normalize_image(self, image: Tensor) -> Tensor:
         """[H, W, 3] uint8 whose longer side is the encoder's → [1, 3, S, S]."""
         mean, std = torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
-        x = ((picture.float() - mean) / std).permute(2, 0, 1)
-        return F.pad(x, (0, self.image - x.shape[2], 0, self.image - x.shape[1]))[None]
+        x = ((image.float() - mean) / std).permute(2, 0, 1)
+        return F.pad(x, (0, self.image_size - x.shape[2], 0, self.image_size - x.shape[1]))[None]
 
-    def encoder(self, x: Tensor) -> Iterator[Stage]:
+    def encoder_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         """Stages from the normalised picture to the embedding, which is what the last puts out."""
-        yield from self._tiny(x) if self.tiny else self._vit(x)
+        yield from self._tiny_vit_stages(x) if self.is_mobile_sam else self._vit_stages(x)
 
-    def _vit(self, x: Tensor) -> Iterator[Stage]:
+    def _vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         proj = "image_encoder.patch_embed.proj"
-        tokens = F.conv2d(x, self.get(f"{proj}.weight"), self.get(f"{proj}.bias"), stride=self.patch)
+        tokens = F.conv2d(x, self.get(f"{proj}.weight"), self.get(f"{proj}.bias"), stride=self.patch_size)
         tokens = tokens.permute(0, 2, 3, 1)
-        yield Stage("image_encoder.patch_embed", None, "patch_embed", (x,), (tokens,))
+        yield ReferenceStage("image_encoder.patch_embed", None, "patch_embed", (x,), (tokens,))
         x = tokens + self.get("image_encoder.pos_embed")
         for i in range(self.depth):
             path = f"image_encoder.blocks.{i}"
             normed = self.norm(f"{path}.norm1", x, self.eps)
-            yield Stage(f"{path}.norm1", i, "norm1", (x,), (normed,))
+            yield ReferenceStage(f"{path}.norm1", i, "norm1", (x,), (normed,))
             mixed = self._relative_attention(f"{path}.attn", normed)
-            yield Stage(f"{path}.attn", i, "attn", (normed,), (mixed,))
+            yield ReferenceStage(f"{path}.attn", i, "attn", (normed,), (mixed,))
             x = x + mixed
             normed = self.norm(f"{path}.norm2", x, self.eps)
-            yield Stage(f"{path}.norm2", i, "norm2", (x,), (normed,))
+            yield ReferenceStage(f"{path}.norm2", i, "norm2", (x,), (normed,))
             inner = self.linear(f"{path}.mlp.lin2", F.gelu(self.linear(f"{path}.mlp.lin1", normed)))
-            yield Stage(f"{path}.mlp", i, "mlp", (normed,), (inner,))
+            yield ReferenceStage(f"{path}.mlp", i, "mlp", (normed,), (inner,))
             x = x + inner
-        yield from self._neck(x.permute(0, 3, 1, 2))
+        yield from self._neck_stages(x.permute(0, 3, 1, 2))
 
     def _relative_attention(self, path: str, x: Tensor) -> Tensor:
         """[1, H, W, C]: windows, one after the other; the whole picture is one where the tables are that long."""
         _, height, width, channels = x.shape
         high, wide = self.get(f"{path}.rel_pos_h"), self.get(f"{path}.rel_pos_w")
-        side = (high.shape[0] + 1) // 2 if high.shape[0] == self._windowed else height
+        side = (high.shape[0] + 1) // 2 if high.shape[0] == self._window_table_rows else height
         out = torch.zeros_like(x)
         padded = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
         offsets = torch.arange(side)[:, None] - torch.arange(side)[None] + side - 1
         # the tables were made for this size in every published file; for another they are stretched
-        rows, columns = (_stretched(t, 2 * side - 1)[offsets] for t in (high, wide))
+        rows, columns = (_resize_table(t, 2 * side - 1)[offsets] for t in (high, wide))
         for top in range(0, padded.shape[1], side):
             for left in range(0, padded.shape[2], side):
                 window = padded[0, top : top + side, left : left + side].reshape(side * side, channels)
-                done = self._mixed(path, window, side, rows, columns)
+                done = self._window_attention(path, window, side, rows, columns)
                 tall, broad = min(side, height - top), min(side, width - left)
                 out[0, top : top + tall, left : left + broad] = done[:tall, :broad]
         return out
 
-    def _mixed(self, path: str, window: Tensor, side: int, rows: Tensor, columns: Tensor) -> Tensor:
+    def _window_attention(self, path: str, window: Tensor, side: int, rows: Tensor, columns: Tensor) -> Tensor:
         channels, heads = window.shape[1], self.heads
         dim = channels // heads
         q, k, v = self.linear(f"{path}.qkv", window).view(-1, 3, heads, dim).permute(1, 2, 0, 3)
@@ -154,65 +155,65 @@ class SamReference:
             mixed[head] = scores.softmax(-1) @ v[head]
         return self.linear(f"{path}.proj", mixed.permute(1, 0, 2).reshape(side, side, channels))
 
-    def _neck(self, x: Tensor) -> Iterator[Stage]:
+    def _neck_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         path = "image_encoder.neck"
         y = F.conv2d(x, self.get(f"{path}.0.weight"))
-        yield Stage(f"{path}.0", None, "neck.0", (x,), (y,))
+        yield ReferenceStage(f"{path}.0", None, "neck.0", (x,), (y,))
         z = self.norm(f"{path}.1", y, 1e-6, channels=True)
-        yield Stage(f"{path}.1", None, "neck.1", (y,), (z,))
+        yield ReferenceStage(f"{path}.1", None, "neck.1", (y,), (z,))
         y = F.conv2d(z, self.get(f"{path}.2.weight"), padding=1)
-        yield Stage(f"{path}.2", None, "neck.2", (z,), (y,))
+        yield ReferenceStage(f"{path}.2", None, "neck.2", (z,), (y,))
         z = self.norm(f"{path}.3", y, 1e-6, channels=True)
-        yield Stage(f"{path}.3", None, "neck.3", (y,), (z,))
+        yield ReferenceStage(f"{path}.3", None, "neck.3", (y,), (z,))
 
     # -- MobileSAM's encoder ----------------------------------------------------------------------------------------
 
-    def _convolved(self, path: str, x: Tensor, stride: int = 1, pad: int = 0, groups: int = 1) -> Tensor:
+    def _conv_batch_norm(self, path: str, x: Tensor, stride: int = 1, pad: int = 0, groups: int = 1) -> Tensor:
         """A convolution and the batch norm behind it, each by itself."""
-        if path in self._own:
-            return self.linear(path, by_pixel(x)).permute(0, 3, 1, 2)
+        if path in self._engine_matrices:
+            return self.linear(path, channels_last(x)).permute(0, 3, 1, 2)
         x = F.conv2d(x, self.get(f"{path}.c.weight"), None, stride, pad, groups=groups)
         mean, variance = self.get(f"{path}.bn.running_mean"), self.get(f"{path}.bn.running_var")
         weight, bias = self.get(f"{path}.bn.weight"), self.get(f"{path}.bn.bias")
-        x = (x - mean.view(-1, 1, 1)) / (variance.view(-1, 1, 1) + NORM_BATCH).sqrt()
+        x = (x - mean.view(-1, 1, 1)) / (variance.view(-1, 1, 1) + BATCH_NORM_EPS).sqrt()
         return x * weight.view(-1, 1, 1) + bias.view(-1, 1, 1)
 
-    def _tiny(self, x: Tensor) -> Iterator[Stage]:
+    def _tiny_vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         for index in (0, 2):
-            y = self._convolved(f"image_encoder.patch_embed.seq.{index}", x, 2, 1)
-            yield Stage(f"image_encoder.patch_embed.{index}", None, f"patch_embed.{index}", (x,), (y,))
+            y = self._conv_batch_norm(f"image_encoder.patch_embed.seq.{index}", x, 2, 1)
+            yield ReferenceStage(f"image_encoder.patch_embed.{index}", None, f"patch_embed.{index}", (x,), (y,))
             x = F.gelu(y) if index == 0 else y
         for index, (depth, heads, window) in enumerate(((2, 2, 7), (2, 4, 7), (6, 5, 14), (2, 10, 7))):
             for i in range(depth):
                 path = f"image_encoder.layers.{index}.blocks.{i}"
                 if index == 0:
-                    y = F.gelu(self._convolved(f"{path}.conv1", x))
-                    y = F.gelu(self._convolved(f"{path}.conv2", y, pad=1, groups=y.shape[1]))
-                    y = F.gelu(x + self._convolved(f"{path}.conv3", y))
-                    yield Stage(path, index, f"blocks.{i}", (by_pixel(x),), (by_pixel(y),))
+                    y = F.gelu(self._conv_batch_norm(f"{path}.conv1", x))
+                    y = F.gelu(self._conv_batch_norm(f"{path}.conv2", y, pad=1, groups=y.shape[1]))
+                    y = F.gelu(x + self._conv_batch_norm(f"{path}.conv3", y))
+                    yield ReferenceStage(path, index, f"blocks.{i}", (channels_last(x),), (channels_last(y),))
                     x = y
                     continue
                 tokens = x.permute(0, 2, 3, 1)
-                mixed = self._table_attention(f"{path}.attn", tokens, heads, window)
-                yield Stage(f"{path}.attn", index, f"blocks.{i}.attn", (tokens,), (mixed,))
+                mixed = self._bias_table_attention(f"{path}.attn", tokens, heads, window)
+                yield ReferenceStage(f"{path}.attn", index, f"blocks.{i}.attn", (tokens,), (mixed,))
                 x = (tokens + mixed).permute(0, 3, 1, 2)
-                y = self._convolved(f"{path}.local_conv", x, pad=1, groups=x.shape[1])
-                yield Stage(f"{path}.local_conv", index, f"blocks.{i}.local_conv", (x,), (y,))
+                y = self._conv_batch_norm(f"{path}.local_conv", x, pad=1, groups=x.shape[1])
+                yield ReferenceStage(f"{path}.local_conv", index, f"blocks.{i}.local_conv", (x,), (y,))
                 tokens = y.permute(0, 2, 3, 1)
                 inner = F.gelu(self.linear(f"{path}.mlp.fc1", self.norm(f"{path}.mlp.norm", tokens, self.eps)))
                 inner = self.linear(f"{path}.mlp.fc2", inner)
-                yield Stage(f"{path}.mlp", index, f"blocks.{i}.mlp", (tokens,), (inner,))
+                yield ReferenceStage(f"{path}.mlp", index, f"blocks.{i}.mlp", (tokens,), (inner,))
                 x = (tokens + inner).permute(0, 3, 1, 2)
             if index < 3:
                 path = f"image_encoder.layers.{index}.downsample"
-                y = F.gelu(self._convolved(f"{path}.conv1", x))
-                y = F.gelu(self._convolved(f"{path}.conv2", y, 1 if index == 2 else 2, 1, y.shape[1]))
-                y = self._convolved(f"{path}.conv3", y)
-                yield Stage(path, index, "downsample", (by_pixel(x),), (by_pixel(y),))
+                y = F.gelu(self._conv_batch_norm(f"{path}.conv1", x))
+                y = F.gelu(self._conv_batch_norm(f"{path}.conv2", y, 1 if index == 2 else 2, 1, y.shape[1]))
+                y = self._conv_batch_norm(f"{path}.conv3", y)
+                yield ReferenceStage(path, index, "downsample", (channels_last(x),), (channels_last(y),))
                 x = y
-        yield from self._neck(x)
+        yield from self._neck_stages(x)
 
-    def _table_attention(self, path: str, x: Tensor, heads: int, window: int) -> Tensor:
+    def _bias_table_attention(self, path: str, x: Tensor, heads: int, window: int) -> Tensor:
         """[1, H, W, C]: the picture is filled up with zeros before the norm."""
         _, height, width, channels = x.shape
         dim = channels // heads
@@ -234,25 +235,25 @@ class SamReference:
         return out[:, :height, :width]
 
 
-def layer_of(path: str) -> tuple[int | None, str]:
+def locate_module(path: str) -> tuple[int | None, str]:
     """The number of the encoder's layer that a module of the engine stands in, None outside; and its name in there."""
     parts = path.split(".")
     layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
     return layer, ".".join(parts[3:] if layer is not None else parts[1:])
 
 
-def by_pixel(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
     """[B, C, H, W] → [B, H, W, C], as the engine's modules read and put it out."""
     return x.permute(0, 2, 3, 1)
 
 
-def _stretched(table: Tensor, length: int) -> Tensor:
+def _resize_table(table: Tensor, length: int) -> Tensor:
     if len(table) == length:
         return table
     return F.interpolate(table.t()[None], size=length, mode="linear")[0].t()
 
 
-_SIDES = {
+_TRANSFORMERS_NAMES = {
     "image_encoder.patch_embed.proj": "vision_encoder.patch_embed.projection",
     "image_encoder.neck.0": "vision_encoder.neck.conv1",
     "image_encoder.neck.1": "vision_encoder.neck.layer_norm1",
@@ -271,9 +272,9 @@ _SIDES = {
 }
 
 
-def _foreign(name: str) -> str:
+def _transformers_name(name: str) -> str:
     """An original name as transformers' checkpoints spell it."""
-    for ours, theirs in _SIDES.items():
+    for ours, theirs in _TRANSFORMERS_NAMES.items():
         if name == ours or name.startswith(ours + "."):
             return theirs + name[len(ours) :]
     parts = name.split(".")
@@ -291,5 +292,5 @@ def _foreign(name: str) -> str:
 
 def check_names(reference: SamReference) -> None:
     """Raise TensorMismatch early where the checkpoint is none of SAM's."""
-    if not reference.tiny and not reference.depth:
+    if not reference.is_mobile_sam and not reference.depth:
         raise TensorMismatch("the checkpoint holds no image encoder of SAM")

@@ -9,32 +9,32 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Stage:
+class ReferenceStage:
     """path: the engine's module, or module.method. layer: its number in the encoder, None outside."""
 
     path: str
     layer: int | None
     module: str
-    given: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     expected: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A normalisation by the engine's path; channels: over dimension 1 of an image instead of the last."""
+class ReferenceNorm:
+    """A normalisation by the engine's path; channels_first: over dimension 1 of an image instead of the last."""
 
     path: str
     weight: Tensor
     bias: Tensor
     eps: float
-    channels: bool = False
+    channels_first: bool = False
     layer: int | None = None
     module: str = ""
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of x, from its definition."""
-        dim = 1 if self.channels else -1
+        dim = 1 if self.channels_first else -1
         mean = x.mean(dim, keepdim=True)
         spread = ((x - mean) ** 2).mean(dim, keepdim=True)
-        shape = (-1, 1, 1) if self.channels else (-1,)
+        shape = (-1, 1, 1) if self.channels_first else (-1,)
         return (x - mean) / (spread + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(shape)

@@ -8,9 +8,9 @@ import torch
 from modelmill.ops.argmax import argmax
 
 
-def available(device: str) -> str | None:
+def available(device_type: str) -> str | None:
     """None on a CPU."""
-    return None if device == "cpu" else "it runs on the CPU only"
+    return None if device_type == "cpu" else "it runs on the CPU only"
 
 
 def run(logits: torch.Tensor) -> torch.Tensor:

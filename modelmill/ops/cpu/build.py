@@ -2,8 +2,9 @@
 
 One shared object holds all of them. Its name in the cache is a digest of everything that decides its code: the sources,
 the flags, the compiler's version and this CPU's instruction sets, so that a cache carried to another machine is never
-run there. Threads are a small team of the library's own (team.cpp), or torch's where torch has just computed a product;
-how many there may be is what torch has been told. Torch's OpenMP is reached through pointers: nothing is linked.
+run there. Threads are a small team of the library's own (thread_pool.cpp), or torch's where torch has just computed a
+product; how many there may be is what torch has been told. Torch's OpenMP is reached through pointers: nothing is
+linked.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ COMPILED_HERE = "compiled here"
 CHOICES = ("auto", "prebuilt", "native", "none")
 FOLDER = Path(__file__).resolve().parent
 # Rows of activations of a decode step: there bandwidth counts, and calls are too short to release Python's lock.
-FEW_ROWS = 16
+SMALL_M_LIMIT = 16
 # Codes of simd.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
@@ -44,27 +45,27 @@ _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": cty
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels. Calls through ``quick`` keep Python's lock (microseconds); ``long`` releases it.
+    """The loaded kernels. Calls through ``with_gil`` keep Python's lock (microseconds); ``without_gil`` releases it.
 
     origin: for people, "compiled here" or the level that was brought along.
     """
 
     path: Path
-    quick: ctypes.PyDLL
-    long: ctypes.CDLL
+    with_gil: ctypes.PyDLL
+    without_gil: ctypes.CDLL
     vector_width: int
     origin: str = COMPILED_HERE
 
 
-def available(device: str) -> str | None:
-    """None where the kernels serve ``device``; else the reason, in one line."""
-    if device != "cpu":
+def available(device_type: str) -> str | None:
+    """None where the kernels serve ``device_type``; else the reason, in one line."""
+    if device_type != "cpu":
         return "it runs on the CPU only"
     found = load()
     return found if isinstance(found, str) else None
 
 
-def function(name: str, signature: str, *, long: bool = False) -> Callable[..., Any]:
+def function(name: str, signature: str, *, release_gil: bool = False) -> Callable[..., Any]:
     """The C function ``name`` taking arguments of ``signature``: p pointer, q int64, i int, d double.
 
     Raises MissingDependency where the kernels cannot be built.
@@ -72,7 +73,7 @@ def function(name: str, signature: str, *, long: bool = False) -> Callable[..., 
     library = load()
     if isinstance(library, str):
         raise MissingDependency(f"the CPU kernels cannot be used: {library}")
-    found = getattr(library.long if long else library.quick, name)
+    found = getattr(library.without_gil if release_gil else library.with_gil, name)
     found.argtypes = [_TYPES[c] for c in signature]
     found.restype = None
     return found
@@ -84,25 +85,25 @@ def load() -> Library | str:
 
     A string says why there is none. Raises UsageError where MODELMILL_CPU_KERNELS says something unknown.
     """
-    choice = _choice()
+    choice = _requested_kernels()
     if choice == "none":
         return "MODELMILL_CPU_KERNELS=none switches them off"
     reasons = []
     if choice in ("auto", "prebuilt"):
-        for level, path in prebuilt.stored():
+        for level, path in prebuilt.available_levels():
             try:
                 return replace(open_library(path), origin=f"prebuilt for {level.name}")
-            except _Unavailable as problem:
+            except _KernelsUnavailable as problem:
                 reasons.append(str(problem))
         if choice == "prebuilt":
             return "; ".join(reasons) or f"this installation has none for this processor in {prebuilt.FOLDER}"
     try:
-        return open_library(compiled(machine_flags()))
-    except _Unavailable as problem:
+        return open_library(compile_library(machine_flags()))
+    except _KernelsUnavailable as problem:
         return "; ".join([*reasons, str(problem)])
 
 
-def _choice() -> str:
+def _requested_kernels() -> str:
     choice = env.cpu_kernels()
     if choice not in CHOICES:
         raise UsageError(f"MODELMILL_CPU_KERNELS must be one of {', '.join(CHOICES)}, not {choice!r}")
@@ -125,7 +126,7 @@ def machine_flags() -> tuple[str, ...]:
 
 
 @functools.cache
-def torch_multiplies() -> bool:
+def torch_gemm_is_faster() -> bool:
     """Whether torch's products of many bfloat16 rows are faster than ours on this processor.
 
     With AMX many times. On Intel's AVX-512 without it ours take 0.9 of the time for int8 weights and as long for dense
@@ -136,8 +137,8 @@ def torch_multiplies() -> bool:
     return "amx_bf16" in cpu or ("avx512_bf16" in cpu and "GenuineIntel" not in cpu)
 
 
-def compiled(flags: tuple[str, ...]) -> Path:
-    """Path of the shared object for ``flags``, compiled now if it is not in the cache. Raises _Unavailable."""
+def compile_library(flags: tuple[str, ...]) -> Path:
+    """Path of the shared object for ``flags``, compiled now if it is not in the cache. Raises _KernelsUnavailable."""
     compiler, version = _compiler()
     target = _target(flags, compiler, version)
     if not target.exists():
@@ -145,14 +146,14 @@ def compiled(flags: tuple[str, ...]) -> Path:
     return target
 
 
-def missing() -> bool:
+def needs_compile() -> bool:
     """Whether ``load`` would have to compile, which takes half a minute."""
-    choice = _choice()
-    if choice in ("none", "prebuilt") or (choice == "auto" and any(prebuilt.stored())):
+    choice = _requested_kernels()
+    if choice in ("none", "prebuilt") or (choice == "auto" and any(prebuilt.available_levels())):
         return False
     try:
         return not _target(machine_flags(), *_compiler()).exists()
-    except _Unavailable:
+    except _KernelsUnavailable:
         return False
 
 
@@ -161,28 +162,31 @@ def _target(flags: tuple[str, ...], compiler: str, version: str) -> Path:
 
 
 def open_library(path: Path) -> Library:
-    """Load a shared object, tell it how many threads it may use, and let it check itself. Raises _Unavailable."""
+    """Load a shared object, tell it how many threads it may use, and let it check itself. Raises
+    _KernelsUnavailable."""
     try:
         library = Library(path, ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), 0)
     except OSError as problem:
-        raise _Unavailable(f"{path} cannot be loaded: {problem}; delete it to build it again") from None
-    hand_over = library.quick.modelmill_threads
+        raise _KernelsUnavailable(f"{path} cannot be loaded: {problem}; delete it to build it again") from None
+    hand_over = library.with_gil.modelmill_threads
     hand_over.argtypes = [ctypes.c_void_p] * 3
     hand_over.restype = None
-    hand_over(*_openmp())
-    library.quick.modelmill_torch_multiplies(int(torch_multiplies()))
-    failed = library.quick.modelmill_self_check()
+    hand_over(*_openmp_symbols())
+    library.with_gil.modelmill_torch_multiplies(int(torch_gemm_is_faster()))
+    failed = library.with_gil.modelmill_self_check()
     if failed:
-        raise _Unavailable(f"{path} computes wrongly (check {failed}): the compiler or the machine is not what it says")
-    return Library(path, library.quick, library.long, library.quick.modelmill_vector_width())
+        raise _KernelsUnavailable(
+            f"{path} computes wrongly (check {failed}): the compiler or the machine is not what it says"
+        )
+    return Library(path, library.with_gil, library.without_gil, library.with_gil.modelmill_vector_width())
 
 
-class _Unavailable(Exception):
+class _KernelsUnavailable(Exception):
     """Why there are no kernels; its text is one line."""
 
 
 def _compiler() -> tuple[str, str]:
-    named = env.compiler()
+    named = env.cxx_compiler()
     for name in (named,) if named else COMPILERS:
         path = shutil.which(name)
         if path is None:
@@ -191,8 +195,11 @@ def _compiler() -> tuple[str, str]:
         if shown.returncode == 0:
             return path, shown.stdout
     if named:
-        raise _Unavailable(f"the compiler {named!r} that CXX names does not run")
-    raise _Unavailable("no C++ compiler is here; install g++ or clang++ (apt install g++)")
+        raise _KernelsUnavailable(f"the compiler {named!r} that CXX names does not run")
+    ways = "install g++ or clang++ (apt install g++)"
+    if prebuilt.cpu_levels(platform.machine()) and not prebuilt.FOLDER.is_dir():
+        ways += ", or install modelmill from a wheel for this platform, which brings the kernels"
+    raise _KernelsUnavailable(f"no C++ compiler is here; {ways}")
 
 
 def _sources() -> list[Path]:
@@ -231,21 +238,23 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
             _execute([compiler, "-shared", *map(str, objects), "-pthread", "-o", str(made)])
             made.replace(target)
     except OSError as problem:
-        raise _Unavailable(f"the compiled kernels cannot be written to {target.parent}: {problem.strerror}") from None
+        raise _KernelsUnavailable(
+            f"the compiled kernels cannot be written to {target.parent}: {problem.strerror}"
+        ) from None
 
 
 def _execute(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
-        raise _Unavailable(f"{command[0]} did not finish within 300 s") from None
+        raise _KernelsUnavailable(f"{command[0]} did not finish within 300 s") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
-        raise _Unavailable(f"{command[0]} fails: {lines[0].strip()}")
+        raise _KernelsUnavailable(f"{command[0]} fails: {lines[0].strip()}")
 
 
-def _openmp() -> tuple[int | None, ...]:
-    """Addresses of what team.cpp calls in the OpenMP runtime that torch itself uses; None where it has none."""
+def _openmp_symbols() -> tuple[int | None, ...]:
+    """Addresses of what thread_pool.cpp calls in the OpenMP runtime that torch itself uses; None where it has none."""
     library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
     try:
         torch_cpu = ctypes.CDLL(str(library))  # already loaded: a lookup searches it and what it depends on

@@ -1,7 +1,7 @@
 // All layers of a decoder for a few tokens, in one call: the ops of this library one after another.
 #include "ops.h"
 #include "simd.h"
-#include "threads.h"
+#include "parallel_for.h"
 
 namespace {
 

@@ -12,43 +12,44 @@ import numpy as np
 import torch
 
 from modelmill.ops.cpu import build
-from modelmill.ops.decode import Layer, Matrix, Stack, Tokens, decode
+from modelmill.ops.decode import DecodeInputs, DecodeLayerWeights, DecodeLinearWeights, DecoderStackWeights, decode
 
 available = build.available
 _DTYPES = build.DTYPES
 
 
-# Up to so many tokens go in parts of FEW_ROWS: two passes over the weights cost less than the products of more rows.
-MOST_ROWS = 2 * build.FEW_ROWS
+# Up to so many tokens go in parts of SMALL_M_LIMIT: two passes over the weights cost less than the products of more
+# rows.
+MAX_ROWS = 2 * build.SMALL_M_LIMIT
 
 
-def run(x: torch.Tensor, stack: Stack, tokens: Tokens) -> torch.Tensor:
+def run(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> torch.Tensor:
     """As the reference, which also serves many tokens and tensors with gaps or of other dtypes."""
     packed = stack.packed.get("cpu")
     if packed is None or packed.k is not tokens.k or packed.v is not tokens.v:
-        packed = stack.packed["cpu"] = _Packed(stack, tokens.k, tokens.v)
+        packed = stack.packed["cpu"] = _PackedDecoder(stack, tokens.k, tokens.v)
     t, count = tokens, x.shape[0]
-    if not packed.fits or x.dtype is not packed.dtype or count > MOST_ROWS or not _plain_tokens(t):
+    if not packed.supported or x.dtype is not packed.dtype or count > MAX_ROWS or not _are_plain_tokens(t):
         return decode(x, stack, tokens)
     rows = count if t.logit_rows is None else t.logit_rows.shape[0]
-    logits = torch.empty(rows, stack.head.weight.shape[0])
+    logits = torch.empty(rows, stack.lm_head.weight.shape[0])
     residual = x.clone(memory_format=torch.contiguous_format)
-    if count <= build.FEW_ROWS:
+    if count <= build.SMALL_M_LIMIT:
         _call(logits, residual, packed, t, stack.eps)
         return logits
     starts = t.query_start.tolist()
-    for first in range(0, count, build.FEW_ROWS):
-        last = min(first + build.FEW_ROWS, count)
+    for first in range(0, count, build.SMALL_M_LIMIT):
+        last = min(first + build.SMALL_M_LIMIT, count)
         wanted = torch.arange(first, last) if t.logit_rows is None else t.logit_rows
         inside = (wanted >= first) & (wanted < last)
-        part = replace(_part(t, starts, first, last), logit_rows=wanted[inside] - first)
+        part = replace(_slice_tokens(t, starts, first, last), logit_rows=wanted[inside] - first)
         told = torch.empty(int(inside.sum()), logits.shape[1])
         _call(told, residual[first:last], packed, part, stack.eps)
         logits[slice(first, last) if t.logit_rows is None else inside] = told
     return logits
 
 
-def _part(t: Tokens, starts: list[int], first: int, last: int) -> Tokens:
+def _slice_tokens(t: DecodeInputs, starts: list[int], first: int, last: int) -> DecodeInputs:
     """Tokens first … last - 1 of a step. Earlier parts have written their keys and values when a later one runs."""
     begin = bisect_right(starts, first) - 1
     end = bisect_left(starts, last)
@@ -67,7 +68,7 @@ def _part(t: Tokens, starts: list[int], first: int, last: int) -> Tokens:
     )
 
 
-def _call(logits: torch.Tensor, residual: torch.Tensor, packed: _Packed, t: Tokens, eps: float) -> None:
+def _call(logits: torch.Tensor, residual: torch.Tensor, packed: _PackedDecoder, t: DecodeInputs, eps: float) -> None:
     """One pass over the layers. residual: [count, H], the embeddings, written over."""
     given = np.array(
         (
@@ -97,62 +98,62 @@ def _call(logits: torch.Tensor, residual: torch.Tensor, packed: _Packed, t: Toke
     )
 
 
-class _Packed:
-    """The addresses of a stack's tensors as decode.cpp reads them. fits: whether it can."""
+class _PackedDecoder:
+    """The addresses of a stack's tensors as decode.cpp reads them. supported: whether it can."""
 
-    def __init__(self, stack: Stack, k: tuple[torch.Tensor, ...], v: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, stack: DecoderStackWeights, k: tuple[torch.Tensor, ...], v: tuple[torch.Tensor, ...]) -> None:
         self.k, self.v = k, v
         self.dtype = dtype = stack.norm.dtype
         _, kv_heads, page_size, dim = k[0].shape
-        tensors = [*k, *v, stack.norm, *(t for layer in stack.layers for t in _plain(layer))]
+        tensors = [*k, *v, stack.norm, *(t for layer in stack.layers for t in _is_plain(layer))]
         matrices = [m for layer in stack.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        self.fits = (
+        self.supported = (
             dtype in _DTYPES
             and all(t.dtype is dtype and t.is_contiguous() for t in tensors)
-            and all(_readable(m, dtype) for m in (*matrices, stack.head))
+            and all(_is_readable(m, dtype) for m in (*matrices, stack.lm_head))
             and all((layer.q_norm is None) is (layer.k_norm is None) for layer in stack.layers)
         )
         words = [len(stack.layers), len(stack.norm), stack.heads, kv_heads, dim, page_size, stack.norm.data_ptr()]
-        self.stack = np.array([*words, *_matrix(stack.head)], dtype=np.int64)
-        self.layers = np.array([_layer(*each) for each in zip(stack.layers, k, v, strict=True)], dtype=np.int64)
+        self.stack = np.array([*words, *_pack_linear(stack.lm_head)], dtype=np.int64)
+        self.layers = np.array([_pack_layer(*each) for each in zip(stack.layers, k, v, strict=True)], dtype=np.int64)
 
 
-def _plain(layer: Layer) -> list[torch.Tensor]:
+def _is_plain(layer: DecodeLayerWeights) -> list[torch.Tensor]:
     return [t for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
 
 
-def _readable(m: Matrix, dtype: torch.dtype) -> bool:
-    if m.group:
+def _is_readable(m: DecodeLinearWeights, dtype: torch.dtype) -> bool:
+    if m.group_size:
         assert m.scale is not None, "groups have scales"
         grids = [t for t in (m.scale, m.offset) if t is not None]
         bias = m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous())
         alike = m.scale.dtype in (torch.float16, torch.float32) and all(t.dtype is m.scale.dtype for t in grids)
-        return bias and alike and all(t.is_contiguous() for t in (m.weight, *grids)) and m.group % 32 == 0
+        return bias and alike and all(t.is_contiguous() for t in (m.weight, *grids)) and m.group_size % 32 == 0
     held = m.weight.dtype is (dtype if m.scale is None else torch.int8)
     plain = m.weight.is_contiguous() and (m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous()))
     return held and plain and (m.scale is None or (m.scale.dtype is torch.float32 and m.scale.is_contiguous()))
 
 
-def _layer(layer: Layer, k: torch.Tensor, v: torch.Tensor) -> list[int]:
+def _pack_layer(layer: DecodeLayerWeights, k: torch.Tensor, v: torch.Tensor) -> list[int]:
     norms = [_address(t) for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)]
     words = [*norms, k.data_ptr(), v.data_ptr(), layer.window or 0]
     for m in (layer.qkv, layer.o, layer.gate_up, layer.down):
-        words += _matrix(m)
+        words += _pack_linear(m)
     return words
 
 
-def _matrix(m: Matrix) -> list[int]:
-    form = 0 if not m.group else 4 if m.weight.dtype is torch.uint8 else 8
+def _pack_linear(m: DecodeLinearWeights) -> list[int]:
+    form = 0 if not m.group_size else 4 if m.weight.dtype is torch.uint8 else 8
     half = m.scale is not None and m.scale.dtype is torch.float16
     words = [m.weight.data_ptr(), _address(m.scale), _address(m.bias), *m.shape]
-    return [*words, _address(m.offset), m.group, int(half), form]
+    return [*words, _address(m.offset), m.group_size, int(half), form]
 
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _plain_tokens(t: Tokens) -> bool:
+def _are_plain_tokens(t: DecodeInputs) -> bool:
     """Whether the index and rotation tensors are as decode.cpp reads them."""
     narrow = (t.block_tables, t.query_start, t.context_lens)
     wide, real = (t.slots, t.logit_rows), (t.cos, t.sin, t.q_scale)

@@ -2,7 +2,7 @@
 // infinities. Moved to where float16 has its bits, a value lacks 2⁸; float16's subnormals are e4m3's. The codes of NaN
 // (all of exponent and mantissa set) would read as 480, so they get float16's whole exponent.
 #pragma once
-#include "dot.h"
+#include "gemm_small_m.h"
 
 namespace mill {
 

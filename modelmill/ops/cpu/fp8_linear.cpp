@@ -5,7 +5,7 @@ namespace mill {
 template <class X, class T>
 inline void fp8_product(T* target, const X* x, const f8* weight, const float* scale, const float* x_scale,
                         const T* added, int64_t rows, int64_t k, int64_t n, int64_t each_x) {
-    multiply<AsFloat<f8>>(x, weight, rows, k, n, [=](int64_t m, int64_t j, const float* sums, int count) {
+    multiply<FloatDot<f8>>(x, weight, rows, k, n, [=](int64_t m, int64_t j, const float* sums, int count) {
         each(count, [&](int64_t i, int c) {
             vf some = mul(take(sums + i, c), take(scale + j + i, c));
             if (x_scale) some = mul(some, set1(x_scale[m * each_x]));

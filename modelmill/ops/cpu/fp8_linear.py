@@ -34,7 +34,7 @@ def run(
     out = torch.empty(rows, n, dtype=dtype)
     pointers = [None if t is None else t.data_ptr() for t in (out, x, weight, scale, x_scale, bias)]
     each = int(x_scale is not None and x_scale.numel() > 1)
-    kernel = _kernel() if rows <= build.FEW_ROWS else _long_kernel()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
     kernel(*pointers, rows, k, n, each, build.DTYPES[dtype])
     return out
 
@@ -46,4 +46,4 @@ def _kernel() -> Callable[..., Any]:
 
 @functools.cache
 def _long_kernel() -> Callable[..., Any]:
-    return build.function("fp8_linear", "ppppppqqqqi", long=True)
+    return build.function("fp8_linear", "ppppppqqqqi", release_gil=True)

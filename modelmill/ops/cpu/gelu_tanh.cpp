@@ -1,5 +1,5 @@
 #include "activation.h"
-#include "threads.h"
+#include "parallel_for.h"
 
 extern "C" void gelu_tanh(void* out, const void* x, int64_t count, int dtype) {
     mill::by_dtype(dtype, [&](auto* type) {

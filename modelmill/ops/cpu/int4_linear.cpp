@@ -1,5 +1,5 @@
 // Products with 4-bit weights in groups (ops/int4_linear.py).
-#include "groups.h"
+#include "groupwise.h"
 #include "ops.h"
 
 extern "C" void int4_linear(void* out, const void* x, const uint8_t* codes, const void* scale, const void* offset,
@@ -7,7 +7,7 @@ extern "C" void int4_linear(void* out, const void* x, const uint8_t* codes, cons
     mill::group_linear<mill::FourBits>(out, x, codes, scale, offset, bias, rows, k, n, group, dtype, half);
 }
 
-extern "C" void int4_widen(void* out, const uint8_t* codes, const void* scale, const void* offset, int64_t k,
+extern "C" void int4_dequant(void* out, const uint8_t* codes, const void* scale, const void* offset, int64_t k,
                            int64_t n, int64_t group, int dtype, int half) {
-    mill::group_widen<mill::FourBits>(out, codes, scale, offset, k, n, group, dtype, half);
+    mill::group_dequant<mill::FourBits>(out, codes, scale, offset, k, n, group, dtype, half);
 }

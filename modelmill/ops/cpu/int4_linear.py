@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from modelmill.ops.cpu import build
-from modelmill.ops.cpu.groups import Grouped
+from modelmill.ops.cpu.groupwise import GroupwiseLinear
 from modelmill.ops.int4_linear import int4_linear
 
 available = build.available
-run = Grouped("int4_linear", "int4_widen", int4_linear).run
+run = GroupwiseLinear("int4_linear", "int4_dequant", int4_linear).run

@@ -1,5 +1,5 @@
 // Products with 8-bit weights in groups (ops/int8_group_linear.py).
-#include "groups.h"
+#include "groupwise.h"
 #include "ops.h"
 
 extern "C" void int8_group_linear(void* out, const void* x, const uint8_t* codes, const void* scale, const void* offset,
@@ -7,7 +7,7 @@ extern "C" void int8_group_linear(void* out, const void* x, const uint8_t* codes
     mill::group_linear<mill::EightBits>(out, x, codes, scale, offset, bias, rows, k, n, group, dtype, half);
 }
 
-extern "C" void int8_group_widen(void* out, const uint8_t* codes, const void* scale, const void* offset, int64_t k,
+extern "C" void int8_group_dequant(void* out, const uint8_t* codes, const void* scale, const void* offset, int64_t k,
                            int64_t n, int64_t group, int dtype, int half) {
-    mill::group_widen<mill::EightBits>(out, codes, scale, offset, k, n, group, dtype, half);
+    mill::group_dequant<mill::EightBits>(out, codes, scale, offset, k, n, group, dtype, half);
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from modelmill.ops.cpu import build
-from modelmill.ops.cpu.groups import Grouped
+from modelmill.ops.cpu.groupwise import GroupwiseLinear
 from modelmill.ops.int8_group_linear import int8_group_linear
 
 available = build.available
-run = Grouped("int8_group_linear", "int8_group_widen", int8_group_linear).run
+run = GroupwiseLinear("int8_group_linear", "int8_group_dequant", int8_group_linear).run

@@ -1,4 +1,4 @@
-#include "dot.h"
+#include "gemm_small_m.h"
 #include "ops.h"
 
 // out[rows, n] = (x[rows, k] · weight[n, k]ᵀ) · scale[n] + bias: the integers become floats, or bfloat16 where
@@ -15,13 +15,13 @@ extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, cons
                 mill::put(target + m * n + j + i, added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
             });
         };
-        mill::multiply<mill::HowBytes<T>>(static_cast<const T*>(x), weight, rows, k, n, put_out);
+        mill::multiply<mill::Int8DotTraits<T>>(static_cast<const T*>(x), weight, rows, k, n, put_out);
     });
 }
 
 // Exact floating-point copies of `count` integers, for products large enough that a library's blocked kernel wins.
-extern "C" void int8_widen(void* out, const int8_t* weight, int64_t count, int dtype) {
-    const mill::BesideTorch team(true);
+extern "C" void int8_dequant(void* out, const int8_t* weight, int64_t count, int dtype) {
+    const mill::UseTorchThreads team(true);
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         mill::share(count, 16 << 10, count, [&](int64_t from, int64_t to) {
@@ -32,12 +32,12 @@ extern "C" void int8_widen(void* out, const int8_t* weight, int64_t count, int d
 }
 
 // out[rows, n] = out · scale[n] + bias, in place: the end of a product with widened integers.
-extern "C" void int8_finish(void* out, const float* scale, const void* bias, int64_t rows, int64_t n, int dtype) {
-    const mill::BesideTorch team(true);
+extern "C" void int8_epilogue(void* out, const float* scale, const void* bias, int64_t rows, int64_t n, int dtype) {
+    const mill::UseTorchThreads team(true);
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         const T* added = static_cast<const T*>(bias);
-        mill::share_rows(rows, n * 2 * sizeof(T), [&](int64_t from, int64_t to) {
+        mill::parallel_for_rows(rows, n * 2 * sizeof(T), [&](int64_t from, int64_t to) {
             for (int64_t m = from; m < to; m++) {
                 T* row = static_cast<T*>(out) + m * n;
                 mill::each(n, [&](int64_t j, int c) {

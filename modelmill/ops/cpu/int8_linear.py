@@ -13,53 +13,55 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu import build
-from modelmill.ops.cpu.linear import ours
+from modelmill.ops.cpu.linear import prefers_native
 from modelmill.ops.int8_linear import int8_linear
 
 available = build.available
 _DTYPES = build.DTYPES
 # Weights widened at a time: the copies stay in the cache until the product has read them.
-SLICE = 4 << 20
+DEQUANT_SLICE_BYTES = 4 << 20
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference, but that in 16 bit a few rows keep float sums until the one rounding at the end."""
     dtype = x.dtype
-    if dtype not in _DTYPES or x.dim() != 2 or not _held(weight, scale):
+    if dtype not in _DTYPES or x.dim() != 2 or not _supports_weight(weight, scale):
         return int8_linear(x, weight, scale, bias)
     if bias is not None and not (bias.is_contiguous() and bias.dtype is dtype):
         return int8_linear(x, weight, scale, bias)
     x = x.contiguous()
     rows, k = x.shape
-    if not ours(dtype, rows, k):
-        return _widened(x, weight, scale, bias)
+    if not prefers_native(dtype, rows, k):
+        return _dequantized_matmul(x, weight, scale, bias)
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)
     added = None if bias is None else bias.data_ptr()
-    kernel = _kernel() if rows <= build.FEW_ROWS else _long_kernel()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
     kernel(out.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), added, rows, k, n, _DTYPES[dtype])
     return out
 
 
-def _held(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+def _supports_weight(weight: torch.Tensor, scale: torch.Tensor) -> bool:
     return (
         weight.dtype is torch.int8 and scale.dtype is torch.float32 and weight.is_contiguous() and scale.is_contiguous()
     )
 
 
-def _widened(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _dequantized_matmul(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """x [T, K] times slices of the widened weight; the scale is applied in place at the end."""
     n, k = weight.shape
     code = _DTYPES[x.dtype]
-    step = min(n, max(256, SLICE // max(k, 1)))
+    step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
     wide = torch.empty(step, k, dtype=x.dtype)
     out = torch.empty(x.shape[0], n, dtype=x.dtype)
     for first in range(0, n, step):
         count = min(step, n - first)
-        _widen()(wide.data_ptr(), weight.data_ptr() + first * k, count * k, code)
+        _dequant_kernel()(wide.data_ptr(), weight.data_ptr() + first * k, count * k, code)
         torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
     added = None if bias is None else bias.data_ptr()
-    _finish()(out.data_ptr(), scale.data_ptr(), added, x.shape[0], n, code)
+    _epilogue_kernel()(out.data_ptr(), scale.data_ptr(), added, x.shape[0], n, code)
     return out
 
 
@@ -70,14 +72,14 @@ def _kernel() -> Callable[..., Any]:
 
 @functools.cache
 def _long_kernel() -> Callable[..., Any]:
-    return build.function("int8_linear", "pppppqqqi", long=True)
+    return build.function("int8_linear", "pppppqqqi", release_gil=True)
 
 
 @functools.cache
-def _widen() -> Callable[..., Any]:
-    return build.function("int8_widen", "ppqi")
+def _dequant_kernel() -> Callable[..., Any]:
+    return build.function("int8_dequant", "ppqi")
 
 
 @functools.cache
-def _finish() -> Callable[..., Any]:
-    return build.function("int8_finish", "pppqqi")
+def _epilogue_kernel() -> Callable[..., Any]:
+    return build.function("int8_epilogue", "pppqqi")

@@ -1,4 +1,4 @@
-#include "dot.h"
+#include "gemm_small_m.h"
 #include "ops.h"
 
 // out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias; bias may be null; all of one dtype.
@@ -14,6 +14,6 @@ extern "C" void linear(void* out, const void* x, const void* weight, const void*
                 mill::put(target + m * n + j + i, added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
             });
         };
-        mill::multiply<mill::How<T>>(static_cast<const T*>(x), static_cast<const T*>(weight), rows, k, n, put_out);
+        mill::multiply<mill::DotTraits<T>>(static_cast<const T*>(x), static_cast<const T*>(weight), rows, k, n, put_out);
     });
 }

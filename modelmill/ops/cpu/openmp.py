@@ -17,27 +17,27 @@ import torch
 from modelmill.core import env
 
 _lock = threading.Lock()
-_short: list[threading.Thread] = []  # whose team makes the threads more than the processors
+_limited_threads: list[threading.Thread] = []  # whose team makes the threads more than the processors
 
 
-def wait_shortly() -> None:
+def limit_spin_wait() -> None:
     """Have the threads of GNU's OpenMP spin for microseconds, unless its environment says how long. For good.
 
     To be called once torch knows how many threads it may use.
     """
-    if env.openmp_waiting() or torch.get_num_threads() == 1:
+    if env.openmp_wait_settings() or torch.get_num_threads() == 1:
         return
     with _lock:
-        if not _short:
+        if not _limited_threads:
             _keep_threads()
 
 
-def waiting() -> str:
+def describe_wait_policy() -> str:
     """How they wait, in one line."""
-    named = env.openmp_waiting()
+    named = env.openmp_wait_settings()
     if named:
         return ", ".join(f"{name}={value}" for name, value in named.items())
-    return "spin for microseconds (torch was imported first)" if _short else "as the OpenMP runtime likes"
+    return "spin for microseconds (torch was imported first)" if _limited_threads else "as the OpenMP runtime likes"
 
 
 def _keep_threads() -> None:
@@ -60,6 +60,6 @@ def _keep_threads() -> None:
         there.set()
         threading.Event().wait()  # a team lives as long as its first thread
 
-    _short.append(threading.Thread(target=keep, name="modelmill-openmp", daemon=True))
-    _short[0].start()
+    _limited_threads.append(threading.Thread(target=keep, name="modelmill-openmp", daemon=True))
+    _limited_threads[0].start()
     there.wait()

@@ -1,4 +1,4 @@
-#include "attend_few.h"
+#include "flash_attention_small_m.h"
 #include "ops.h"
 
 namespace {
@@ -72,9 +72,9 @@ void serve(const Call& c, const Task& task, T* out, const T* q, const mill::Page
         first = first > task.key ? first : task.key;
         last = last < task.key + kSplit ? last : task.key + kSplit;
     }
-    const mill::Seen seen{start + task.first, group, c.window, first, last};
+    const mill::KeyWindow seen{start + task.first, group, c.window, first, last};
     // A single query alone, as for the split: how a prompt is cut into several must not show in its bits.
-    const auto attend = single && rows <= mill::kFewRows ? mill::attend_few<C> : mill::attend<C>;
+    const auto attend = single && rows <= mill::kFewRows ? mill::flash_attention_small_m<C> : mill::flash_attention<C>;
     attend(w, rows, pages, c.tables + task.sequence * c.table_stride, task.kv_head, seen);
     for (int64_t r = 0; r < rows; r++) {
         const float* sums = w.out + r * w.width;
@@ -142,7 +142,7 @@ extern "C" void paged_attention(void* out, const void* q, const void* k_cache, c
                                 const float* k_scale, const float* v_scale, int64_t sequences, int64_t heads,
                                 int64_t kv_heads, int64_t page_size, int64_t dim, int64_t table_stride, int64_t window,
                                 double scale, int dtype, int cache_dtype) {
-    const mill::BesideTorch team(mill::torch_multiplies(starts[sequences], dtype));
+    const mill::UseTorchThreads team(mill::torch_multiplies(starts[sequences], dtype));
     const Call c{tables, starts, contexts, sequences, heads, kv_heads, dim, table_stride, window,
                  static_cast<float>(scale)};
     mill::by_dtype(dtype, [&](auto* type) {

@@ -37,7 +37,7 @@ def run(
     dtype = q.dtype
     if (
         dtype not in _DTYPES
-        or not _held(k_cache.dtype, k_scale, v_scale)
+        or not _supports_pages(k_cache.dtype, k_scale, v_scale)
         or v_cache.dtype is not k_cache.dtype
         or not (k_cache.is_contiguous() and v_cache.is_contiguous())
         or not (_packed(block_tables) and _packed(query_start) and _packed(context_lens))
@@ -73,7 +73,7 @@ def run(
     return out
 
 
-def _held(dtype: torch.dtype, *scales: torch.Tensor | None) -> bool:
+def _supports_pages(dtype: torch.dtype, *scales: torch.Tensor | None) -> bool:
     """Whether pages are of a dtype that the kernel reads: 16 or 32 bits, or int8 with packed scales."""
     if all(scale is None for scale in scales):
         return dtype in _DTYPES
@@ -93,4 +93,4 @@ def _kernel() -> Callable[..., Any]:
 
 @functools.cache
 def _long_kernel() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 9 + "q" * 7 + "dii", long=True)
+    return build.function("paged_attention", "p" * 9 + "q" * 7 + "dii", release_gil=True)

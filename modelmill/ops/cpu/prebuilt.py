@@ -1,8 +1,8 @@
 """CPU kernels that a wheel brings along, compiled beforehand for common levels of processors.
 
 A level is a set of instructions that compilers know by name. At run time the best one that this processor offers is
-taken (``usable``), so that no compiler is needed and no instruction is met that the processor lacks. A file's name
-holds a digest of the sources and flags that it was made of: one of other sources is never loaded. Standard library
+taken (``supported_levels``), so that no compiler is needed and no instruction is met that the processor lacks. A file's
+name holds a digest of the sources and flags that it was made of: one of other sources is never loaded. Standard library
 only, since setup.py reads this file before anything is installed.
 """
 
@@ -29,7 +29,7 @@ COMMON_FLAGS = (
     "-fno-math-errno",
     "-w",
 )
-# Runs on systems older than the one that compiles: only old symbols of glibc (team.cpp), nothing of libstdc++.
+# Runs on systems older than the one that compiles: only old symbols of glibc (thread_pool.cpp), nothing of libstdc++.
 _PORTABLE = ("-DMILL_PORTABLE", "-fno-threadsafe-statics")
 LINK_FLAGS = ("-shared", "-static-libstdc++", "-static-libgcc", "-s", "-Wl,-z,noexecstack", "-Wl,--as-needed")
 
@@ -43,15 +43,16 @@ _VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 
 
-class Level(NamedTuple):
-    """needs: instructions by /proc/cpuinfo's names. vendor, family: the only processors it is for; None: all.
+class CpuLevel(NamedTuple):
+    """required_features: instructions by /proc/cpuinfo's names. vendor, family: the only processors it is for; None:
+    all.
 
     machine: as ``platform.machine`` says it. flags: what its compiler is told beside ``COMMON_FLAGS``.
     """
 
     name: str
     machine: str
-    needs: frozenset[str]
+    required_features: frozenset[str]
     flags: tuple[str, ...]
     vendor: str | None = None
     family: int | None = None
@@ -59,22 +60,22 @@ class Level(NamedTuple):
 
 # Best first. build.machine_flags tells what MILL_FAR and MILL_FLOATS are and for whom.
 LEVELS = (
-    Level("x86-64-v4-zen4", "x86_64", _BF16, (*_BF16_FLAGS, "-DMILL_FAR"), "AuthenticAMD", 25),
-    Level("x86-64-v4-bf16", "x86_64", _BF16, _BF16_FLAGS, "AuthenticAMD"),
-    Level("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_FLAGS),
-    Level("x86-64-v4", "x86_64", _V4, ("-march=x86-64-v4",)),
-    Level("x86-64-v3", "x86_64", _V3, ("-march=x86-64-v3",)),
-    Level("x86-64-v2", "x86_64", _V2, ("-march=x86-64-v2",)),
-    Level("armv8-a", "aarch64", frozenset({"fp", "asimd"}), ("-march=armv8-a",)),
+    CpuLevel("x86-64-v4-zen4", "x86_64", _BF16, (*_BF16_FLAGS, "-DMILL_FAR"), "AuthenticAMD", 25),
+    CpuLevel("x86-64-v4-bf16", "x86_64", _BF16, _BF16_FLAGS, "AuthenticAMD"),
+    CpuLevel("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_FLAGS),
+    CpuLevel("x86-64-v4", "x86_64", _V4, ("-march=x86-64-v4",)),
+    CpuLevel("x86-64-v3", "x86_64", _V3, ("-march=x86-64-v3",)),
+    CpuLevel("x86-64-v2", "x86_64", _V2, ("-march=x86-64-v2",)),
+    CpuLevel("armv8-a", "aarch64", frozenset({"fp", "asimd"}), ("-march=armv8-a",)),
 )
 
 
-def flags_of(level: Level) -> tuple[str, ...]:
+def compile_flags(level: CpuLevel) -> tuple[str, ...]:
     """All that the compiler is told for a level."""
     return (*COMMON_FLAGS, *level.flags, *_PORTABLE)
 
 
-def levels_of(machine: str) -> list[Level]:
+def cpu_levels(machine: str) -> list[CpuLevel]:
     """The levels of a kind of machine ("x86_64", "aarch64"), best first."""
     return [level for level in LEVELS if level.machine == machine]
 
@@ -84,9 +85,9 @@ def native_sources(folder: Path = SOURCES) -> list[Path]:
     return sorted((*folder.glob("*.cpp"), *folder.glob("*.h")))
 
 
-def file_name(level: Level, folder: Path = SOURCES) -> str:
+def file_name(level: CpuLevel, folder: Path = SOURCES) -> str:
     """What a level's shared object of these sources is called."""
-    digest = hashlib.sha256("\0".join((*flags_of(level), *LINK_FLAGS)).encode())
+    digest = hashlib.sha256("\0".join((*compile_flags(level), *LINK_FLAGS)).encode())
     for path in native_sources(folder):
         # line ends are no part of a source: a checkout may change them
         digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
@@ -94,12 +95,12 @@ def file_name(level: Level, folder: Path = SOURCES) -> str:
 
 
 def compile_commands(
-    compiler: str, level: Level, objects: Path, target: Path, folder: Path = SOURCES
+    compiler: str, level: CpuLevel, objects: Path, target: Path, folder: Path = SOURCES
 ) -> tuple[list[list[str]], list[str]]:
     """(commands that may run at once, the one that links after them) for a level's shared object ``target``."""
     files = sorted(folder.glob("*.cpp"))
     made = {source: str(objects / f"{level.name}-{source.stem}.o") for source in files}
-    flags = flags_of(level)
+    flags = compile_flags(level)
     compiling = [[compiler, *flags, "-c", str(source), "-o", made[source]] for source in files]
     return compiling, [compiler, *LINK_FLAGS, *made.values(), "-pthread", "-o", str(target)]
 
@@ -110,19 +111,19 @@ def glibc_needed(library: bytes) -> tuple[int, int] | None:
     return max(versions, default=None)
 
 
-def stored(
+def available_levels(
     cpuinfo: str | None = None, machine: str | None = None, folder: Path = FOLDER
-) -> Iterator[tuple[Level, Path]]:
+) -> Iterator[tuple[CpuLevel, Path]]:
     """The levels that this processor can run and this installation has of these very sources, best first."""
     if not folder.is_dir():
         return
-    for level in usable(_read(CPUINFO) if cpuinfo is None else cpuinfo, machine or platform.machine()):
+    for level in supported_levels(_read(CPUINFO) if cpuinfo is None else cpuinfo, machine or platform.machine()):
         path = folder / file_name(level)
         if path.is_file():
             yield level, path
 
 
-def usable(cpuinfo: str, machine: str) -> list[Level]:
+def supported_levels(cpuinfo: str, machine: str) -> list[CpuLevel]:
     """The levels whose instructions every processor of /proc/cpuinfo has, best first.
 
     The system leaves out of that file what it does not save when threads change, so nothing listed there can trap.
@@ -133,10 +134,14 @@ def usable(cpuinfo: str, machine: str) -> list[Level]:
         return []
     offered = [frozenset((block.get("flags") or block.get("Features", "")).split()) for block in blocks]
     everywhere = frozenset.intersection(*offered)
-    return [level for level in levels_of(machine) if level.needs <= everywhere and _meant(level, blocks[0])]
+    return [
+        level
+        for level in cpu_levels(machine)
+        if level.required_features <= everywhere and _matches_processor(level, blocks[0])
+    ]
 
 
-def _meant(level: Level, processor: dict[str, str]) -> bool:
+def _matches_processor(level: CpuLevel, processor: dict[str, str]) -> bool:
     """Whether the level is for processors of this maker and family."""
     vendor = level.vendor in (None, processor.get("vendor_id"))
     return vendor and (level.family is None or processor.get("cpu family") == str(level.family))

@@ -1,5 +1,5 @@
 #include "norm.h"
-#include "threads.h"
+#include "parallel_for.h"
 
 namespace mill {
 
@@ -40,7 +40,7 @@ extern "C" void quantize_int8(int8_t* out, float* scales, const void* x, const f
                               int dtype) {
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        mill::share_rows(rows, n * 2 * sizeof(T), [&](int64_t from, int64_t to) {
+        mill::parallel_for_rows(rows, n * 2 * sizeof(T), [&](int64_t from, int64_t to) {
             for (int64_t r = from; r < to; r++) {
                 const T* row = static_cast<const T*>(x) + r * n;
                 float by;

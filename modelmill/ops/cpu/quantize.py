@@ -16,33 +16,33 @@ available = build.available
 
 def supports(
     x: torch.Tensor,  # noqa: ARG001
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
     """int8 of 8 bits in the order given, scaled by token or by one factor."""
-    plain = kind is torch.int8 and bits == 8 and zero is None and order is None
-    return plain and (factor is None or (factor.numel() == 1 and factor.dtype is torch.float32))
+    plain = dtype is torch.int8 and bits == 8 and zero_point is None and perm is None
+    return plain and (inv_scale is None or (inv_scale.numel() == 1 and inv_scale.dtype is torch.float32))
 
 
 def run(
     x: torch.Tensor,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference, bit for bit."""
-    if x.dtype not in build.DTYPES or not supports(x, kind, factor, zero, order, bits) or not x.numel():
-        return quantize(x, kind, factor, zero, order, bits)
+    if x.dtype not in build.DTYPES or not supports(x, dtype, inv_scale, zero_point, perm, bits) or not x.numel():
+        return quantize(x, dtype, inv_scale, zero_point, perm, bits)
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.int8)
-    scale = None if factor is not None else torch.empty(x.shape[:-1], dtype=torch.float32)
+    scale = None if inv_scale is not None else torch.empty(x.shape[:-1], dtype=torch.float32)
     width = x.shape[-1]
-    given = None if factor is None else factor.data_ptr()
+    given = None if inv_scale is None else inv_scale.data_ptr()
     told = None if scale is None else scale.data_ptr()
     _kernel()(out.data_ptr(), told, x.data_ptr(), given, x.numel() // width, width, build.DTYPES[x.dtype])
     return out, scale

@@ -1,6 +1,6 @@
 #include "ops.h"
 #include "rope.h"
-#include "threads.h"
+#include "parallel_for.h"
 
 namespace {
 
@@ -45,13 +45,13 @@ extern "C" void rope_cache(void* q_out, const void* qkv, void* k_cache, void* v_
                            const float* cosine, const float* sine, const float* q_scale, const void* q_norm,
                            const void* k_norm, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
                            int64_t page_size, double eps, int dtype, int cache_dtype) {
-    const mill::BesideTorch team(mill::torch_multiplies(tokens, dtype));
+    const mill::UseTorchThreads team(mill::torch_multiplies(tokens, dtype));
     const Rope r{tokens, heads, kv_heads, dim, page_size, slots, cosine, sine, q_scale, static_cast<float>(eps)};
     mill::by_dtype(dtype, [&](auto* type) {
         mill::by_dtype(cache_dtype, [&](auto* cache_type) {
             using T = std::remove_pointer_t<decltype(type)>;
             using C = std::remove_pointer_t<decltype(cache_type)>;
-            mill::share_rows(tokens, (heads + 2 * kv_heads) * dim * 2 * sizeof(T), [&](int64_t from, int64_t to) {
+            mill::parallel_for_rows(tokens, (heads + 2 * kv_heads) * dim * 2 * sizeof(T), [&](int64_t from, int64_t to) {
                 rows(r, static_cast<T*>(q_out), static_cast<const T*>(qkv), static_cast<C*>(k_cache),
                      static_cast<C*>(v_cache), static_cast<const T*>(q_norm), static_cast<const T*>(k_norm), from, to);
             });

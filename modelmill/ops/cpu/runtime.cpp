@@ -1,6 +1,6 @@
 // A check that runs once after loading, and the plain read that streaming kernels are held against.
 #include "simd.h"
-#include "threads.h"
+#include "parallel_for.h"
 
 extern "C" int modelmill_vector_width() { return mill::W; }
 
@@ -32,7 +32,7 @@ extern "C" int modelmill_self_check() {
             if (y[j] != static_cast<float>(j)) return 4;
     }
     std::atomic<int64_t> seen{0};
-    share(1000, 7, kWorthTeam, [&](int64_t from, int64_t to) { seen += to - from; });
+    share(1000, 7, kMinParallelWork, [&](int64_t from, int64_t to) { seen += to - from; });
     return seen == 1000 ? 0 : 5;
 }
 

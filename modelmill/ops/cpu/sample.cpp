@@ -4,7 +4,7 @@
 #elif defined(__GNUC__)
 #pragma GCC optimize("fp-contract=off")  // a fused multiply-add would change last bits, and so the ids
 #endif
-#include "threads.h"
+#include "parallel_for.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +20,7 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr int kSteps = 16, kBins = 60 * kSteps + 1;  // of a factor 2^(1/16) each
 constexpr int64_t kHeap = 2048;                      // beyond so many, the k-th largest is found by partitioning
 
-struct Knobs {
+struct RowSampling {
     float temperature;
     int32_t top_k;
     float top_p, min_p;
@@ -179,7 +179,7 @@ int64_t draw(const int64_t* w, int64_t count, double noise) {
     return at;
 }
 
-int64_t sample_row(const float* logits, int64_t vocab, const Knobs& how) {
+int64_t sample_row(const float* logits, int64_t vocab, const RowSampling& how) {
     if (!(how.temperature > 0)) return likeliest(logits, vocab);
     static thread_local mill::Scratch values, others, whole, places;
     float* x = values.get<float>(vocab);

@@ -1,8 +1,8 @@
 // Products of int8 with int8 in whole numbers. Sums are taken modulo 2³², so that the result is exact wherever it fits
 // into 32 bits, whatever lies between; the same bits for every blocking and instruction set.
 #include "simd.h"
-#include "stream.h"
-#include "threads.h"
+#include "prefetch.h"
+#include "parallel_for.h"
 
 namespace mill {
 
@@ -87,11 +87,11 @@ __attribute__((noinline)) void whole_block(uint32_t* sums, const int8_t* x, int6
     vi total[MB][NB];
     for (int m = 0; m < MB; m++)
         for (int n = 0; n < NB; n++) total[m][n] = no_sum();
-    const int64_t distance = ahead<MB>(NB * k);
+    const int64_t distance = prefetch_distance<MB>(NB * k);
     int64_t i = 0;
     for (; i + kTaken <= k; i += kTaken) {
         if (i % 64 == 0)
-            for (int n = 0; n < NB; n++) ask<MB>(w + n * k + i + distance);
+            for (int n = 0; n < NB; n++) prefetch_line<MB>(w + n * k + i + distance);
         vi xs[MB];
         for (int m = 0; m < MB; m++) xs[m] = inputs(x + m * stride + i);
         for (int n = 0; n < NB; n++) {

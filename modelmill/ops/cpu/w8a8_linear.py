@@ -35,7 +35,7 @@ def run(
     pointers = [t.data_ptr() for t in (out, x, weight, scale, x_scale)]
     added = None if bias is None else bias.data_ptr()
     each = int(x_scale.numel() > 1)
-    kernel = _kernel() if rows <= build.FEW_ROWS else _long_kernel()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
     kernel(*pointers, added, rows, k, n, each, build.DTYPES[dtype])
     return out
 
@@ -47,4 +47,4 @@ def _kernel() -> Callable[..., Any]:
 
 @functools.cache
 def _long_kernel() -> Callable[..., Any]:
-    return build.function("w8a8_linear", "ppppppqqqqi", long=True)
+    return build.function("w8a8_linear", "ppppppqqqqi", release_gil=True)

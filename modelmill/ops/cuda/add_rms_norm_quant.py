@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda import norm_order
+from modelmill.ops.cuda import rmsnorm_quant_permute
 from modelmill.ops.cuda.build import available as available
 
 
@@ -13,15 +13,19 @@ def supports(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
-    """As ``norm_order.fits``, over a residual like x."""
+    """As ``rmsnorm_quant_permute.supports_rows``, over a residual like x."""
     alike = residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous()
-    return alike and residual.data_ptr() % 16 == 0 and norm_order.fits(x, weight, kind, (factor, zero, order))
+    return (
+        alike
+        and residual.data_ptr() % 16 == 0
+        and rmsnorm_quant_permute.supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
+    )
 
 
 def run(
@@ -29,12 +33,14 @@ def run(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """As the reference; the sum is written over ``residual``."""
-    values, scale = norm_order.norm(x, residual, weight, eps, kind, (factor, zero, order), bits)
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(
+        x, residual, weight, eps, dtype, (inv_scale, zero_point, perm), bits
+    )
     return values, scale, residual

@@ -24,7 +24,7 @@ from modelmill.core.errors import MissingDependency
 ARCHITECTURE = "sm_90a"  # "a": with the instructions that Hopper alone has (wgmma, setmaxnreg)
 FLAGS = ("--std=c++17",)
 FOLDER = Path(__file__).resolve().parent
-NVCC_PLACES = ("nvcc", "/usr/local/cuda/bin/nvcc")
+NVCC_PATHS = ("nvcc", "/usr/local/cuda/bin/nvcc")
 
 
 @dataclass(frozen=True)
@@ -36,57 +36,57 @@ class Compiler:
     path: str | None = None
 
 
-class _Unavailable(Exception):
+class _CompilerUnavailable(Exception):
     """Why there is no kernel; its text is one line."""
 
 
-def available(kind: str) -> str | None:
+def available(device_type: str) -> str | None:
     """None where kernels can be compiled and run on devices of this kind ("cuda", "cpu"), else the reason why not."""
-    if kind != "cuda":
+    if device_type != "cuda":
         return "CUDA kernels need a GPU"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
         return "the CUDA kernels are written for compute capability 9.0 (H100, H200)"
-    found = compiler()
+    found = find_compiler()
     return found if isinstance(found, str) else None
 
 
-def serves(kind: str, name: str, macros: tuple[str, ...]) -> str | None:
+def why_unavailable(device_type: str, name: str, macros: tuple[str, ...]) -> str | None:
     """None where ``<name>.cu`` compiles for devices of this kind, once a machine; else why not, in one line."""
-    reason = available(kind)
+    reason = available(device_type)
     if reason is None:
         try:
-            compiled(name, macros)
+            compile_cubin(name, macros)
         except MissingDependency as problem:
             reason = str(problem)
     return reason
 
 
-def compiled(name: str, macros: tuple[str, ...] = ()) -> Path:
+def compile_cubin(name: str, macros: tuple[str, ...] = ()) -> Path:
     """Path of the cubin of ``<name>.cu`` with ``macros`` ("DIM=64", …), compiled now if it is not in the cache.
 
     Raises MissingDependency where there is no compiler, or where it fails.
     """
-    found = compiler()
+    found = find_compiler()
     if isinstance(found, str):
         raise MissingDependency(f"the CUDA kernels cannot be compiled: {found}")
     target = env.cache_dir() / "cuda" / f"{name}-{_key(name, macros, found.version)}.cubin"
     if not target.exists():
         try:
-            _publish(_cubin(found, name, macros), target)
-        except _Unavailable as problem:
+            _publish(_compile(found, name, macros), target)
+        except _CompilerUnavailable as problem:
             raise MissingDependency(f"the CUDA kernel {name} cannot be compiled: {problem}") from None
     return target
 
 
 @functools.cache
-def compiler() -> Compiler | str:
+def find_compiler() -> Compiler | str:
     """The compiler to be used; a string says why there is none."""
-    return nvrtc() or nvcc() or "there is neither NVRTC (it comes with torch for CUDA) nor nvcc"
+    return find_nvrtc() or find_nvcc() or "there is neither NVRTC (it comes with torch for CUDA) nor nvcc"
 
 
-def nvrtc() -> Compiler | None:
+def find_nvrtc() -> Compiler | None:
     """NVRTC as torch's packages hold it, or as the system's loader finds it."""
     beside_torch = sorted(Path(torch.__file__).parent.parent.glob("nvidia/*/lib/libnvrtc.so.*"), reverse=True)
     for name in (*map(str, beside_torch), "libnvrtc.so.13", "libnvrtc.so.12"):
@@ -104,9 +104,9 @@ def nvrtc() -> Compiler | None:
     return None
 
 
-def nvcc() -> Compiler | None:
+def find_nvcc() -> Compiler | None:
     """nvcc as the PATH or the toolkit's usual folder holds it."""
-    for name in NVCC_PLACES:
+    for name in NVCC_PATHS:
         path = shutil.which(name)
         if path is not None:
             shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
@@ -124,23 +124,23 @@ def _key(name: str, macros: tuple[str, ...], version: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _cubin(found: Compiler, name: str, macros: tuple[str, ...]) -> bytes:
+def _compile(compiler: Compiler, name: str, macros: tuple[str, ...]) -> bytes:
     flags = (*FLAGS, f"-I{FOLDER}", *(f"-D{macro}" for macro in macros))
-    if found.library is not None:
-        return _by_nvrtc(found.library, name, (f"--gpu-architecture={ARCHITECTURE}", *flags))
-    assert found.path is not None
+    if compiler.library is not None:
+        return _compile_with_nvrtc(compiler.library, name, (f"--gpu-architecture={ARCHITECTURE}", *flags))
+    assert compiler.path is not None
     number = ARCHITECTURE.removeprefix("sm_")
-    return _by_nvcc(found.path, name, (f"-gencode=arch=compute_{number},code=sm_{number}", *flags))
+    return _compile_with_nvcc(compiler.path, name, (f"-gencode=arch=compute_{number},code=sm_{number}", *flags))
 
 
-def _by_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...]) -> bytes:
+def _compile_with_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...]) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     source = (FOLDER / f"{name}.cu").read_bytes()
 
     def call(function: str, *args: object) -> None:
         failed = getattr(library, function)(*args)
         if failed:
-            raise _Unavailable(f"{function}: {library.nvrtcGetErrorString(failed).decode()}")
+            raise _CompilerUnavailable(f"{function}: {library.nvrtcGetErrorString(failed).decode()}")
 
     call("nvrtcCreateProgram", ctypes.byref(program), source, f"{name}.cu".encode(), 0, None, None)
     try:
@@ -149,7 +149,7 @@ def _by_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...]) -> bytes:
             call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             call("nvrtcGetProgramLog", program, log)
-            raise _Unavailable(f"NVRTC fails: {_first_error(log.value.decode(errors='replace'))}")
+            raise _CompilerUnavailable(f"NVRTC fails: {_first_error(log.value.decode(errors='replace'))}")
         call("nvrtcGetCUBINSize", program, ctypes.byref(size))
         cubin = ctypes.create_string_buffer(size.value)
         call("nvrtcGetCUBIN", program, cubin)
@@ -158,16 +158,16 @@ def _by_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...]) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _by_nvcc(path: str, name: str, flags: tuple[str, ...]) -> bytes:
+def _compile_with_nvcc(path: str, name: str, flags: tuple[str, ...]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="modelmill-") as folder:
         made = Path(folder) / "kernel.cubin"
         command = [path, "-cubin", *flags, "-o", str(made), str(FOLDER / f"{name}.cu")]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         except subprocess.TimeoutExpired:
-            raise _Unavailable("nvcc did not finish within 300 s") from None
+            raise _CompilerUnavailable("nvcc did not finish within 300 s") from None
         if done.returncode:
-            raise _Unavailable(f"nvcc fails: {_first_error(done.stderr)}")
+            raise _CompilerUnavailable(f"nvcc fails: {_first_error(done.stderr)}")
         return made.read_bytes()
 
 
@@ -184,4 +184,4 @@ def _publish(cubin: bytes, target: Path) -> None:
             file.write(cubin)
         Path(file.name).replace(target)
     except OSError as problem:
-        raise _Unavailable(f"{target.parent} cannot be written: {problem.strerror}") from None
+        raise _CompilerUnavailable(f"{target.parent} cannot be written: {problem.strerror}") from None

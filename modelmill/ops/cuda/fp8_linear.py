@@ -1,4 +1,4 @@
-"""Products of many rows in fp8 on Hopper (products8.cu); few rows, or activations as they are, are Triton's work.
+"""Products of many rows in fp8 on Hopper (gemm_8bit.cu); few rows, or activations as they are, are Triton's work.
 
 So are thousands of rows where torch has a product for them, which is faster there: SAM's ViT-H in fp8 took 9.45 ms with
 this one and 8.98 with torch's, eight pictures 72.2 and 63.0.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda import products8
-from modelmill.ops.cuda.products8 import available as available
+from modelmill.ops.cuda import gemm_8bit
+from modelmill.ops.cuda.gemm_8bit import available as available
 
-FEW = 16  # rows up to which it is not worth it
-THOUSANDS = 2048  # rows from which torch's is taken
+SMALL_M_LIMIT = 16  # rows up to which it is not worth it
+TORCH_MIN_ROWS = 2048  # rows from which torch's is taken
 
 
 def supports(
@@ -23,12 +23,12 @@ def supports(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """As ``products8.supports``, more than a few rows of fp8."""
-    if x_scale is None or x.shape[0] <= FEW:
+    """As ``gemm_8bit.supports``, more than a few rows of fp8."""
+    if x_scale is None or x.shape[0] <= SMALL_M_LIMIT:
         return False
-    if x.shape[0] >= THOUSANDS and dtype == torch.bfloat16 and not (weight.shape[0] | weight.shape[1]) % 16:
+    if x.shape[0] >= TORCH_MIN_ROWS and dtype == torch.bfloat16 and not (weight.shape[0] | weight.shape[1]) % 16:
         return False
-    return products8.supports(x, weight, scale, x_scale, dtype, bias)
+    return gemm_8bit.supports(x, weight, scale, x_scale, dtype, bias)
 
 
 def run(
@@ -41,10 +41,10 @@ def run(
 ) -> torch.Tensor:
     """As the reference, but that tensor cores keep fewer bits of the sums than float32 has."""
     assert x_scale is not None, "as supports says"
-    return products8.run(x, weight, scale, x_scale, dtype, bias)
+    return gemm_8bit.run(x, weight, scale, x_scale, dtype, bias)
 
 
-def forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
-    """Numbers of rows, up to ``most``, with which every form of the kernel is met that such a product may take."""
-    most = most if (weight.shape[0] | weight.shape[1]) % 16 else min(most, THOUSANDS - 1)
-    return products8.forms(x, weight, FEW, most)
+def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
+    """Numbers of rows, up to ``max_rows``, with which every form of the kernel is met that such a product may take."""
+    max_rows = max_rows if (weight.shape[0] | weight.shape[1]) % 16 else min(max_rows, TORCH_MIN_ROWS - 1)
+    return gemm_8bit.specializations(x, weight, SMALL_M_LIMIT, max_rows)

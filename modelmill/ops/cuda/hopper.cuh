@@ -23,25 +23,25 @@ __device__ inline u32 shared_address(const void *pointer) {
 // outstanding. Who waits names the parity of the phase whose end it needs: 0 for the first, 1 for the second, 0 …
 // A fresh barrier counts as having ended a phase of parity 1.
 
-__device__ inline void barrier_init(u32 barrier, u32 arrivals) {
+__device__ inline void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // Makes barriers that this thread initialised visible to the copy engine.
-__device__ inline void barriers_ready() {
+__device__ inline void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ inline void arrive(u32 barrier) {
+__device__ inline void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrive, and announce bytes that copies will bring: the phase ends when they have all landed.
-__device__ inline void arrive_expecting(u32 barrier, u32 bytes) {
+__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ inline void wait(u32 barrier, u32 parity) {
+__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -56,7 +56,7 @@ __device__ inline void wait(u32 barrier, u32 parity) {
 // ---- The copy engine: one thread asks for a box of a tensor, whose bytes arrive at a barrier. What lies outside the
 // tensor arrives as zeros. The same box may be stored: what lies outside is not written.
 
-__device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, int x, int y) {
+__device__ inline void tma_load(u32 target, const TensorMap &map, u32 barrier, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
             target),
@@ -64,7 +64,7 @@ __device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, i
         : "memory");
 }
 
-__device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, int x, int y, int z) {
+__device__ inline void tma_load(u32 target, const TensorMap &map, u32 barrier, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
             target),
@@ -72,7 +72,7 @@ __device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, i
         : "memory");
 }
 
-__device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
+__device__ inline void tma_load(u32 target, const TensorMap &map, u32 barrier, int x, int y, int z, int w) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
@@ -81,75 +81,75 @@ __device__ inline void load_box(u32 target, const TensorMap &map, u32 barrier, i
 }
 
 // Bytes that lie side by side, no box; multiples of 16, at addresses of 16.
-__device__ inline void load_bytes(u32 target, const void *from, u32 bytes, u32 barrier) {
+__device__ inline void bulk_load(u32 target, const void *from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-// The thread that asks closes a group of stores with ``stores_end`` and waits with ``stores_read`` or ``stores_done``.
-__device__ inline void store_box(const TensorMap &map, u32 source, int x, int y) {
+// The thread that asks closes a group of stores with ``tma_store_commit`` and waits with ``tma_store_wait_read`` or ``tma_store_wait``.
+__device__ inline void tma_store(const TensorMap &map, u32 source, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(source),
                  "r"(x), "r"(y)
                  : "memory");
 }
 
-__device__ inline void stores_end() {
+__device__ inline void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Until the copy engine has read everything that this thread's stores were to write: its place may be used again.
-__device__ inline void stores_read() {
+__device__ inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Until they have been written.
-__device__ inline void stores_done() {
+__device__ inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // The descriptor itself is read through a cache: before the first box it may as well be there.
-__device__ inline void prefetch_map(const TensorMap &map) {
+__device__ inline void prefetch_tensor_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // What this thread stored to shared memory becomes visible to the copy engine and to products: they read it by another
 // way (the "async proxy") than loads and stores do.
-__device__ inline void fence_async() {
+__device__ inline void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- Named barriers among some of the block's warps: id 1 … 15, threads a multiple of 32.
 
-__device__ inline void meet(int id, int threads) {
+__device__ inline void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Counts at a named barrier without waiting there.
-__device__ inline void pass(int id, int threads) {
+__device__ inline void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- Registers: a warpgroup gives back what it does not need, another takes it. The file holds 65,536.
 
 template <int COUNT>
-__device__ inline void keep_registers() {
+__device__ inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 template <int COUNT>
-__device__ inline void take_registers() {
+__device__ inline void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // ---- Early launch: a kernel may be placed before the one in front has ended (programmatic dependent launch).
 
 // Until the kernels in front have ended; nothing that they write may be read before.
-__device__ inline void after_those_in_front() {
+__device__ inline void pdl_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // The next kernel may be placed, as soon as all blocks have said so or ended.
-__device__ inline void let_next_in() {
+__device__ inline void pdl_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

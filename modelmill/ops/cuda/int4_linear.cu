@@ -6,14 +6,14 @@
 // where a piece is 128 columns. A quad's registers are, without a move between threads, the left operand of mma.m16n8k16,
 // as x comes in the same order (mma.cuh).
 //
-// A code becomes a number as int4_codes.cuh tells. The sum of x, which takes out what that adds and which the offsets need
+// A code becomes a number as dequant_int4.cuh tells. The sum of x, which takes out what that adds and which the offsets need
 // anyway, is one more product, with ones in the place of the weights: so it comes in the layout of the sums.
 //
 // Every warp has DEPTH pieces on their way before x may be read.
 //
-// Macros: those of narrow_weights.cuh, OFFSET (0: symmetric), PIECE (columns: 128, 64 or 32), BLOCKS.
-#include "int4_codes.cuh"
-#include "narrow_weights.cuh"
+// Macros: those of weight_only.cuh, OFFSET (0: symmetric), PIECE (columns: 128, 64 or 32), BLOCKS.
+#include "dequant_int4.cuh"
+#include "weight_only.cuh"
 
 constexpr int WORDS = PIECE / 32; // of a thread's quarter of a piece
 
@@ -21,7 +21,7 @@ constexpr int WORDS = PIECE / 32; // of a thread's quarter of a piece
 struct Work {
     const u16 *x;
     const u32 *weight;
-    const Grid *scale, *offset; // [N, groups]
+    const ScaleT *scale, *offset; // [N, groups]
     const u16 *bias;            // of x's type, or null
     u16 *out;
     int tokens, rows, runs, x_stride, groups;
@@ -37,11 +37,11 @@ struct Place {
 };
 
 // Two weight rows' part of a piece: a quarter of the columns each.
-struct Piece {
+struct KTile {
     u32 low[WORDS], high[WORDS];
 };
 
-__device__ inline void fetch(Piece &piece, const Place &at, int number, bool there) {
+__device__ inline void fetch(KTile &piece, const Place &at, int number, bool there) {
     if (there) {
         fetch_words<WORDS>(piece.low, at.low + 4 * WORDS * number);
         fetch_words<WORDS>(piece.high, at.high + 4 * WORDS * number);
@@ -75,7 +75,7 @@ __device__ inline void fetch_x(Four (&to)[1], const u16 *from, bool there) {
 }
 
 // total += this piece's part of 16 weight rows times up to 8 NT rows of x.
-__device__ inline void add(float (&total)[NT][4], const Piece &piece, const Place &at, int number, bool there, int group) {
+__device__ inline void add(float (&total)[NT][4], const KTile &piece, const Place &at, int number, bool there, int group) {
     constexpr int AT_ONCE = WORDS > 1 ? 2 : 1; // words that meet 16 bytes of x
     float part[NT][4] = {}, sums[NT][4] = {};
 #pragma unroll
@@ -93,8 +93,8 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Plac
                     const u32 pick = odd ? 0x7632u : 0x5410u;
                     const u32 b0 = __byte_perm(x[i].near[0], x[i].near[1], pick);
                     const u32 b1 = __byte_perm(x[i].far[0], x[i].far[1], pick);
-                    multiply(part[n], raised_codes(a, 8 * odd), raised_codes(b, 8 * odd), raised_codes(a, 8 * odd + 4),
-                             raised_codes(b, 8 * odd + 4), b0, b1);
+                    multiply(part[n], biased_int4_pair(a, 8 * odd), biased_int4_pair(b, 8 * odd), biased_int4_pair(a, 8 * odd + 4),
+                             biased_int4_pair(b, 8 * odd + 4), b0, b1);
                     multiply(sums[n], ONE_PAIR, ONE_PAIR, ONE_PAIR, ONE_PAIR, b0, b1);
                 }
             }
@@ -115,21 +115,21 @@ __device__ inline void add(float (&total)[NT][4], const Piece &piece, const Plac
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_linear(const __grid_constant__ Work w) {
     extern __shared__ float2 grids[];
-    const Stand me = stand(w.rows);
+    const ThreadTile me = thread_tile(w.rows);
     Place at = {w.weight + me.low * w.runs * 4 + me.place * WORDS, w.weight + me.high * w.runs * 4 + me.place * WORDS,
                 grids + me.mine * (w.groups + 1), grids + (me.mine + 8) * (w.groups + 1)};
     // the first column of this thread's quarter
     const int column = PIECE == 128 ? 32 * me.place : PIECE == 64 ? me.place / 2 * 32 + me.place % 2 * 8 : 4 * me.place;
-    rows_of_x(at.x, w.x + column, w.x_stride, me.quad, w.tokens);
+    input_row_pointers(at.x, w.x + column, w.x_stride, me.quad, w.tokens);
     const int whole = (w.runs - column / 32 + WORDS - 1) / WORDS;
     const int pieces = (w.runs + WORDS - 1) / WORDS;
     float total[NT][4] = {};
-    pieces_in_turn<Piece>(
-        me.along_k, pieces, [&](Piece &piece, int number) { fetch(piece, at, number, number < whole); },
+    pipelined_k_loop<KTile>(
+        me.along_k, pieces, [&](KTile &piece, int number) { fetch(piece, at, number, number < whole); },
         [&] {
-            stage_grids(grids, w.scale, OFFSET ? w.offset : nullptr, nullptr, w.rows, w.groups);
-            enter(w.tokens);
+            stage_scales(grids, w.scale, OFFSET ? w.offset : nullptr, nullptr, w.rows, w.groups);
+            pdl_enter(w.tokens);
         },
-        [&](const Piece &piece, int number) { add(total, piece, at, number, number < whole, number >> w.shift); });
+        [&](const KTile &piece, int number) { add(total, piece, at, number, number < whole, number >> w.shift); });
     finish(total, nullptr, w.bias, w.out, w.rows, w.tokens);
 }

@@ -6,24 +6,38 @@ import struct
 
 import torch
 
-from modelmill.ops.cuda import build, int4_rows, launch, narrow_ring, one_row
-from modelmill.ops.cuda.narrow_weights import PIECE, RUN, THREADS, TYPES, Form, fits, piece_of, shift
+from modelmill.ops.cuda import build, int4_gemm_small_m, launch, wq_gemm_pipelined, wq_gemv
+from modelmill.ops.cuda.weight_only import (
+    K_TILE,
+    RUN,
+    THREADS,
+    TYPES,
+    WqMmaKernelConfig,
+    fits_shared_memory,
+    group_shift,
+    k_tile_for,
+)
 
 # rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
-FORMS = ((8, Form(1, 1, 2, 3)), (16, Form(2, 1, 2, 2)), (32, Form(4, 2, 2, 1)), (64, Form(8, 4, 1, 1)))
-MOST = FORMS[-1][0]
-FEW = 8  # rows; more of them go through shared memory (narrow_ring, int4_rows)
+KERNEL_CONFIGS = (
+    (8, WqMmaKernelConfig(1, 1, 2, 3)),
+    (16, WqMmaKernelConfig(2, 1, 2, 2)),
+    (32, WqMmaKernelConfig(4, 2, 2, 1)),
+    (64, WqMmaKernelConfig(8, 4, 1, 1)),
+)
+MAX_ROWS = KERNEL_CONFIGS[-1][0]
+MMA_MAX_ROWS = 8  # rows; more of them go through shared memory (wq_gemm_pipelined, int4_gemm_small_m)
 
 
-def available(kind: str) -> str | None:
+def available(device_type: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    common = _macros(torch.bfloat16, form_of(1), PIECE, offset=True, gated=False)
-    return build.serves(kind, "int4_linear", common)
+    common = _kernel_macros(torch.bfloat16, config_for(1), K_TILE, offset=True, gated=False)
+    return build.why_unavailable(device_type, "int4_linear", common)
 
 
-def form_of(tokens: int) -> Form:
+def config_for(tokens: int) -> WqMmaKernelConfig:
     """How the kernel for so many rows of x is compiled."""
-    return next(form for most, form in FORMS if tokens <= most)
+    return next(form for most, form in KERNEL_CONFIGS if tokens <= most)
 
 
 def supports(
@@ -35,15 +49,15 @@ def supports(
     bias: torch.Tensor | None = None,
 ) -> bool:
     """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all, float16 scales."""
-    if x.dim() != 2 or not 0 < x.shape[0] <= MOST or x.dtype.itemsize != 2 or not x.is_cuda:
+    if x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS or x.dtype.itemsize != 2 or not x.is_cuda:
         return False
     grids = [t for t in (scale, offset) if t is not None]
     packed = all(t.dtype == torch.float16 and t.is_contiguous() for t in grids) and weight.is_contiguous()
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     biased = bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     columns = x.shape[1]
-    whole = shift(group, columns, piece_of(group, columns)) is not None and columns % RUN == 0
-    return packed and aligned and biased and whole and fits(form_of(x.shape[0]), scale.shape[1])
+    whole = group_shift(group, columns, k_tile_for(group, columns)) is not None and columns % RUN == 0
+    return packed and aligned and biased and whole and fits_shared_memory(config_for(x.shape[0]), scale.shape[1])
 
 
 def run(
@@ -55,10 +69,10 @@ def run(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference; sums in float32."""
-    return product(x, weight, scale, offset, group, bias, gated=False)
+    return int4_gemm(x, weight, scale, offset, group, bias, gated=False)
 
 
-def product(
+def int4_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
@@ -71,31 +85,39 @@ def product(
     """The output [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
     rows = weight.shape[0]
-    if one_row.serves(x, weight, scale, offset, group):
-        return one_row.product(x, weight, (scale, offset, group), (None, None, bias), x.dtype, gated=gated)
-    if tokens > FEW:
-        box, blocks = int4_rows.box_of(tokens), launch.multiprocessors(x.get_device())
-        kind = narrow_ring.kind_of(weight, scale, offset, group, columns)
-        ring = narrow_ring.form_of(rows, kind, box, blocks) if narrow_ring.serves(rows, kind, gated=gated) else None
+    if wq_gemv.supports_weight(x, weight, scale, offset, group):
+        return wq_gemv.wq_gemv(x, weight, (scale, offset, group), (None, None, bias), x.dtype, gated=gated)
+    if tokens > MMA_MAX_ROWS:
+        box, blocks = int4_gemm_small_m.padded_rows(tokens), launch.sm_count(x.get_device())
+        kind = wq_gemm_pipelined.weight_spec(weight, scale, offset, group, columns)
+        ring = (
+            wq_gemm_pipelined.config_for(rows, kind, box, blocks)
+            if wq_gemm_pipelined.supports_weight(rows, kind, gated=gated)
+            else None
+        )
         if ring is not None:
-            return narrow_ring.product(x, weight, scale, offset, group, bias, ring, gated=gated)
-        many = int4_rows.form_of(rows, columns, group, box, blocks)
+            return wq_gemm_pipelined.wq_gemm(x, weight, scale, offset, group, bias, ring, gated=gated)
+        many = int4_gemm_small_m.config_for(rows, columns, group, box, blocks)
         if many is not None:
-            return int4_rows.product(x, weight, scale, offset, group, bias, many, gated=gated)
+            return int4_gemm_small_m.int4_gemm(x, weight, scale, offset, group, bias, many, gated=gated)
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
-    form, piece = form_of(tokens), piece_of(group, columns)
+    form, piece = config_for(tokens), k_tile_for(group, columns)
     groups = scale.shape[1]
     with torch.cuda.device(x.device):
-        macros = _macros(x.dtype, form, piece, offset=offset is not None, gated=gated)
-        kernel = launch.kernel("int4_linear", "int4_linear", macros, THREADS, form.shared(groups), x.get_device())
-        pointers = launch.addresses(x, weight, scale, offset, bias, out)
-        counts = (tokens, rows, columns // RUN, x.stride(0), groups, shift(group, columns, piece))
-        kernel.launch(form.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), early=True)
+        macros = _kernel_macros(x.dtype, form, piece, offset=offset is not None, gated=gated)
+        kernel = launch.load_kernel(
+            "int4_linear", "int4_linear", macros, THREADS, form.shared_bytes(groups), x.get_device()
+        )
+        pointers = launch.data_pointers(x, weight, scale, offset, bias, out)
+        counts = (tokens, rows, columns // RUN, x.stride(0), groups, group_shift(group, columns, piece))
+        kernel.launch(form.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), pdl=True)
     return out
 
 
-def _macros(dtype: torch.dtype, form: Form, piece: int, *, offset: bool, gated: bool) -> tuple[str, ...]:
-    if piece < PIECE and form.tiles <= 2:  # as many bytes are on their way
-        form = form._replace(depth=2 * form.depth)
-    switches = (f"PIECE={piece}", f"OFFSET={int(offset)}", f"GATED={int(gated)}", "WIDE=0")
-    return (*form.macros, *switches, *TYPES[dtype])
+def _kernel_macros(
+    dtype: torch.dtype, config: WqMmaKernelConfig, k_tile: int, *, offset: bool, gated: bool
+) -> tuple[str, ...]:
+    if k_tile < K_TILE and config.m_tiles <= 2:  # as many bytes are on their way
+        config = config._replace(prefetch_depth=2 * config.prefetch_depth)
+    switches = (f"PIECE={k_tile}", f"OFFSET={int(offset)}", f"GATED={int(gated)}", "WIDE=0")
+    return (*config.macros, *switches, *TYPES[dtype])

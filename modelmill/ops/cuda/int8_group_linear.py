@@ -1,18 +1,20 @@
-"""Products of a few rows with 8-bit weights in groups through the tensor cores (int8_groups.py)."""
+"""Products of a few rows with 8-bit weights in groups through the tensor cores (int8_gemm_small_m.py)."""
 
 from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda import build, int8_groups
-from modelmill.ops.cuda.narrow_weights import PIECE
+from modelmill.ops.cuda import build, int8_gemm_small_m
+from modelmill.ops.cuda.weight_only import K_TILE
 
 
-def available(kind: str) -> str | None:
+def available(device_type: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    form = int8_groups.form_of(1)
-    common = int8_groups.macros_of(torch.bfloat16, form, PIECE, offset=False, wide=False, gated=False)
-    return build.serves(kind, "int8_groups", common)
+    form = int8_gemm_small_m.config_for(1)
+    common = int8_gemm_small_m.kernel_macros(
+        torch.bfloat16, form, K_TILE, offset=False, float32_scales=False, gated=False
+    )
+    return build.why_unavailable(device_type, "int8_gemm_small_m", common)
 
 
 def supports(
@@ -24,7 +26,7 @@ def supports(
     bias: torch.Tensor | None = None,
 ) -> bool:
     """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all; all packed."""
-    return int8_groups.serves(x, weight, (scale, offset, group), bias)
+    return int8_gemm_small_m.supports_weight(x, weight, (scale, offset, group), bias)
 
 
 def run(
@@ -36,4 +38,4 @@ def run(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference; sums in float32."""
-    return int8_groups.product(x, weight, (scale, offset, group), bias, gated=False)
+    return int8_gemm_small_m.int8_gemm(x, weight, (scale, offset, group), bias, gated=False)

@@ -14,42 +14,42 @@ from pathlib import Path
 
 import torch
 
-from modelmill.ops.carveout import divide, driver
+from modelmill.ops.carveout import cuda_driver, set_carveout
 from modelmill.ops.cuda import build
 
 # Of the driver: CUtensorMapDataType, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _ELEMENTS = {torch.uint8: 0, torch.int8: 0, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
-_SWIZZLE_128, _PROMOTE_256, _MOST_SHARED = 3, 3, 8
+_SWIZZLE_128, _PROMOTE_256, _MAX_SHARED_ATTRIBUTE = 3, 3, 8
 # CUlaunchConfig: sizes of grid and block, shared bytes, stream, attributes, how many; CUlaunchAttribute with
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: its id and the first word of 64 bytes.
-_CONFIG, _ATTRIBUTE, _EARLY = "=7I4xQQI4x", "=i4xi60x", 6
+_CONFIG, _ATTRIBUTE, _PDL_ATTRIBUTE_ID = "=7I4xQQI4x", "=i4xi60x", 6
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _POINTERS = [ctypes.c_char_p * count for count in range(9)]  # to arguments; making such a type takes microseconds
 # Read by the driver at each launch, written by nobody.
-_EARLY_ATTRIBUTE = ctypes.create_string_buffer(struct.pack(_ATTRIBUTE, _EARLY, 1))
-_MOST_MAPS = 1024  # kept; each is a few hundred bytes, and making one takes microseconds
+_PDL_ATTRIBUTE = ctypes.create_string_buffer(struct.pack(_ATTRIBUTE, _PDL_ATTRIBUTE_ID, 1))
+_MAX_TENSOR_MAPS = 1024  # kept; each is a few hundred bytes, and making one takes microseconds
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CudaKernel:
     """A loaded function: ``threads`` a block, ``shared`` bytes of dynamic shared memory."""
 
     function: int
     threads: int
     shared: int
 
-    def launch(self, blocks: int, *arguments: bytes, early: bool = False) -> None:
+    def launch(self, blocks: int, *arguments: bytes, pdl: bool = False) -> None:
         """Run ``blocks`` blocks; each argument is one parameter of the kernel, packed.
 
-        early: it may be placed before the kernel in front has ended, and waits for it by itself (griddepcontrol).
+        pdl: it may be placed before the kernel in front has ended, and waits for it by itself (griddepcontrol).
         """
         pointers = _POINTERS[len(arguments)](*arguments)
         # as torch.cuda.current_stream() knows it, without making a Stream of it
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        attributes = (ctypes.addressof(_EARLY_ATTRIBUTE), 1) if early else (0, 0)
+        attributes = (ctypes.addressof(_PDL_ATTRIBUTE), 1) if pdl else (0, 0)
         how = struct.pack(_CONFIG, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, *attributes)
-        code = driver().cuLaunchKernelEx(how, self._handle, pointers, None)
+        code = cuda_driver().cuLaunchKernelEx(how, self._handle, pointers, None)
         if code:
             _check(code)
 
@@ -59,32 +59,32 @@ class Kernel:
 
 
 @functools.cache
-def kernel(
-    source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, device: int, division: int | None = None
-) -> Kernel:
+def load_kernel(
+    source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, device: int, carveout: int | None = None
+) -> CudaKernel:
     """The kernel ``name`` of ``<source>.cu``, compiled if need be and loaded for ``device``, which is current.
 
-    division: per cent of a multiprocessor's memory that it asks to be shared (``ops.carveout``).
+    carveout: per cent of a multiprocessor's memory that it asks to be shared (``ops.carveout``).
 
     Raises MissingDependency where it cannot be compiled.
     """
-    loaded = load(build.compiled(source, macros), name, threads, shared)
-    if division is not None:
-        divide(loaded.function, division)
+    loaded = load_cubin(build.compile_cubin(source, macros), name, threads, shared)
+    if carveout is not None:
+        set_carveout(loaded.function, carveout)
     return loaded
 
 
-def load(path: Path, name: str, threads: int, shared: int) -> Kernel:
+def load_cubin(path: Path, name: str, threads: int, shared: int) -> CudaKernel:
     """A kernel of a cubin, which stays loaded for as long as the process lives."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver().cuModuleLoadData(ctypes.byref(module), path.read_bytes()))
-    _check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-    _check(driver().cuFuncSetAttribute(function, _MOST_SHARED, shared))
+    _check(cuda_driver().cuModuleLoadData(ctypes.byref(module), path.read_bytes()))
+    _check(cuda_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+    _check(cuda_driver().cuFuncSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared))
     assert function.value is not None
-    return Kernel(function.value, threads, shared)
+    return CudaKernel(function.value, threads, shared)
 
 
-@functools.lru_cache(_MOST_MAPS)
+@functools.lru_cache(_MAX_TENSOR_MAPS)
 def tensor_map(
     address: int,
     dtype: torch.dtype,
@@ -103,7 +103,7 @@ def tensor_map(
     space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     _check(
-        driver().cuTensorMapEncodeTiled(
+        cuda_driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(place),
             _ELEMENTS[dtype],
             rank,
@@ -121,13 +121,13 @@ def tensor_map(
     return ctypes.string_at(place, _MAP_BYTES)
 
 
-def addresses(*tensors: torch.Tensor | None) -> list[int]:
+def data_pointers(*tensors: torch.Tensor | None) -> list[int]:
     """Where tensors lie, as kernels are told; 0 of one that is not there."""
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 @functools.cache
-def multiprocessors(device: int) -> int:
+def sm_count(device: int) -> int:
     """Streaming multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -135,5 +135,5 @@ def multiprocessors(device: int) -> int:
 def _check(code: int) -> None:
     if code:
         text = ctypes.c_char_p()
-        driver().cuGetErrorString(code, ctypes.byref(text))
+        cuda_driver().cuGetErrorString(code, ctypes.byref(text))
         raise RuntimeError(f"the CUDA driver refuses: {(text.value or b'?').decode()} ({code})")

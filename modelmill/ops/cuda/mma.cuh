@@ -4,7 +4,7 @@
 // long as A and B agree on it.
 #pragma once
 #include "hopper.cuh"
-#include "numbers.cuh"
+#include "half_types.cuh"
 
 #ifdef HALF
 constexpr u32 ONE_PAIR = 0x3C003C00u; // a pair of 1.0

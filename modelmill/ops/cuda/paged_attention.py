@@ -17,24 +17,24 @@ from collections.abc import Callable
 import torch
 
 from modelmill.ops.cuda import build, launch, paged_decode8, paged_decode16
-from modelmill.ops.cuda.paged_decode import LOG2E, TYPES, indexable
+from modelmill.ops.cuda.paged_decode import LOG2E, TYPES, supports_indices
 
-SHARES = True
-FEW_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
-FEW_TOKENS = 128  # up to here starting the copies takes longer than all else
+USES_FALLBACK = True
+PREFILL_MIN_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
+PREFILL_MIN_TOKENS = 128  # up to here starting the copies takes longer than all else
 _TRITON = importlib.util.find_spec("triton") is not None
 # Sizes of paged_attention.cu.
 QUERIES, KEYS, STAGES, THREADS = 128, 128, 2, 384
-MOST_SEQUENCES, PLAN_BYTES = 1024, 13 * 1024
+MAX_SEQUENCES, PLAN_BYTES = 1024, 13 * 1024
 # Keys and values of the heads that are served at the same time: what stays in an L2 cache of 50 MB beside all else.
-CACHED_BYTES = 32 << 20
+L2_RESIDENT_BYTES = 32 << 20
 
 
-def available(kind: str) -> str | None:
+def available(device_type: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    common = _macros(torch.bfloat16, 128, 16)
-    found = build.serves(kind, "paged_attention", common)
-    return found or paged_decode8.available(kind) or paged_decode16.available(kind)
+    common = _prefill_macros(torch.bfloat16, 128, 16)
+    found = build.why_unavailable(device_type, "paged_attention", common)
+    return found or paged_decode8.available(device_type) or paged_decode16.available(device_type)
 
 
 def supports(
@@ -56,25 +56,29 @@ def supports(
     Of a step's single queries, alone or among prompts, what paged_decode8 and paged_decode16 serve.
     """
     indices = (block_tables, query_start, context_lens)
-    if k_scale is None and _prefills(q, k_cache, v_cache, indices, max_query):
+    if k_scale is None and _supports_prefill(q, k_cache, v_cache, indices, max_query):
         return True
     if max_query > 1 and (block_tables.shape[0] == 1 or not _TRITON):
         return False
-    return _decodes(q, (k_cache, v_cache, k_scale, v_scale), indices)
+    return _supports_decode(q, (k_cache, v_cache, k_scale, v_scale), indices)
 
 
-def forms(q: torch.Tensor, k_cache: torch.Tensor, most: int, longest: int, window: int | None) -> list[tuple[int, int]]:
+def specializations(
+    q: torch.Tensor, k_cache: torch.Tensor, max_sequences: int, max_context: int, window: int | None
+) -> list[tuple[int, int]]:
     """(sequences, bound on their context) of a decode step for each form of the kernels that such steps may take.
 
-    Each is compiled when a machine first meets it, and that takes a part of a second. most, longest: sequences of a
-    step, tokens of one. q, k_cache, window: as for ``run``.
+    Each is compiled when a machine first meets it, and that takes a part of a second. max_sequences, max_context:
+    sequences of a step, tokens of one. q, k_cache, window: as for ``run``.
     """
     _, kv_heads, _, dim = k_cache.shape
-    keys = longest if window is None else min(longest, window)
+    keys = max_context if window is None else min(max_context, window)
     if k_cache.dtype == torch.int8:
-        return paged_decode8.forms(kv_heads, most, keys, q.get_device())
-    if k_cache.dtype in TYPES and dim in paged_decode16.FORMS:
-        return paged_decode16.forms((q.shape[1], kv_heads), dim, most, keys, launch.multiprocessors(q.get_device()))
+        return paged_decode8.specializations(kv_heads, max_sequences, keys, q.get_device())
+    if k_cache.dtype in TYPES and dim in paged_decode16.SPLIT_CONFIGS:
+        return paged_decode16.specializations(
+            (q.shape[1], kv_heads), dim, max_sequences, keys, launch.sm_count(q.get_device())
+        )
     return []
 
 
@@ -91,31 +95,32 @@ def run(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    rest: Callable[..., torch.Tensor] | None = None,
+    fallback: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """As the reference; ``rest``, a run that also takes ``out`` and ``singles``, has what this one does not serve.
+    """As the reference; ``fallback``, a run that also takes ``out`` and ``include_decode``, has what this one does not
+    serve.
 
     Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
     """
     indices, sizes = (block_tables, query_start, context_lens), (max_query, max_context, scale, window)
     caches = (k_cache, v_cache, k_scale, v_scale)
     out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-    if k_scale is not None or not _prefills(q, k_cache, v_cache, indices, max_query):
+    if k_scale is not None or not _supports_prefill(q, k_cache, v_cache, indices, max_query):
         if max_query > 1:
-            prompts = rest or importlib.import_module("modelmill.ops.triton.paged_attention").run
-            prompts(q, k_cache, v_cache, *indices, *sizes, k_scale, v_scale, out=out, singles=False)
+            prompts = fallback or importlib.import_module("modelmill.ops.triton.paged_attention").run
+            prompts(q, k_cache, v_cache, *indices, *sizes, k_scale, v_scale, out=out, include_decode=False)
         return _decode(q, caches, indices, sizes, out)
-    served = _decodes(q, caches, indices)
-    mixed = block_tables.shape[0] > 1 and (served or rest is not None)
+    served = _supports_decode(q, caches, indices)
+    mixed = block_tables.shape[0] > 1 and (served or fallback is not None)
     _prefill(q, (k_cache, v_cache), indices, sizes, out, mixed=mixed)
     if mixed and served:
         _decode(q, caches, indices, sizes, out)
-    elif mixed and rest is not None:
-        rest(q, k_cache, v_cache, *indices, 1, *sizes[1:], out=out)
+    elif mixed and fallback is not None:
+        fallback(q, k_cache, v_cache, *indices, 1, *sizes[1:], out=out)
     return out
 
 
-def _prefills(
+def _supports_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -124,13 +129,20 @@ def _prefills(
 ) -> bool:
     """Whether the kernel of paged_attention.cu serves the prompts of a step; indices: page tables, starts, lengths."""
     page_size, dim = k_cache.shape[2:]
-    if max_query <= FEW_QUERIES or q.shape[0] <= FEW_TOKENS or q.dtype not in TYPES or not q.is_cuda:
+    if max_query <= PREFILL_MIN_QUERIES or q.shape[0] <= PREFILL_MIN_TOKENS or q.dtype not in TYPES or not q.is_cuda:
         return False
     if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or dim not in (64, 128):
         return False
     page = 8 <= page_size <= KEYS and page_size & (page_size - 1) == 0
-    few = indices[0].shape[0] <= MOST_SEQUENCES
-    return indexable(indices) and page and few and _copyable(q) and _paged(k_cache) and _paged(v_cache)
+    few = indices[0].shape[0] <= MAX_SEQUENCES
+    return (
+        supports_indices(indices)
+        and page
+        and few
+        and _supports_tma(q)
+        and _supports_pages(k_cache)
+        and _supports_pages(v_cache)
+    )
 
 
 def _prefill(
@@ -154,32 +166,34 @@ def _prefill(
     with torch.cuda.device(q.device):
         # Of each sequence's tiles at most one is not full. More of them than blocks are handed out by a counter.
         tiles = (tokens // QUERIES + batch) * heads
-        blocks = min(launch.multiprocessors(q.get_device()), tiles)
-        taken = _counters(q.get_device()) if tiles > blocks else None
-        pointers = launch.addresses(*indices, out, taken)
-        at_once = _heads_at_once(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
+        blocks = min(launch.sm_count(q.get_device()), tiles)
+        taken = _tile_counters(q.get_device()) if tiles > blocks else None
+        pointers = launch.data_pointers(*indices, out, taken)
+        at_once = _heads_per_pass(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
         counts = (batch, columns, indices[0].stride(0), heads, heads // kv_heads, pages, window or 0, mixed, at_once)
         work = struct.pack("=5Q9if", *pointers, *counts, scale * LOG2E)
-        kernel = _kernel(q.dtype, dim, page_size, q.get_device())
-        kernel.launch(blocks, _queries(q), _pages(k_cache), _pages(v_cache), work, early=True)
+        kernel = _prefill_kernel(q.dtype, dim, page_size, q.get_device())
+        kernel.launch(
+            blocks, _query_tensor_map(q), _page_tensor_map(k_cache), _page_tensor_map(v_cache), work, pdl=True
+        )
 
 
-def _counters(device: int) -> torch.Tensor:
+def _tile_counters(device: int) -> torch.Tensor:
     """Two zeros, which every launch leaves as zeros: of this stream, whose launches follow one another.
 
     In a graph they are the graph's own, which may be replayed on any stream.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    return _kept_counters(device, torch._C._cuda_getCurrentRawStream(device))
+    return _stream_counters(device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache
-def _kept_counters(device: int, stream: int) -> torch.Tensor:
+def _stream_counters(device: int, stream: int) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def _decodes(
+def _supports_decode(
     q: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -187,8 +201,8 @@ def _decodes(
     """Whether single queries are served here; caches: keys, values and their scales."""
     k_cache, v_cache, k_scale, v_scale = caches
     if k_scale is None:
-        return paged_decode16.serves(q, k_cache, v_cache, indices)
-    return paged_decode8.serves(q, k_cache, v_cache, indices, k_scale, v_scale)
+        return paged_decode16.supports_decode(q, k_cache, v_cache, indices)
+    return paged_decode8.supports_decode(q, k_cache, v_cache, indices, k_scale, v_scale)
 
 
 def _decode(
@@ -205,33 +219,34 @@ def _decode(
     return paged_decode8.run(q, (k_cache, v_cache, k_scale, v_scale), indices, *sizes[1:], out)
 
 
-def _kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.Kernel:
+def _prefill_kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.CudaKernel:
     tile = 2 * dim * STAGES * (QUERIES + 2 * KEYS)
-    macros = _macros(dtype, dim, page_size)
-    return launch.kernel("paged_attention", "prefill_attention", macros, THREADS, tile + PLAN_BYTES, device)
+    macros = _prefill_macros(dtype, dim, page_size)
+    return launch.load_kernel("paged_attention", "prefill_attention", macros, THREADS, tile + PLAN_BYTES, device)
 
 
-def _macros(dtype: torch.dtype, dim: int, page_size: int) -> tuple[str, ...]:
+def _prefill_macros(dtype: torch.dtype, dim: int, page_size: int) -> tuple[str, ...]:
     return (f"DIM={dim}", f"PAGE={page_size}", *TYPES[dtype])
 
 
-def _heads_at_once(kv_heads: int, each: int) -> int:
-    """The largest divisor of ``kv_heads`` whose keys and values, ``each`` bytes a head, stay in the cache together."""
-    most = max(1, min(kv_heads, CACHED_BYTES // max(each, 1)))
+def _heads_per_pass(kv_heads: int, bytes_per_head: int) -> int:
+    """The largest divisor of ``kv_heads`` whose keys and values, ``bytes_per_head`` bytes a head, stay in the cache
+    together."""
+    most = max(1, min(kv_heads, L2_RESIDENT_BYTES // max(bytes_per_head, 1)))
     return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
 
 
-def _copyable(x: torch.Tensor) -> bool:
+def _supports_tma(x: torch.Tensor) -> bool:
     """Whether the copy engine can read x: 16-byte steps, the last dimension packed."""
     step = 16 // x.element_size()
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in x.stride()[:-1])
 
 
-def _paged(cache: torch.Tensor) -> bool:
+def _supports_pages(cache: torch.Tensor) -> bool:
     return cache.is_contiguous() and cache.data_ptr() % 16 == 0
 
 
-def _queries(q: torch.Tensor) -> bytes:
+def _query_tensor_map(q: torch.Tensor) -> bytes:
     """q [T, heads, D] as the copy engine sees it; it takes 64 values of one head in all rows of a tile at a time."""
     tokens, heads, dim = q.shape
     size = q.element_size()
@@ -239,7 +254,7 @@ def _queries(q: torch.Tensor) -> bytes:
     return launch.tensor_map(q.data_ptr(), q.dtype, (dim, heads, tokens), strides, (64, 1, QUERIES))
 
 
-def _pages(cache: torch.Tensor) -> bytes:
+def _page_tensor_map(cache: torch.Tensor) -> bytes:
     """A cache as the copy engine sees it: [eights of rows, halves of a row, 8 rows, 64]; it takes a page at a time."""
     pages, kv_heads, page_size, dim = cache.shape
     row = dim * cache.element_size()

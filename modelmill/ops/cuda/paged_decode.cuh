@@ -4,20 +4,20 @@
 // Macros: DIM, WARPS, SPLITS.
 #pragma once
 #include "cluster.cuh"
-#include "numbers.cuh"
+#include "half_types.cuh"
 
 // Read once: keys and values should not push page tables and scales out of the nearest cache.
-__device__ inline void once(u32 (&to)[4], const void *from) {
+__device__ inline void load_streaming(u32 (&to)[4], const void *from) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "l"(from));
 }
 
-__device__ inline void once(u32 (&to)[2], const void *from) {
+__device__ inline void load_streaming(u32 (&to)[2], const void *from) {
     asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
 }
 
-__device__ inline void once(u32 (&to)[1], const void *from) {
+__device__ inline void load_streaming(u32 (&to)[1], const void *from) {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
 }
 
@@ -55,15 +55,15 @@ template <int HEADS> __device__ inline void finish(const Parts<HEADS> &found, u1
         float tops[SPLITS];
 #pragma unroll
         for (int split = 0; split < SPLITS; ++split) {
-            tops[split] = SPLITS > 1 ? read_at(&found.whole_top[head], split) : found.whole_top[head];
+            tops[split] = SPLITS > 1 ? dsmem_load(&found.whole_top[head], split) : found.whole_top[head];
             top = fmaxf(top, tops[split]);
         }
         float sum = 0.0f, mass = 0.0f;
 #pragma unroll
         for (int split = 0; split < SPLITS; ++split) {
             const float share = exp2_fast(tops[split] - top);
-            sum += (SPLITS > 1 ? read_at(&found.whole[head][d], split) : found.whole[head][d]) * share;
-            mass += (SPLITS > 1 ? read_at(&found.whole_mass[head], split) : found.whole_mass[head]) * share;
+            sum += (SPLITS > 1 ? dsmem_load(&found.whole[head][d], split) : found.whole[head][d]) * share;
+            mass += (SPLITS > 1 ? dsmem_load(&found.whole_mass[head], split) : found.whole_mass[head]) * share;
         }
         out[i] = rounded(sum / (one * (mass == 0.0f ? 1.0f : mass)));
     }

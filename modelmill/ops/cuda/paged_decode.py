@@ -6,52 +6,68 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from modelmill.ops.carveout import DECODING
+from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
 from modelmill.ops.cuda import launch
 
 LOG2E = 1.4426950408889634
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
-MOST_SPLITS = 8  # blocks of a cluster
+MAX_SPLITS = 8  # blocks of a cluster
 
 
-def readable(caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...]) -> bool:
+def supports_cache(caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...]) -> bool:
     """Packed caches (keys first) with pages of 8 to 128 tokens; page tables, starts and lengths in int32."""
     page = caches[0].shape[2]
     packed = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in caches)
-    return packed and indexable(indices) and 8 <= page <= 128 and page & (page - 1) == 0 and indices[0].shape[1] > 0
+    return (
+        packed and supports_indices(indices) and 8 <= page <= 128 and page & (page - 1) == 0 and indices[0].shape[1] > 0
+    )
 
 
-def indexable(indices: tuple[torch.Tensor, ...]) -> bool:
+def supports_indices(indices: tuple[torch.Tensor, ...]) -> bool:
     """Whether page tables, starts and lengths are in int32, side by side; one number alone is, whatever its stride."""
     return all(t.dtype == torch.int32 and (t.stride(-1) == 1 or t.shape[-1] <= 1) for t in indices)
 
 
-def splits_of(pairs: int, keys: int, room: int, least: int) -> int:
-    """Blocks that share one context: as many as there is ``room`` for, each with ``least`` keys; a power of two."""
-    wanted = min(room // pairs, -(-keys // least), MOST_SPLITS)
+def num_splits(pairs: int, keys: int, max_blocks: int, min_keys: int) -> int:
+    """Blocks that share one context: as many as there is ``max_blocks`` for, each with ``min_keys`` keys; a power of
+    two."""
+    wanted = min(max_blocks // pairs, -(-keys // min_keys), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
-def forms(planned: Callable[[int, int], Hashable], most: int, longest: int) -> list[tuple[int, int]]:
+def specializations(
+    plan: Callable[[int, int], Hashable], max_sequences: int, max_context: int
+) -> list[tuple[int, int]]:
     """(sequences, bound on their context) of decode steps, one for each way to compute them that they may meet.
 
-    planned: the way for so many sequences and keys. most, longest: sequences of a step, keys that a query of one sees.
+    plan: the way for so many sequences and keys. max_sequences, max_context: sequences of a step, keys that a query of
+    one sees.
     """
     found: dict[Hashable, tuple[int, int]] = {}
-    for batch in range(1, most + 1):
-        for keys in sorted({min(1 << n, longest) for n in range(4, 14)}):
-            found.setdefault(planned(batch, keys), (batch, keys))
+    for batch in range(1, max_sequences + 1):
+        for keys in sorted({min(1 << n, max_context) for n in range(4, 14)}):
+            found.setdefault(plan(batch, keys), (batch, keys))
     return list(found.values())
 
 
-def start(
-    q: torch.Tensor, name: str, macros: tuple[str, ...], warps: int, blocks: int, work: bytes, *, alone: bool = True
+def launch_decode(
+    q: torch.Tensor,
+    name: str,
+    macros: tuple[str, ...],
+    warps: int,
+    blocks: int,
+    work: bytes,
+    *,
+    own_kv_heads: bool = True,
 ) -> None:
     """Launch the kernel ``name`` of the source of that name, in ``blocks`` blocks, where q is.
 
-    alone: each query head has keys of its own, so that blocks share little memory and are placed behind rope_cache's.
+    own_kv_heads: each query head has keys of its own, so that blocks share little memory and are placed behind
+    rope_cache's.
     """
     device = q.get_device()
     with torch.cuda.device(q.device):
-        kernel = launch.kernel(name, name, macros, 32 * warps, 0, device, DECODING if alone else None)
-        kernel.launch(blocks, work, early=True)
+        kernel = launch.load_kernel(
+            name, name, macros, 32 * warps, 0, device, DECODE_CARVEOUT_PERCENT if own_kv_heads else None
+        )
+        kernel.launch(blocks, work, pdl=True)

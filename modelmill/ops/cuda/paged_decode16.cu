@@ -14,7 +14,7 @@
 // (whether the query is read from shared memory for each of them), EARLY (how many times those keys are brought to the L2
 // cache while the kernel in front is running: 0 … 2), HALF.
 #include "mma.cuh"
-#include "numbers.cuh"
+#include "half_types.cuh"
 #include "paged_decode.cuh"
 
 constexpr int KEYS = 16 * TILES, PAGES = PAGE < KEYS ? KEYS / PAGE : 1;
@@ -55,10 +55,10 @@ template <int LANES> __device__ inline void read_row(u32 (&to)[DIM / 2 / LANES],
     constexpr int FULL = DIM / (8 * LANES), LEFT = DIM % (8 * LANES) / LANES; // channels a lane has of the last stretches
 #pragma unroll
     for (int i = 0; i < FULL; ++i)
-        once(reinterpret_cast<u32(&)[4]>(to[4 * i]), row + 8 * LANES * i + 8 * at);
-    if (LEFT >= 4) once(reinterpret_cast<u32(&)[2]>(to[LEFT >= 4 ? 4 * FULL : 0]), row + 8 * LANES * FULL + 4 * at);
+        load_streaming(reinterpret_cast<u32(&)[4]>(to[4 * i]), row + 8 * LANES * i + 8 * at);
+    if (LEFT >= 4) load_streaming(reinterpret_cast<u32(&)[2]>(to[LEFT >= 4 ? 4 * FULL : 0]), row + 8 * LANES * FULL + 4 * at);
     if (LEFT % 4 == 2)
-        once(reinterpret_cast<u32(&)[1]>(to[LEFT % 4 == 2 ? DIM / 2 / LANES - 1 : 0]),
+        load_streaming(reinterpret_cast<u32(&)[1]>(to[LEFT % 4 == 2 ? DIM / 2 / LANES - 1 : 0]),
              row + 8 * LANES * FULL + LEFT / 4 * 4 * LANES + 2 * at);
 }
 
@@ -70,7 +70,7 @@ __device__ constexpr int channel(int word, int g) {
 }
 
 // What a lane reads of 16 keys: of keys g and g + 8; and of the values of keys 2 p, 2 p + 1, 2 p + 8, 2 p + 9.
-struct Keys {
+struct KeyTile {
     u32 rows[TILES][2][KEY_WORDS];
 };
 
@@ -125,7 +125,7 @@ struct Reader {
         }
     }
 
-    __device__ void read(Keys &to, const Pages &pages, int block) const {
+    __device__ void read(KeyTile &to, const Pages &pages, int block) const {
 #pragma unroll
         for (int i = 0; i < 2 * TILES; ++i) read_row<4>(to.rows[i / 2][i % 2], w.k + place(pages, block, i, g) * DIM, p);
     }
@@ -255,11 +255,11 @@ __launch_bounds__(32 * WARPS, BLOCKS)
         if (rows == 1 && block < end) reader.announce_all(pages, block);
         if (EARLY > 1 && rows == 1 && block + WARPS < end) reader.announce_all(pages_behind, block + WARPS);
     }
-    if (w.invite) let_next_in();
-    after_those_in_front();
-    if (!w.invite) let_next_in();
+    if (w.invite) pdl_launch_dependents();
+    pdl_wait();
+    if (!w.invite) pdl_launch_dependents();
     if (rows != 1) return;
-    Keys keys;
+    KeyTile keys;
     if (block < end) reader.read(keys, pages, block);
     __shared__ Query held;
     u32 query[KEY_WORDS] = {}; // this lane's share of right operands: of head g, in the keys' order
@@ -292,10 +292,10 @@ __launch_bounds__(32 * WARPS, BLOCKS)
     __syncthreads();
     join_warps(found);
     if (SPLITS > 1)
-        cluster_share();
+        cluster_sync();
     else
         __syncthreads();
     u16 *out = w.out + (static_cast<long long>(row) * w.kv_heads + head) * GROUP * DIM;
     finish(found, out, split, 1.0f);
-    if (SPLITS > 1) cluster_share(); // a block that ended could not be read
+    if (SPLITS > 1) cluster_sync(); // a block that ended could not be read
 }

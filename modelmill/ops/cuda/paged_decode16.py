@@ -10,54 +10,60 @@ import torch
 from modelmill.ops.cuda import build, launch, paged_decode
 from modelmill.ops.cuda.paged_decode import LOG2E, TYPES
 
-MOST_HEADS = 8  # query heads of a KV head: columns of a product
+MAX_GROUP_HEADS = 8  # query heads of a KV head: columns of a product
 
 
-class Form(NamedTuple):
+class PagedDecodeKernelConfig(NamedTuple):
     """Warps of a block; blocks whose registers fit a multiprocessor together; 16s of keys that a warp takes at once.
 
-    again: whether the query is read from shared memory again and again instead of staying in registers. early: how
-    many times those keys are brought to the L2 cache before the kernel in front has ended.
+    reload_query: whether the query is read from shared memory again and again instead of staying in registers.
+    l2_prefetch_rounds: how many times those keys are brought to the L2 cache before the kernel in front has ended.
     """
 
     warps: int
-    blocks: int
-    tiles: int
-    again: int = 0
-    early: int = 1
+    blocks_per_sm: int
+    key_tiles: int
+    reload_query: int = 0
+    l2_prefetch_rounds: int = 1
 
     @property
-    def least(self) -> int:
+    def min_keys(self) -> int:
         """Keys with which every warp of a block has something to do."""
-        return 16 * self.tiles * self.warps
+        return 16 * self.key_tiles * self.warps
 
 
 # By the channels of a head, as measured on an H200. Where several blocks share a context:
-FORMS = {64: Form(4, 3, 2), **dict.fromkeys((80, 96, 112, 128), Form(4, 3, 1)), 256: Form(4, 2, 1, again=1)}
+SPLIT_CONFIGS = {
+    64: PagedDecodeKernelConfig(4, 3, 2),
+    **dict.fromkeys((80, 96, 112, 128), PagedDecodeKernelConfig(4, 3, 1)),
+    256: PagedDecodeKernelConfig(4, 2, 1, reload_query=1),
+}
 # Sequences times KV heads of which all have their blocks at once; where there are more:
-AT_ONCE, WHOLE = 384, dict.fromkeys((80, 96, 112, 128), Form(4, 2, 2))
+MAX_CONCURRENT_PAIRS, UNSPLIT_CONFIGS = 384, dict.fromkeys((80, 96, 112, 128), PagedDecodeKernelConfig(4, 2, 2))
 # Where query heads share keys and values, and there are KV heads enough (above AT_ONCE the variant behind is faster):
-SHARED, SHARED_PAIRS = {128: Form(8, 1, 2)}, 32
+GQA_CONFIGS, GQA_MIN_PAIRS = {128: PagedDecodeKernelConfig(8, 1, 2)}, 32
 
 
-def planned(pairs: int, group: int, dim: int, keys: int, multiprocessors: int) -> tuple[Form, int]:
+def plan_launch(pairs: int, group: int, dim: int, keys: int, num_sms: int) -> tuple[PagedDecodeKernelConfig, int]:
     """How a step is computed, and the blocks that share a context. pairs: sequences times KV heads."""
-    form = FORMS[dim]
-    splits = paged_decode.splits_of(pairs, keys, form.blocks * multiprocessors, form.least)
+    form = SPLIT_CONFIGS[dim]
+    splits = paged_decode.num_splits(pairs, keys, form.blocks_per_sm * num_sms, form.min_keys)
     if splits == 1:
-        return (WHOLE.get(dim, form) if pairs > AT_ONCE else form), 1
-    if group > 1 and pairs > SHARED_PAIRS and dim in SHARED:
-        form = SHARED[dim]
-        splits = paged_decode.splits_of(pairs, keys, form.blocks * multiprocessors, form.least)
+        return (UNSPLIT_CONFIGS.get(dim, form) if pairs > MAX_CONCURRENT_PAIRS else form), 1
+    if group > 1 and pairs > GQA_MIN_PAIRS and dim in GQA_CONFIGS:
+        form = GQA_CONFIGS[dim]
+        splits = paged_decode.num_splits(pairs, keys, form.blocks_per_sm * num_sms, form.min_keys)
     return form, splits
 
 
-def available(kind: str) -> str | None:
+def available(device_type: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    return build.serves(kind, "paged_decode16", macros(torch.bfloat16, 128, 16, 1, 1, FORMS[128]))
+    return build.why_unavailable(
+        device_type, "paged_decode16", kernel_macros(torch.bfloat16, 128, 16, 1, 1, SPLIT_CONFIGS[128])
+    )
 
 
-def serves(
+def supports_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -72,20 +78,22 @@ def serves(
     heads, dim = q.shape[1:]
     aligned = q.stride(2) == 1 and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
     kv_heads = k_cache.shape[1]
-    fits = dim in FORMS and heads <= MOST_HEADS * kv_heads
-    few = heads == kv_heads or indices[0].shape[0] * kv_heads <= AT_ONCE
-    return fits and few and aligned and paged_decode.readable((k_cache, v_cache), indices)
+    fits = dim in SPLIT_CONFIGS and heads <= MAX_GROUP_HEADS * kv_heads
+    few = heads == kv_heads or indices[0].shape[0] * kv_heads <= MAX_CONCURRENT_PAIRS
+    return fits and few and aligned and paged_decode.supports_cache((k_cache, v_cache), indices)
 
 
-def forms(heads: tuple[int, int], dim: int, most: int, longest: int, multiprocessors: int) -> list[tuple[int, int]]:
+def specializations(
+    heads: tuple[int, int], dim: int, max_sequences: int, max_context: int, num_sms: int
+) -> list[tuple[int, int]]:
     """(sequences, bound on their context) of decode steps, one for each form of the kernel that they may meet.
 
-    heads: query heads, KV heads. most, longest: sequences of a step, keys that a query of one sees.
+    heads: query heads, KV heads. max_sequences, max_context: sequences of a step, keys that a query of one sees.
     """
     query_heads, kv_heads = heads
     group = query_heads // kv_heads
-    return paged_decode.forms(
-        lambda batch, keys: planned(batch * kv_heads, group, dim, keys, multiprocessors), most, longest
+    return paged_decode.specializations(
+        lambda batch, keys: plan_launch(batch * kv_heads, group, dim, keys, num_sms), max_sequences, max_context
     )
 
 
@@ -106,19 +114,21 @@ def run(
     _, kv_heads, page, dim = caches[0].shape
     group, pairs = q.shape[1] // kv_heads, tables.shape[0] * kv_heads
     keys = max_context if window is None else min(max_context, window)
-    form, splits = planned(pairs, group, dim, keys, launch.multiprocessors(q.get_device()))
-    pointers = launch.addresses(q, *caches, *indices, out)
+    form, splits = plan_launch(pairs, group, dim, keys, launch.sm_count(q.get_device()))
+    pointers = launch.data_pointers(q, *caches, *indices, out)
     counts = (kv_heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
     invite = tables.shape[0] == 1  # its step is many small kernels: the next is placed early
     work = struct.pack("=7Q6ifi", *pointers, *counts, scale * LOG2E, invite)
-    chosen = macros(q.dtype, dim, page, group, splits, form)
-    paged_decode.start(q, "paged_decode16", chosen, form.warps, pairs * splits, work, alone=group == 1)
+    chosen = kernel_macros(q.dtype, dim, page, group, splits, form)
+    paged_decode.launch_decode(q, "paged_decode16", chosen, form.warps, pairs * splits, work, own_kv_heads=group == 1)
     return out
 
 
-def macros(dtype: torch.dtype, dim: int, page: int, group: int, splits: int, form: Form) -> tuple[str, ...]:
+def kernel_macros(
+    dtype: torch.dtype, dim: int, page: int, group: int, splits: int, config: PagedDecodeKernelConfig
+) -> tuple[str, ...]:
     """Of the kernel; group: query heads of a KV head."""
-    warps, blocks, tiles, again, early = form
+    warps, blocks, tiles, again, early = config
     sizes = (f"DIM={dim}", f"PAGE={page}", f"GROUP={group}", f"SPLITS={splits}")
     cut = (f"WARPS={warps}", f"BLOCKS={blocks}", f"TILES={tiles}", f"AGAIN={again}", f"EARLY={early}")
     return (*sizes, *cut, *TYPES[dtype])

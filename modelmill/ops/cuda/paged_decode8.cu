@@ -78,7 +78,7 @@ __device__ inline float split_query(Query &to, const u16 *q) {
 }
 
 // What a lane reads of 32 keys: 16 bytes (or two times 16) of keys g, g + 8, g + 16, g + 24, the scales of key 8 p + g.
-struct Keys {
+struct KeyTile {
     u32 rows[4][WORDS / 4][4];
     float scale, v_scale;
 };
@@ -114,7 +114,7 @@ struct Reader {
         return (static_cast<long long>(pages.at[page]) * w.heads + head) * PAGE + inside;
     }
 
-    __device__ void read(Keys &to, const Pages &pages, int block) const {
+    __device__ void read(KeyTile &to, const Pages &pages, int block) const {
         // pages.at[] with an index that lanes differ in is a choice between registers
         long long own;
         if (PAGE >= KEYS)
@@ -130,7 +130,7 @@ struct Reader {
             const int page = PAGE < KEYS ? 8 * r / PAGE : 0, slot = PAGE < KEYS ? 8 * r % PAGE + g : 8 * r + g;
             const signed char *at = w.k + place(pages, block, page, slot) * DIM + 16 * p;
 #pragma unroll
-            for (int c = 0; c < WORDS / 4; ++c) once(to.rows[r][c], at + 64 * c);
+            for (int c = 0; c < WORDS / 4; ++c) load_streaming(to.rows[r][c], at + 64 * c);
         }
     }
 
@@ -147,7 +147,7 @@ struct Reader {
                               : place(pages, block, half * (PAGES / 2) + (PAGES > 1), 4 * p - 8);
             const signed char *at = w.v + first * DIM + CHANNELS * g;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) once(to.rows[4 * half + i], at + i * DIM);
+            for (int i = 0; i < 4; ++i) load_streaming(to.rows[4 * half + i], at + i * DIM);
         }
     }
 };
@@ -165,7 +165,7 @@ struct Softmax {
     float mixed[CHANNELS] = {};      // of channels CHANNELS g …: its higher digits (p = 0), its lowest (p = 1)
 
     // Whole scores of the keys: lane 4 g + p gets that of key 8 p + g.
-    __device__ static float scores(const Keys &keys, const u32 (&query)[WORDS], int p) {
+    __device__ static float scores(const KeyTile &keys, const u32 (&query)[WORDS], int p) {
         const float high = p == 0 ? 65536.0f : p == 1 ? 1.0f : 0.0f, low = p == 0 ? 256.0f : 0.0f;
         float sum[4];
 #pragma unroll
@@ -252,10 +252,10 @@ __launch_bounds__(32 * WARPS, BLOCKS)
     const Reader reader = {w, w.tables + static_cast<long long>(sequence) * w.table_stride, head,
                            min(max(length - 1, 0) / PAGE, w.columns - 1), g, p};
     Pages pages = reader.pages(block), pages_behind = reader.pages(block + WARPS);
-    after_those_in_front();
-    let_next_in();
+    pdl_wait();
+    pdl_launch_dependents();
     if (rows != 1) return;
-    Keys keys;
+    KeyTile keys;
     if (block < end) reader.read(keys, pages, block);
     const u16 *q = w.q + static_cast<long long>(row) * w.q_stride + head * w.q_head;
     const float scale = w.scale * split_query(digits, q);
@@ -281,9 +281,9 @@ __launch_bounds__(32 * WARPS, BLOCKS)
     __syncthreads();
     join_warps(found);
     if (SPLITS > 1)
-        cluster_share();
+        cluster_sync();
     else
         __syncthreads();
     finish(found, w.out + (static_cast<long long>(row) * w.heads + head) * DIM, split, ONE);
-    if (SPLITS > 1) cluster_share(); // a block that ended could not be read
+    if (SPLITS > 1) cluster_sync(); // a block that ended could not be read
 }

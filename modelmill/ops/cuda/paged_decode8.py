@@ -10,15 +10,15 @@ from modelmill.ops.cuda import build, launch, paged_decode
 from modelmill.ops.cuda.paged_decode import LOG2E, TYPES
 
 # Sizes of paged_decode8.cu; blocks whose registers fit a multiprocessor together.
-KEYS, WARPS, BLOCKS = 32, 4, 4
+KEYS, WARPS, BLOCKS_PER_SM = 32, 4, 4
 
 
-def available(kind: str) -> str | None:
+def available(device_type: str) -> str | None:
     """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    return build.serves(kind, "paged_decode8", _macros(torch.bfloat16, 128, 16, 1))
+    return build.why_unavailable(device_type, "paged_decode8", _kernel_macros(torch.bfloat16, 128, 16, 1))
 
 
-def serves(
+def supports_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -35,17 +35,17 @@ def serves(
     _, kv_heads, _, dim = k_cache.shape
     if k_cache.dtype != torch.int8 or v_cache.dtype != torch.int8 or q.shape[1] != kv_heads or dim not in (64, 128):
         return False
-    return q.stride(2) == 1 and paged_decode.readable((k_cache, v_cache, k_scale, v_scale), indices)
+    return q.stride(2) == 1 and paged_decode.supports_cache((k_cache, v_cache, k_scale, v_scale), indices)
 
 
-def forms(heads: int, most: int, longest: int, device: int) -> list[tuple[int, int]]:
+def specializations(heads: int, max_sequences: int, max_context: int, device: int) -> list[tuple[int, int]]:
     """(sequences, bound on their context) of decode steps, one for each form of the kernel that they may meet.
 
-    most, longest: sequences of a step, keys that a query of one sees.
+    max_sequences, max_context: sequences of a step, keys that a query of one sees.
     """
-    room = BLOCKS * launch.multiprocessors(device)
-    return paged_decode.forms(
-        lambda batch, keys: paged_decode.splits_of(batch * heads, keys, room, KEYS * WARPS), most, longest
+    room = BLOCKS_PER_SM * launch.sm_count(device)
+    return paged_decode.specializations(
+        lambda batch, keys: paged_decode.num_splits(batch * heads, keys, room, KEYS * WARPS), max_sequences, max_context
     )
 
 
@@ -66,14 +66,23 @@ def run(
     _, heads, page, dim = caches[0].shape
     pairs = tables.shape[0] * heads
     keys = max_context if window is None else min(max_context, window)
-    room = BLOCKS * launch.multiprocessors(q.get_device())
-    splits = paged_decode.splits_of(pairs, keys, room, KEYS * WARPS)
-    pointers = launch.addresses(q, *caches, *indices, out)
+    room = BLOCKS_PER_SM * launch.sm_count(q.get_device())
+    splits = paged_decode.num_splits(pairs, keys, room, KEYS * WARPS)
+    pointers = launch.data_pointers(q, *caches, *indices, out)
     counts = (heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
     work = struct.pack("=9Q6if4x", *pointers, *counts, scale * LOG2E)
-    paged_decode.start(q, "paged_decode8", _macros(q.dtype, dim, page, splits), WARPS, pairs * splits, work)
+    paged_decode.launch_decode(
+        q, "paged_decode8", _kernel_macros(q.dtype, dim, page, splits), WARPS, pairs * splits, work
+    )
     return out
 
 
-def _macros(dtype: torch.dtype, dim: int, page: int, splits: int) -> tuple[str, ...]:
-    return (f"DIM={dim}", f"PAGE={page}", f"SPLITS={splits}", f"WARPS={WARPS}", f"BLOCKS={BLOCKS}", *TYPES[dtype])
+def _kernel_macros(dtype: torch.dtype, dim: int, page: int, splits: int) -> tuple[str, ...]:
+    return (
+        f"DIM={dim}",
+        f"PAGE={page}",
+        f"SPLITS={splits}",
+        f"WARPS={WARPS}",
+        f"BLOCKS={BLOCKS_PER_SM}",
+        *TYPES[dtype],
+    )

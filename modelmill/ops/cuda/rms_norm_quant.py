@@ -1,10 +1,10 @@
-"""RMSNorm to 8 bits in another order of columns (norm_order.cu); all else is Triton's."""
+"""RMSNorm to 8 bits in another order of columns (rmsnorm_quant_permute.cu); all else is Triton's."""
 
 from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda import norm_order
+from modelmill.ops.cuda import rmsnorm_quant_permute
 from modelmill.ops.cuda.build import available as available
 
 
@@ -12,25 +12,25 @@ def supports(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
-    """As ``norm_order.fits``."""
-    return norm_order.fits(x, weight, kind, (factor, zero, order))
+    """As ``rmsnorm_quant_permute.supports_rows``."""
+    return rmsnorm_quant_permute.supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
 
 
 def run(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
-    return norm_order.norm(x, None, weight, eps, kind, (factor, zero, order), bits)
+    return rmsnorm_quant_permute.rms_norm_quant(x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits)

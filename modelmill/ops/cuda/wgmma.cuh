@@ -10,7 +10,7 @@
 // multiples of 1,024 bytes: 8 rows of 64 values. A larger matrix is several of these, in an order of its own.
 #pragma once
 #include "hopper.cuh"
-#include "numbers.cuh"
+#include "half_types.cuh"
 
 constexpr u32 EIGHT_ROWS = 8 * 128; // bytes
 
@@ -21,48 +21,48 @@ __device__ inline u64 descriptor(u32 address, u32 across, u32 down) {
 
 // The summed-over values run along the rows (Q and K: the head's dimension). The next 8 rows lie ``down`` bytes further.
 // 16 values further is 32 bytes further, even though swizzled: the hardware exchanges pieces by the address that results.
-__device__ inline u64 along_rows(u32 address, u32 down) {
+__device__ inline u64 k_major_descriptor(u32 address, u32 down) {
     return descriptor(address, 16, down);
 }
 
 // The summed-over index is the row (V: a row for each key). The next 64 columns lie ``across`` bytes further, the next
 // 8 rows ``down``.
-__device__ inline u64 along_columns(u32 address, u32 across, u32 down) {
+__device__ inline u64 mn_major_descriptor(u32 address, u32 across, u32 down) {
     return descriptor(address, across, down);
 }
 
 // Registers that the warpgroup has written may be read by the products that follow.
-__device__ inline void products_begin() {
+__device__ inline void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
 // The products issued since the last call become one group.
-__device__ inline void products_end() {
+__device__ inline void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // Tells the compiler, which does not know that products run on after their instruction, that d changes here.
 template <int COUNT>
-__device__ inline void changed(float (&d)[COUNT]) {
+__device__ inline void wgmma_fence_operand(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 template <int COUNT>
-__device__ inline void changed(u32 (&d)[COUNT]) {
+__device__ inline void wgmma_fence_operand(u32 (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 template <int COUNT>
-__device__ inline void changed(int (&d)[COUNT]) {
+__device__ inline void wgmma_fence_operand(int (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 // Waits until at most LEFT groups are running.
 template <int LEFT>
-__device__ inline void products_wait() {
+__device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
@@ -85,36 +85,36 @@ __device__ inline void products_wait() {
     NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "    \
              "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A and B in shared memory, both along_rows.
-__device__ inline void product(float (&d)[16], u64 a, u64 b, int add) {
+// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A and B in shared memory, both k_major_descriptor.
+__device__ inline void wgmma(float (&d)[16], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %18, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" NAMES_16 "}, %16, %17, add, 1, 1, 0, 0; }"
                  : HOLD_16(d, 0)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product(float (&d)[32], u64 a, u64 b, int add) {
+__device__ inline void wgmma(float (&d)[32], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_32 "}, %32, %33, add, 1, 1, 0, 0; }"
                  : HOLD_32(d, 0)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product(float (&d)[48], u64 a, u64 b, int add) {
+__device__ inline void wgmma(float (&d)[48], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %50, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" NAMES_48 "}, %48, %49, add, 1, 1, 0, 0; }"
                  : HOLD_16(d, 0), HOLD_32(d, 16)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product(float (&d)[64], u64 a, u64 b, int add) {
+__device__ inline void wgmma(float (&d)[64], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NAMES_64 "}, %64, %65, add, 1, 1, 0, 0; }"
                  : HOLD_32(d, 0), HOLD_32(d, 32)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product(float (&d)[112], u64 a, u64 b, int add) {
+__device__ inline void wgmma(float (&d)[112], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %114, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n224k16.f32." TYPE "." TYPE " {" NAMES_112
                  "}, %112, %113, add, 1, 1, 0, 0; }"
@@ -122,7 +122,7 @@ __device__ inline void product(float (&d)[112], u64 a, u64 b, int add) {
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product(float (&d)[128], u64 a, u64 b, int add) {
+__device__ inline void wgmma(float (&d)[128], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" NAMES_128
                  "}, %128, %129, add, 1, 1, 0, 0; }"
@@ -130,23 +130,23 @@ __device__ inline void product(float (&d)[128], u64 a, u64 b, int add) {
                  : "l"(a), "l"(b), "r"(add));
 }
 
-// D += A · B, A in registers, B in shared memory along_columns.
-__device__ inline void product(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+// D += A · B, A in registers, B in shared memory mn_major_descriptor.
+__device__ inline void wgmma(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_32
                  "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
                  : HOLD_32(d, 0)
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
-__device__ inline void product(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+__device__ inline void wgmma(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NAMES_64
                  "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
                  : HOLD_32(d, 0), HOLD_32(d, 32)
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
-// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A in registers, B in shared memory along_rows.
-__device__ inline void product(float (&d)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
+// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A in registers, B in shared memory k_major_descriptor.
+__device__ inline void wgmma(float (&d)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %21, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" NAMES_16
                  "}, {%16, %17, %18, %19}, %20, add, 1, 1, 0; }"
@@ -154,7 +154,7 @@ __device__ inline void product(float (&d)[16], u32 a0, u32 a1, u32 a2, u32 a3, u
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
 }
 
-__device__ inline void product(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
+__device__ inline void wgmma(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_32
                  "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0; }"

@@ -22,35 +22,35 @@ typedef int Sum;
 #define KEEP_64(d, i) KEEP_32(d, i), KEEP_32(d, i + 32)
 
 // add = 0: D is set instead.
-__device__ inline void product8(Sum (&d)[16], u64 a, u64 b, int add) {
+__device__ inline void wgmma_8bit(Sum (&d)[16], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %18, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k32" KINDS "{" NAMES_16 "}, %16, %17, add" SIGNS "; }"
                  : KEEP_16(d, 0)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product8(Sum (&d)[32], u64 a, u64 b, int add) {
+__device__ inline void wgmma_8bit(Sum (&d)[32], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k32" KINDS "{" NAMES_32 "}, %32, %33, add" SIGNS "; }"
                  : KEEP_32(d, 0)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product8(Sum (&d)[64], u64 a, u64 b, int add) {
+__device__ inline void wgmma_8bit(Sum (&d)[64], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k32" KINDS "{" NAMES_64 "}, %64, %65, add" SIGNS "; }"
                  : KEEP_64(d, 0)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product8(Sum (&d)[96], u64 a, u64 b, int add) {
+__device__ inline void wgmma_8bit(Sum (&d)[96], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %98, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n192k32" KINDS "{" NAMES_96 "}, %96, %97, add" SIGNS "; }"
                  : KEEP_64(d, 0), KEEP_32(d, 64)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ inline void product8(Sum (&d)[128], u64 a, u64 b, int add) {
+__device__ inline void wgmma_8bit(Sum (&d)[128], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n256k32" KINDS "{" NAMES_128 "}, %128, %129, add" SIGNS "; }"
                  : KEEP_64(d, 0), KEEP_64(d, 64)

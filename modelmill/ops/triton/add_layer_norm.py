@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.layer_norms import fits, norm
+from modelmill.ops.triton.layer_norm_quant import layer_norm_quant, supports_rows
 
 
 def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> bool:
     """As ``layer_norms.fits``, x and residual alike."""
-    return x.dtype == residual.dtype and x.shape == residual.shape and fits(x)
+    return x.dtype == residual.dtype and x.shape == residual.shape and supports_rows(x)
 
 
 def run(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference."""
-    out, _, total = norm(x, residual, weight, bias, eps)
+    out, _, total = layer_norm_quant(x, residual, weight, bias, eps)
     return out, total

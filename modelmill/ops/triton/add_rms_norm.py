@@ -6,33 +6,33 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.device import as_rows, row_launch
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import row_launch, rows_of
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.quick import Quick
-from modelmill.ops.triton.rms_norm import WIDEST
+from modelmill.ops.triton.fast_launch import CachedLauncher
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.rms_norm import MAX_WIDTH
 
 
 def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
     """Rows up to 32,768 wide, all of one dtype and x and residual of one shape."""
     same = x.dtype == residual.dtype == weight.dtype and x.shape == residual.shape
-    return same and x.shape[-1] <= WIDEST and x.numel() > 0
+    return same and x.shape[-1] <= MAX_WIDTH and x.numel() > 0
 
 
 def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference; the sum is written over ``residual`` where that is contiguous."""
-    flat, held = rows_of(x), rows_of(residual)
+    flat, held = as_rows(x), as_rows(residual)
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     total = residual if residual.is_contiguous() else torch.empty_like(out).view(x.shape)
     share, block, warps = row_launch(flat)
-    early, fixed = launch(x.device, rows), (width, flat.stride(0), held.stride(0))
-    _quick(
+    early, fixed = pdl_launch_options(x.device, rows), (width, flat.stride(0), held.stride(0))
+    _launcher(
         (-(-rows // share), 1, 1),
         (flat, held, weight, out, total),
         (rows, *fixed, eps),
         fixed,
-        (share, block, early["EARLY"]),
+        (share, block, early["PDL"]),
         {"num_warps": warps, "launch_pdl": early["launch_pdl"]},
     )
     return out.view(x.shape), total
@@ -41,13 +41,13 @@ def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: floa
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, rows, width, x_stride, residual_stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
-    enter(EARLY)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     held = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
     # Rounded to the stream's dtype before the statistics, as the unfused pair of ops would.
@@ -60,4 +60,4 @@ def _kernel(
     tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)
 
 
-_quick = Quick(_kernel)
+_launcher = CachedLauncher(_kernel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.norm_quant import fits, norm
+from modelmill.ops.triton.norm_quant import rms_norm_quant, supports_rows
 
 
 def supports(
@@ -13,14 +13,18 @@ def supports(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
     """As ``norm_quant.fits``, x and residual of one shape and dtype."""
-    return x.dtype == residual.dtype and x.shape == residual.shape and fits(x, weight, kind, (factor, zero, order))
+    return (
+        x.dtype == residual.dtype
+        and x.shape == residual.shape
+        and supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
+    )
 
 
 def run(
@@ -28,11 +32,11 @@ def run(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """As the reference; the sum is written over ``residual`` where that is contiguous."""
-    return norm(x, residual, weight, eps, kind, (factor, zero, order), bits)
+    return rms_norm_quant(x, residual, weight, eps, dtype, (inv_scale, zero_point, perm), bits)

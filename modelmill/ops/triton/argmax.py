@@ -8,9 +8,9 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import power_of_two
-from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-_FEW_ROWS = 6  # up to so many, smaller chunks fill the chip
+_SMALL_BATCH_ROWS = 6  # up to so many, smaller chunks fill the chip
 
 
 def supports(logits: torch.Tensor) -> bool:
@@ -21,22 +21,22 @@ def supports(logits: torch.Tensor) -> bool:
 def run(logits: torch.Tensor) -> torch.Tensor:
     """As the reference."""
     rows, vocab = logits.shape
-    chunk = 1024 if rows <= _FEW_ROWS else 8192
+    chunk = 1024 if rows <= _SMALL_BATCH_ROWS else 8192
     count = -(-vocab // chunk)
     best = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    how = launch(logits.device, rows)
-    _chunks[(count, rows)](
+    how = pdl_launch_options(logits.device, rows)
+    _chunk_best[(count, rows)](
         logits, logits.stride(0), vocab, best, count, CHUNK=chunk, num_warps=4 if chunk == 1024 else 8, **how
     )
-    _best[(rows,)](best, out, count, CHUNKS=power_of_two(count), num_warps=1, **how)
+    _merge_best[(rows,)](best, out, count, CHUNKS=power_of_two(count), num_warps=1, **how)
     return out
 
 
 @triton.jit(do_not_specialize=["vocab", "count"])
-def _chunks(logits_ptr, stride, vocab, best_ptr, count, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+def _chunk_best(logits_ptr, stride, vocab, best_ptr, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One whole number a chunk: the value in the order of the floats above, the id below, lower ids larger."""
-    enter(EARLY)
+    pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * stride + at, mask=at < vocab, other=float("-inf"))
@@ -49,8 +49,8 @@ def _chunks(logits_ptr, stride, vocab, best_ptr, count, CHUNK: tl.constexpr, EAR
 
 
 @triton.jit(do_not_specialize=["count"])
-def _best(best_ptr, out_ptr, count, CHUNKS: tl.constexpr, EARLY: tl.constexpr):
-    enter(EARLY)
+def _merge_best(best_ptr, out_ptr, count, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, CHUNKS)
     best = tl.max(tl.load(best_ptr + row * count + index, mask=index < count, other=-9223372036854775807))

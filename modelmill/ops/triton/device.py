@@ -13,12 +13,12 @@ from modelmill.core import env
 INTERPRETED = env.triton_interpret()
 
 
-def available(kind: str) -> str | None:
+def available(device_type: str) -> str | None:
     """None where Triton kernels run on a device of this kind ("cuda", "cpu"), else the reason why not."""
-    if kind == "cpu":
+    if device_type == "cpu":
         return None if INTERPRETED else "Triton needs a GPU (its interpreter is for tests)"
-    if kind != "cuda":
-        return f"Triton kernels are not written for {kind}"
+    if device_type != "cuda":
+        return f"Triton kernels are not written for {device_type}"
     if INTERPRETED:
         return "TRITON_INTERPRET=1 is set"
     if not torch.cuda.is_available():
@@ -29,7 +29,7 @@ def available(kind: str) -> str | None:
 
 
 @functools.lru_cache
-def multiprocessors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; a small stand-in for the CPU, so that tests walk the split paths too."""
     if device.type != "cuda":
         return 2
@@ -37,7 +37,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.lru_cache
-def shared_bytes(device: torch.device) -> int:
+def max_shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may take; Hopper's where there is no GPU."""
     if device.type != "cuda":
         return 227 << 10
@@ -46,18 +46,18 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @functools.lru_cache
-def early_launch(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one in front of it has ended (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.lru_cache
-def knows_fp8(device: torch.device) -> bool:
+def supports_fp8(device: torch.device) -> bool:
     """Whether kernels can read and write e4m3 (compute capability 8.9 and later, and the interpreter)."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def widens_for(x: torch.Tensor) -> bool:
+def dequantizes_in_kernel(x: torch.Tensor) -> bool:
     """Whether a product of x [T, K] widens narrow weights on the way: of 16 bits always, of float32 up to 16 rows.
 
     Beyond, cuBLAS makes better use of the float32 units; no kernel adds up in float64.
@@ -70,19 +70,19 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x as [rows, H] with its columns contiguous; a view wherever the layout allows one."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def flat_launch(x: torch.Tensor) -> tuple[int, int, int]:
+def elementwise_launch(x: torch.Tensor) -> tuple[int, int, int]:
     """(programs, values of each, warps) for kernels that take the values of x one by one, whatever its shape.
 
     A few values need small blocks to reach every multiprocessor.
     """
     count = x.numel()
-    block = 256 if count < 4096 * multiprocessors(x.device) else 2048
+    block = 256 if count < 4096 * sm_count(x.device) else 2048
     return -(-count // block), block, max(1, block // 256)
 
 
@@ -94,5 +94,5 @@ def row_launch(x: torch.Tensor) -> tuple[int, int, int]:
     """
     rows, width = x.shape
     block = power_of_two(width)
-    share = max(1, min(1024 // block, power_of_two(max(rows // (4 * multiprocessors(x.device)), 1))))
+    share = max(1, min(1024 // block, power_of_two(max(rows // (4 * sm_count(x.device)), 1))))
     return share, block, max(1, min(16, share * block // 512))

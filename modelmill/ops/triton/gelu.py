@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.device import INTERPRETED, flat_launch
+from modelmill.ops.triton.device import INTERPRETED, elementwise_launch
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
 
 def supports(x: torch.Tensor) -> bool:
@@ -19,27 +19,25 @@ def supports(x: torch.Tensor) -> bool:
 def run(x: torch.Tensor) -> torch.Tensor:
     """As the reference, rounded once."""
     out = torch.empty_like(x)
-    programs, block, warps = flat_launch(x)
+    programs, block, warps = elementwise_launch(x)
     _kernel[(programs,)](
         x, out, x.numel(), ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block, num_warps=warps,
-        **launch(x.device, x.numel() // x.shape[-1]),
+        **pdl_launch_options(x.device, x.numel() // x.shape[-1]),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _kernel(
-    x_ptr, out_ptr, count, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
+def _kernel(x_ptr, out_ptr, count, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    enter(EARLY)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    tl.store(out_ptr + at, bent(x.to(tl.float32), ROUGH, ASSEMBLY).to(x.dtype), mask=inside)
+    tl.store(out_ptr + at, gelu_value(x.to(tl.float32), ROUGH, ASSEMBLY).to(x.dtype), mask=inside)
 
 
 @triton.jit
-def bent(x, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
+def gelu_value(x, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
     """x · Φ(x) of float32 values. ROUGH: of values that had 8 or 11 bits, by the tanh form, a quarter of the work."""
     if ROUGH:
         return 0.5 * x * (1.0 + _tanh(x * (0.7978845608028654 + 0.035677406412765714 * x * x), ASSEMBLY))

@@ -7,24 +7,26 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import flat_launch
-from modelmill.ops.triton.early import enter, launch
+from modelmill.ops.triton.device import elementwise_launch
 from modelmill.ops.triton.gelu import supports as supports
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
 
 def run(x: torch.Tensor) -> torch.Tensor:
     """As the reference, rounded once."""
     out = torch.empty_like(x)
-    programs, block, warps = flat_launch(x)
-    _kernel[(programs,)](x, out, x.numel(), BLOCK=block, num_warps=warps, **launch(x.device, x.numel() // x.shape[-1]))
+    programs, block, warps = elementwise_launch(x)
+    _kernel[(programs,)](
+        x, out, x.numel(), BLOCK=block, num_warps=warps, **pdl_launch_options(x.device, x.numel() // x.shape[-1])
+    )
     return out
 
 
 @triton.jit
-def _kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    enter(EARLY)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     # (1 + tanh u) / 2 = sigmoid(2u): nothing cancels for small or very negative u.

@@ -54,12 +54,12 @@ def run(
     assert fill is not None or (height % tall == 0 and width % wide == 0), "windows over the edge need a fill"
     fill = None if fill is None else fill.to(qkv.dtype).contiguous()
     if rel_h is not None and rel_w is not None:
-        relative_attention.attend(qkv, (tall, wide), fill, rel_h, rel_w, out)
+        relative_attention.relative_attention(qkv, (tall, wide), fill, rel_h, rel_w, out)
         return out
     outside, table = qkv if fill is None else fill, qkv if bias is None else bias.contiguous()
-    block_m, block_n, warps, stages = _tiling(tall * wide, qkv)
+    block_m, block_n, warps, stages = _launch_config(tall * wide, qkv)
     grid = (-(-(tall * wide) // block_m), heads, batch * rows * columns)
-    _attend[grid](
+    _image_attention_kernel[grid](
         qkv, outside, table, out, dim**-0.5,
         height, width, rows, columns, *qkv.stride()[:5],
         HEADS=heads, DIM=dim, TALL=tall, WIDE=wide, TABLE=bias is not None, PADDED=fill is not None,
@@ -68,7 +68,7 @@ def run(
     return out
 
 
-def _tiling(tokens: int, qkv: torch.Tensor) -> tuple[int, int, int, int]:
+def _launch_config(tokens: int, qkv: torch.Tensor) -> tuple[int, int, int, int]:
     """(queries, keys, warps, stages) of a block."""
     if qkv.dtype == torch.float32:
         return 16, 32, 4, 1
@@ -76,7 +76,7 @@ def _tiling(tokens: int, qkv: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 @triton.jit
-def _attend(
+def _image_attention_kernel(
     qkv_ptr, fill_ptr, table_ptr, out_ptr, scale,
     height, width, rows, columns, batch_stride, y_stride, x_stride, part_stride, head_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,

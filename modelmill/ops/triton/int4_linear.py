@@ -17,17 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.dequant import linear
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.groups import supports as supports
-from modelmill.ops.triton.quick import Quick
-from modelmill.ops.triton.written import product
+from modelmill.ops.triton.fast_launch import CachedLauncher
+from modelmill.ops.triton.groupwise import supports as supports
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-ZERO = 8  # the code of 0 where there are no offsets
+ZERO_POINT = 8  # the code of 0 where there are no offsets
 # columns of a chunk at most: two products with 64 columns each
 CHUNK = 128
-RAISED = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
-MOST = 64  # rows in 16 bits
+EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
+MAX_ROWS = 64  # rows in 16 bits
 
 
 def run(
@@ -41,28 +41,28 @@ def run(
     """As the reference; sums in float32."""
     tokens, k = x.shape
     n = weight.shape[0]
-    if tokens > MOST:
-        return product(x, unpacked(weight, scale, offset, group, k, x.dtype), bias)
+    if tokens > MAX_ROWS:
+        return linear(x, dequantize_weight(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    block_t, block_n, stages, warps = _sizes(tokens, n)
-    _int4[(-(-n // block_n), -(-tokens // block_t))](
+    block_t, block_n, stages, warps = _launch_config(tokens, n)
+    _int4_gemm_kernel[(-(-n // block_n), -(-tokens // block_t))](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
         tokens, n, k, weight.shape[1], x.stride(0), weight.stride(0), scale.stride(0), out.stride(0),
-        OFFSET=offset is not None, BIAS=bias is not None, ZERO=ZERO, GROUP=group, CHUNK=math.gcd(group, CHUNK),
-        RAISED=RAISED[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps,
-        **launch(x.device, tokens),
+        OFFSET=offset is not None, BIAS=bias is not None, ZERO=ZERO_POINT, GROUP=group, CHUNK=math.gcd(group, CHUNK),
+        RAISED=EXPONENT_BIAS[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps,
+        **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
     return out
 
 
-def _sizes(tokens: int, n: int) -> tuple[int, int, int, int]:
+def _launch_config(tokens: int, n: int) -> tuple[int, int, int, int]:
     """(tokens, rows) of a program, stages, warps. Few tokens: small programs, so that all of memory is busy."""
     if tokens <= 16:
         return 16, 16 if n <= 16384 else 32, 6, 4
     return 32 if tokens <= 32 else 64, 64, 4, 4
 
 
-def unpacked(
+def dequantize_weight(
     weight: torch.Tensor,
     scale: torch.Tensor,
     offset: torch.Tensor | None,
@@ -75,19 +75,19 @@ def unpacked(
     out = torch.empty((n, columns), dtype=dtype, device=weight.device)
     rows, runs = 2, 64
     fixed = (n, columns, width, weight.stride(0), scale.stride(0))
-    _quick(
+    _launcher(
         (-(-n // rows), -(-width // (16 * runs)), 1),
         (weight, scale, scale if offset is None else offset, out),
         fixed,
         fixed,
-        (offset is not None, ZERO, group, rows, runs),
+        (offset is not None, ZERO_POINT, group, rows, runs),
         {"num_warps": 2},
     )
     return out
 
 
 @triton.jit
-def _unpack(
+def _dequantize_kernel(
     weight_ptr, scale_ptr, offset_ptr, out_ptr, n, k, width, stride, grid_stride,
     OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
@@ -113,15 +113,15 @@ def _unpack(
     tl.store(target + 16, high.to(out_ptr.dtype.element_ty), mask=inside & (column + 16 < k))
 
 
-_quick = Quick(_unpack)
+_launcher = CachedLauncher(_dequantize_kernel)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _int4(
+def _int4_gemm_kernel(
     x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr,
     tokens, n, k, width, x_stride, stride, grid_stride, out_stride,
     OFFSET: tl.constexpr, BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    RAISED: tl.constexpr, EARLY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    RAISED: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end repeat the last one: a load without a mask is cheaper
@@ -132,15 +132,15 @@ def _int4(
     weight_at = weight_ptr + held[:, None] * stride + byte[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride
     live = (token < tokens)[None, :]
-    enter(EARLY)
+    pdl_wait(PDL)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in range(0, k, CHUNK):
         codes = tl.load(weight_at + start // 2, mask=(byte < width - start // 2)[None, :], other=0)
         column = start + low
         x_low = tl.load(x_at + column[:, None], mask=live & (column < k)[:, None], other=0.0)
         x_high = tl.load(x_at + (column + 16)[:, None], mask=live & (column + 16 < k)[:, None], other=0.0)
-        part = tl.dot(_raised(codes & 15, x_low, RAISED), x_low, input_precision="ieee")
-        part = tl.dot(_raised(codes >> 4, x_low, RAISED), x_high, part, input_precision="ieee")
+        part = tl.dot(_biased_codes(codes & 15, x_low, RAISED), x_low, input_precision="ieee")
+        part = tl.dot(_biased_codes(codes >> 4, x_low, RAISED), x_high, part, input_precision="ieee")
         sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
         group = start // GROUP
         scale = tl.load(scale_ptr + held * grid_stride + group).to(tl.float32)
@@ -156,7 +156,7 @@ def _int4(
 
 
 @triton.jit
-def _raised(codes, like, RAISED: tl.constexpr):
+def _biased_codes(codes, like, RAISED: tl.constexpr):
     """Codes 0…15 as numbers of ``like``'s type, RAISED added."""
     if RAISED == 0:
         return codes.to(like.dtype)

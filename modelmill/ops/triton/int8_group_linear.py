@@ -11,15 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.dequant import dequantize, linear
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.groups import supports as supports
-from modelmill.ops.triton.written import product, written
+from modelmill.ops.triton.groupwise import supports as supports
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
 CHUNK = 128  # columns of a product at most
 # rows of x up to … → those and rows of the weight of a program, stages, warps
-SIZES = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
-MOST = SIZES[-1][0]
+LAUNCH_CONFIGS = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
+MAX_ROWS = LAUNCH_CONFIGS[-1][0]
 
 
 def run(
@@ -33,23 +33,23 @@ def run(
     """As the reference; sums in float32."""
     tokens, k = x.shape
     n = weight.shape[0]
-    if tokens > MOST:
-        return product(x, written(weight, scale, offset, group, k, x.dtype), bias)
+    if tokens > MAX_ROWS:
+        return linear(x, dequantize(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    block_t, block_n, stages, warps = next(sizes[1:] for sizes in SIZES if tokens <= sizes[0])
-    _int8_group[(-(-n // block_n),)](
+    block_t, block_n, stages, warps = next(sizes[1:] for sizes in LAUNCH_CONFIGS if tokens <= sizes[0])
+    _int8_group_gemm_kernel[(-(-n // block_n),)](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), scale.stride(0),
         OFFSET=offset is not None, BIAS=bias is not None, GROUP=group, CHUNK=math.gcd(group, CHUNK),
-        BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps, **launch(x.device, tokens),
+        BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps, **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _int8_group(
+def _int8_group_gemm_kernel(
     x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride, grid_stride,
-    OFFSET: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -60,7 +60,7 @@ def _int8_group(
     weight_at = weight_ptr + held[:, None] * stride + column[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
     live = (token < tokens)[None, :]
-    enter(EARLY)
+    pdl_wait(PDL)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in range(0, k, CHUNK):
         inside = column < k - start

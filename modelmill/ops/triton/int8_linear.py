@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.triton import sizes
+from modelmill.ops.triton import launch_configs
+from modelmill.ops.triton.dequant import dequantize, linear
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import widens_for
-from modelmill.ops.triton.linear import tile, vector
-from modelmill.ops.triton.sizes import Chosen, Key, Sizes
-from modelmill.ops.triton.sizes import key_of as key_of
-from modelmill.ops.triton.written import product, written
+from modelmill.ops.triton.device import dequantizes_in_kernel
+from modelmill.ops.triton.launch_configs import GemmKey, LaunchConfig, TunedConfigs
+from modelmill.ops.triton.launch_configs import gemm_key as gemm_key
+from modelmill.ops.triton.linear import gemm_small_m, gemv
 
-MANY = 257
+DEQUANT_MIN_ROWS = 257
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Any number of rows in 16 bit, up to 16 in float32; rows of x and weight contiguous."""
     if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
-    return widens_for(x)
+    return dequantizes_in_kernel(x)
 
 
-def candidates(key: Key) -> tuple[Sizes, ...]:
+def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
     """The launch sizes that may be chosen for a product."""
-    return sizes.candidates(key, 1)
+    return launch_configs.candidates(key, 1)
 
 
 def run(
@@ -36,14 +36,14 @@ def run(
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    chosen: Chosen | None = None,
+    configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
     """As the reference, sums in float32: the integers in x's dtype, then scale and bias; of MANY rows scaled first."""
-    if x.shape[0] >= MANY:
-        return product(x, written(weight, scale, None, x.shape[1], x.shape[1], x.dtype), bias)
+    if x.shape[0] >= DEQUANT_MIN_ROWS:
+        return linear(x, dequantize(weight, scale, None, x.shape[1], x.shape[1], x.dtype), bias)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
-        vector(x, weight, scale, bias, out, chosen)
+        gemv(x, weight, scale, bias, out, configs)
     else:
-        tile(x, weight, scale, bias, out, chosen)
+        gemm_small_m(x, weight, scale, bias, out, configs)
     return out

@@ -6,26 +6,26 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.device import as_rows, row_launch
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import row_launch, rows_of
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.rms_norm import WIDEST
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.rms_norm import MAX_WIDTH
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> bool:
     """Rows up to 32,768 wide."""
-    return x.shape[-1] <= WIDEST and x.numel() > 0
+    return x.shape[-1] <= MAX_WIDTH and x.numel() > 0
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference; one rounding, at the store."""
-    flat = rows_of(x)
+    flat = as_rows(x)
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     share, block, warps = row_launch(flat)
     _kernel[(-(-rows // share),)](
         flat, weight, bias, out, rows, width, flat.stride(0), eps,
-        ROWS=share, BLOCK=block, num_warps=warps, **launch(x.device, rows),
+        ROWS=share, BLOCK=block, num_warps=warps, **pdl_launch_options(x.device, rows),
     )  # fmt: skip
     return out.view(x.shape)
 
@@ -33,14 +33,14 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, rows, width, stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    enter(EARLY)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     wide = x.to(tl.float32)
     mean = tl.sum(wide, axis=1) / width

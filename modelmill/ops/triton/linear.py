@@ -14,47 +14,47 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton import sizes
+from modelmill.ops.triton import launch_configs
 from modelmill.ops.triton.device import INTERPRETED
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.sizes import Chosen, Key, Sizes
-from modelmill.ops.triton.sizes import key_of as key_of
+from modelmill.ops.triton.launch_configs import GemmKey, LaunchConfig, TunedConfigs
+from modelmill.ops.triton.launch_configs import gemm_key as gemm_key
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-MOST = 16
+MAX_ROWS = 16
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """One row in any dtype; up to 16 rows in 16 bit; rows of x and weight contiguous."""
     if x.dim() != 2 or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype != weight.dtype:
         return False
-    return x.shape[0] == 1 or (2 <= x.shape[0] <= MOST and x.dtype != torch.float32)
+    return x.shape[0] == 1 or (2 <= x.shape[0] <= MAX_ROWS and x.dtype != torch.float32)
 
 
-def candidates(key: Key) -> tuple[Sizes, ...]:
+def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
     """The launch sizes that may be chosen for a product; none where it is cuBLAS's work."""
-    return sizes.candidates(key, key[3].itemsize) if key[0] <= MOST else ()
+    return launch_configs.candidates(key, key[3].itemsize) if key[0] <= MAX_ROWS else ()
 
 
 def run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, chosen: Chosen | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, configs: TunedConfigs | None = None
 ) -> torch.Tensor:
-    """As the reference, sums in float32. chosen: launch sizes for this device; the rest have defaults."""
+    """As the reference, sums in float32. configs: launch sizes for this device; the rest have defaults."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
-        vector(x, weight, None, bias, out, chosen)
+        gemv(x, weight, None, bias, out, configs)
     else:
-        tile(x, weight, None, bias, out, chosen)
+        gemm_small_m(x, weight, None, bias, out, configs)
     return out
 
 
-def vector(
+def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    chosen: Chosen | None = None,
+    configs: TunedConfigs | None = None,
 ) -> None:
     """out[0] = x[0] · weightᵀ (· scale) (+ bias): x [1, K], weight [N, K], scale and bias [N].
 
@@ -62,43 +62,43 @@ def vector(
     """
     n, k = weight.shape
     gated = out.shape[1] != n
-    rows, block, warps = sizes.strip(x, weight, chosen, gated=gated)
-    _vector[(-(-n // rows),)](
+    rows, block, warps = launch_configs.gemv_config(x, weight, configs, gated=gated)
+    _gemv_kernel[(-(-n // rows),)](
         x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k, weight.stride(0),
         GATED=gated, SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED,
         EVEN=k % block == 0, ONCE=k <= block, BLOCK_N=rows, BLOCK_K=block, num_warps=warps,
-        **launch(x.device, x.shape[0]),
+        **pdl_launch_options(x.device, x.shape[0]),
     )  # fmt: skip
 
 
-def tile(
+def gemm_small_m(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    chosen: Chosen | None = None,
+    configs: TunedConfigs | None = None,
 ) -> None:
     """As ``vector`` for several rows: x [T, K], weight [N, K], scale and bias [N]."""
     tokens, k = x.shape
     n = weight.shape[0]
-    block_t, block_n, block_k, stages, warps = sizes.tiling(x, weight, chosen)
-    _tile[(-(-n // block_n), -(-tokens // block_t))](
+    block_t, block_n, block_k, stages, warps = launch_configs.gemm_config(x, weight, configs)
+    _gemm_kernel[(-(-n // block_n), -(-tokens // block_t))](
         x, weight, x if scale is None else scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0),
         GATED=out.shape[1] != n, SCALE=scale is not None, BIAS=bias is not None,
-        EVEN=k % block_k == 0, AHEAD=tokens <= MOST, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_stages=stages, num_warps=warps, **launch(x.device, tokens),
+        EVEN=k % block_k == 0, AHEAD=tokens <= MAX_ROWS, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_stages=stages, num_warps=warps, **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
 
 
 @triton.jit
-def _vector(
+def _gemv_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n, k, stride,
     GATED: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, ASSEMBLY: tl.constexpr,
-    EVEN: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row, held = _rows(tl.program_id(0), n, GATED, BLOCK_N)
+    row, held = _program_rows(tl.program_id(0), n, GATED, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
     source = weight_ptr + held.to(tl.int64)[:, None] * stride + column[None, :]
     # The weight is used once in a step: it should not push the activations out of the cache. Its first block is on
@@ -107,9 +107,9 @@ def _vector(
         w = tl.load(source, eviction_policy="evict_first")
     else:
         w = tl.load(source, mask=(column < k)[None, :], other=0.0, eviction_policy="evict_first")
-    enter(EARLY)
+    pdl_wait(PDL)
     if ONCE:
-        total = _products(w, x_ptr + column, column < k, SCALE and ASSEMBLY, EVEN)
+        total = _partial_products(w, x_ptr + column, column < k, SCALE and ASSEMBLY, EVEN)
     else:
         total = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
         for start in range(0, k, BLOCK_K):
@@ -118,7 +118,7 @@ def _vector(
                 source + (start + BLOCK_K), mask=(column < left - BLOCK_K)[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
-            total += _products(w, x_ptr + start + column, column < left, SCALE and ASSEMBLY, EVEN)
+            total += _partial_products(w, x_ptr + start + column, column < left, SCALE and ASSEMBLY, EVEN)
             w = ahead
     out = tl.sum(total, axis=1)
     if SCALE:
@@ -127,13 +127,13 @@ def _vector(
         out += tl.load(bias_ptr + held).to(tl.float32)
     out = out.to(out_ptr.dtype.element_ty)
     if GATED:
-        tl.store(out_ptr + row, _gate(out[:, None]).reshape(row.shape), mask=row < n // 2)
+        tl.store(out_ptr + row, _swiglu(out[:, None]).reshape(row.shape), mask=row < n // 2)
     else:
         tl.store(out_ptr + row, out, mask=row < n)
 
 
 @triton.jit
-def _rows(program, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+def _program_rows(program, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """(rows of the output, rows of the weight) of a program: where GATED the latter are of the gate, then of up.
 
     Rows past the end repeat the last one: a load without a mask is cheaper, and their results are not stored.
@@ -149,7 +149,7 @@ def _rows(program, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _gate(total):
+def _swiglu(total):
     """[2·N, T], gate above up, rounded → silu(gate) · up [N, T]."""
     pair = tl.permute(tl.reshape(total, [2, total.shape[0] // 2, total.shape[1]]), (1, 2, 0))
     gate, up = tl.split(pair)
@@ -158,14 +158,14 @@ def _gate(total):
 
 
 @triton.jit
-def _products(w, x_ptr, inside, WIDEN: tl.constexpr, EVEN: tl.constexpr):
+def _partial_products(w, x_ptr, inside, WIDEN: tl.constexpr, EVEN: tl.constexpr):
     """w [N, K] times x [K], the products of eight neighbours, which one thread holds, added: [N, K / 8]."""
     if EVEN:
         x = tl.load(x_ptr)
     else:
         x = tl.load(x_ptr, mask=inside, other=0.0)
     if WIDEN:
-        wide = _widened(w)
+        wide = _int8_to_float32(w)
     else:
         wide = w.to(tl.float32)
     product = wide * x.to(tl.float32)[None, :]
@@ -173,7 +173,7 @@ def _products(w, x_ptr, inside, WIDEN: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _widened(w):
+def _int8_to_float32(w):
     """int8 to float32 without the slow conversion unit.
 
     A byte b, its sign bit flipped, put under the exponent of 2²³ reads as the float 2²³ + 128 + b.
@@ -200,12 +200,12 @@ def _widened(w):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _tile(
+def _gemm_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride, out_stride,
     GATED: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row, held = _rows(tl.program_id(0), n, GATED, BLOCK_N)
+    row, held = _program_rows(tl.program_id(0), n, GATED, BLOCK_N)
     held = held.to(tl.int64)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_K)
@@ -214,7 +214,7 @@ def _tile(
     # The first block is on its way before x may be read, and multiplied last: the loop need not wait for it.
     if AHEAD:
         first_w = tl.load(weight_at, mask=(column < k)[None, :], other=0.0)
-    enter(EARLY)
+    pdl_wait(PDL)
     if AHEAD:
         first_x = tl.load(x_at, mask=(token < tokens)[None, :] & (column < k)[:, None], other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -236,6 +236,6 @@ def _tile(
     target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
     total = total.to(out_ptr.dtype.element_ty)
     if GATED:
-        tl.store(target, _gate(total), mask=(row < n // 2)[:, None] & (token < tokens)[None, :])
+        tl.store(target, _swiglu(total), mask=(row < n // 2)[:, None] & (token < tokens)[None, :])
     else:
         tl.store(target, total, mask=(row < n)[:, None] & (token < tokens)[None, :])

@@ -10,17 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.device import knows_fp8, multiprocessors, power_of_two, rows_of
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.quick import Quick
+from modelmill.ops.triton.device import as_rows, power_of_two, sm_count, supports_fp8
+from modelmill.ops.triton.fast_launch import CachedLauncher
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-WIDEST = 16384
-_LEAST = tl.constexpr(1e-6)
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2²³
+MAX_WIDTH = 16384
+_MIN_AMAX = tl.constexpr(1e-6)
+_ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
-def fits(
-    x: torch.Tensor, weight: torch.Tensor | None, kind: torch.dtype, per_column: tuple[torch.Tensor | None, ...]
+def supports_rows(
+    x: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype, per_column: tuple[torch.Tensor | None, ...]
 ) -> bool:
     """A device that knows the type; rows up to 16,384 wide (32,768 without norm) of the weight's dtype; factors,
     zero-points and orders packed, of their dtypes."""
@@ -34,75 +34,75 @@ def fits(
         return False
     if zero is not None and (zero.dtype is not torch.int32 or not zero.is_contiguous()):
         return False
-    if kind is not torch.int8 and not knows_fp8(x.device):
+    if dtype is not torch.int8 and not supports_fp8(x.device):
         return False
     same = x.dtype == weight.dtype if weight is not None else x.dtype.itemsize > 1
-    return same and width <= (2 * WIDEST if weight is None else WIDEST) and x.numel() > 0
+    return same and width <= (2 * MAX_WIDTH if weight is None else MAX_WIDTH) and x.numel() > 0
 
 
-class Plan(NamedTuple):
+class NormQuantLaunch(NamedTuple):
     """How a launch is cut, and what of it the code is compiled for."""
 
     programs: int
-    share: int
-    most: float
+    rows_per_program: int
+    quant_max: float
     blocks: tuple[int, int]
     stages: int
-    early: int
+    pdl: int
     options: Mapping[str, Any]
 
 
 @functools.lru_cache(4096)
-def _planned(
-    rows: int, width: int, columns: int, walks: bool, kind: torch.dtype, bits: int, device: torch.device
-) -> Plan:
-    """walks: something is read a column."""
-    most = 448.0 if kind is not torch.int8 else float(2 ** (bits - 1) - 1)
+def _plan_launch(
+    rows: int, width: int, columns: int, per_column: bool, dtype: torch.dtype, bits: int, device: torch.device
+) -> NormQuantLaunch:
+    """per_column: something is read a column."""
+    most = 448.0 if dtype is not torch.int8 else float(2 ** (bits - 1) - 1)
     blocks = power_of_two(width), power_of_two(columns)
     # What is read a column is read once for several rows; the next of them is on its way while one is rounded.
-    many = rows // (4 * multiprocessors(device))
-    share = max(1, many) if walks else 1
+    many = rows // (4 * sm_count(device))
+    share = max(1, many) if per_column else 1
     # Where rows are many a thread takes 32 of a row's values; with what it keeps of each column, 8.
     warps = max(blocks) // (256 if share > 1 else 1024 if many else 512)
-    early = launch(device, rows)
+    early = pdl_launch_options(device, rows)
     options = {"num_warps": max(1, min(16, warps)), "launch_pdl": early["launch_pdl"]}
-    return Plan(-(-rows // share), share, most, blocks, 3 if share > 1 else 1, early["EARLY"], options)
+    return NormQuantLaunch(-(-rows // share), share, most, blocks, 3 if share > 1 else 1, early["PDL"], options)
 
 
-def norm(
+def rms_norm_quant(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
-    kind: torch.dtype,
+    dtype: torch.dtype,
     per_column: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     bits: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(values, scale or None, the sum or x); weight None: no norm. per_column: factor, zero, order."""
     factor, zero, order = per_column
-    flat, held = rows_of(x), rows_of(x if residual is None else residual)
+    flat, held = as_rows(x), as_rows(x if residual is None else residual)
     rows, width = flat.shape
     device = x.device
     columns = width if order is None else order.numel()
-    values = torch.empty((rows, columns), dtype=kind, device=device)
+    values = torch.empty((rows, columns), dtype=dtype, device=device)
     scale = None if factor is not None else torch.empty(x.shape[:-1], dtype=torch.float32, device=device)
     total = x
     if residual is not None:
         total = residual if residual.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=device)
     each = factor is not None and factor.numel() > 1
-    plan = _planned(rows, width, columns, each or order is not None, kind, bits, device)
+    plan = _plan_launch(rows, width, columns, each or order is not None, dtype, bits, device)
     strides = (flat.stride(0), held.stride(0))
-    _quick(
+    _launcher(
         (plan.programs, 1, 1),
         (
             flat, held, flat if weight is None else weight, values, flat if scale is None else scale, total,
             flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
         ),
-        (rows, width, columns, *strides, eps, plan.share),
+        (rows, width, columns, *strides, eps, plan.rows_per_program),
         (width, columns, *strides),
         (
             weight is not None, residual is not None, factor is None, each, zero is not None, order is not None,
-            kind is torch.int8, plan.most, *plan.blocks, plan.stages, plan.early,
+            dtype is torch.int8, plan.quant_max, *plan.blocks, plan.stages, plan.pdl,
         ),
         plan.options,
     )  # fmt: skip
@@ -110,12 +110,12 @@ def norm(
 
 
 @triton.jit(do_not_specialize=["rows", "share"])
-def _kernel(
+def _rms_norm_quant_kernel(
     x_ptr, residual_ptr, weight_ptr, values_ptr, scales_ptr, total_ptr, factor_ptr, zero_ptr, order_ptr,
     rows, width, columns, x_stride, residual_stride, eps, share,
     NORM: tl.constexpr, ADD: tl.constexpr, TOKEN: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr,
     ORDER: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column, n = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     weight = 1.0
@@ -134,7 +134,7 @@ def _kernel(
         factor = tl.where(order >= 0, factor, 0.0)
     if ORDER and SHIFT:
         zero = tl.where(order >= 0, zero, 0.0)
-    enter(EARLY)
+    pdl_wait(PDL)
     first = tl.program_id(0).to(tl.int64) * share
     for row in tl.range(first, tl.minimum(first + share, rows), num_stages=STAGES):
         x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0)
@@ -148,7 +148,7 @@ def _kernel(
             spread = tl.rsqrt(tl.sum(y * y, axis=0) / width + eps)
             y = ((y * spread).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
         if TOKEN:
-            amax = tl.maximum(tl.max(tl.abs(y), axis=0), _LEAST)
+            amax = tl.maximum(tl.max(tl.abs(y), axis=0), _MIN_AMAX)
             most = amax * 0.0 + MOST
             by = tl.div_rn(most, amax)
             tl.store(scales_ptr + row, tl.div_rn(amax, most))
@@ -162,15 +162,15 @@ def _kernel(
         if WHOLE:
             # From 2²³ to 2²⁴ a float32 is a whole number, with 1 in its last bit: a value put there is rounded half to
             # even, and the last byte of its bits is the int8.
-            y += _WHOLE
+            y += _ROUND_TO_INT
             if SHIFT:
                 y += zero
             if not TOKEN:
-                y = tl.minimum(tl.maximum(y, _WHOLE - MOST - SHIFT), _WHOLE + MOST)
+                y = tl.minimum(tl.maximum(y, _ROUND_TO_INT - MOST - SHIFT), _ROUND_TO_INT + MOST)
             out = y.to(tl.int32, bitcast=True)
         else:
             out = y if TOKEN else tl.minimum(tl.maximum(y, -MOST), MOST)
         tl.store(values_ptr + row * columns + n, out.to(values_ptr.dtype.element_ty), mask=n < columns)
 
 
-_quick = Quick(_kernel)
+_launcher = CachedLauncher(_rms_norm_quant_kernel)

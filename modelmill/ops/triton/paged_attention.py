@@ -15,15 +15,15 @@ import torch
 
 from modelmill.ops.triton import paged_decode, paged_prefill
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import knows_fp8, multiprocessors, power_of_two, shared_bytes
-from modelmill.ops.triton.early import launch
-from modelmill.ops.triton.quick import Quick
+from modelmill.ops.triton.device import max_shared_bytes, power_of_two, sm_count, supports_fp8
+from modelmill.ops.triton.fast_launch import CachedLauncher
+from modelmill.ops.triton.pdl import pdl_launch_options
 
 LOG2E = 1.4426950408889634
-LEAST_KEYS = 64  # keys a split must have before it is worth a program
-LEAST_ALONE = 16  # the same where each head is a program of its own
-MOST_SPLITS = 64
-SPARE = 8  # prompts beside single queries for whose last tiles there are programs
+MIN_SPLIT_KEYS = 64  # keys a split must have before it is worth a program
+MIN_SPLIT_KEYS_PER_HEAD = 16  # the same where each head is a program of its own
+MAX_SPLITS = 64
+SPARE_PREFILL_TILES = 8  # prompts beside single queries for whose last tiles there are programs
 
 
 def supports(
@@ -48,7 +48,7 @@ def supports(
         held = k_cache.dtype == q.dtype
     else:
         packed = k_cache.is_contiguous() and k_scale.is_contiguous() and v_scale.is_contiguous()
-        known = k_cache.dtype is torch.int8 or (k_cache.dtype is torch.float8_e4m3fn and knows_fp8(q.device))
+        known = k_cache.dtype is torch.int8 or (k_cache.dtype is torch.float8_e4m3fn and supports_fp8(q.device))
         held = packed and known
     return layout and sizes and held and k_cache.dtype == v_cache.dtype and q.shape[0] > 0
 
@@ -67,12 +67,12 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    singles: bool = True,
+    include_decode: bool = True,
 ) -> torch.Tensor:
     """As the reference. Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
 
     out: filled and returned where given; with max_query 1 only in the rows of single queries, others are left alone.
-    singles: whether single queries beside longer stretches are filled in.
+    include_decode: whether single queries beside longer stretches are filled in.
     """
     tokens, heads, dim = q.shape
     if out is None:
@@ -83,61 +83,68 @@ def run(
     mixed = max_query > 1 and block_tables.shape[0] > 1
     if max_query > 1:
         _prefill(tensors, (max_query, max_context), scale * LOG2E, window, mixed)
-    if max_query == 1 or (mixed and singles):
+    if max_query == 1 or (mixed and include_decode):
         _decode(tensors, max_context, scale * LOG2E, window)
     return out
 
 
-_prompts = Quick(paged_prefill.tiles)
+_prefill_launcher = CachedLauncher(paged_prefill.prefill_tiles)
 
 
-class _Sizes(NamedTuple):
-    """How a decode step is divided. shared: the query heads of a KV head go together.
+class _DecodeLaunchConfig(NamedTuple):
+    """How a decode step is divided. group_heads: the query heads of a KV head go together.
 
-    tile: keys at once, warps, stages. splits: programs that share a context. least: keys that each of them has, where
-    it has any.
+    tile: keys at once, warps, stages. splits: programs that share a context. min_keys: keys that each of them has,
+    where it has any.
     """
 
-    shared: bool
+    group_heads: bool
     tile: tuple[int, int, int]
     splits: int
-    least: int
+    min_keys: int
 
 
-def forms(q: torch.Tensor, k_cache: torch.Tensor, most: int, longest: int, window: int | None) -> list[tuple[int, int]]:
+def specializations(
+    q: torch.Tensor, k_cache: torch.Tensor, max_sequences: int, max_context: int, window: int | None
+) -> list[tuple[int, int]]:
     """(sequences, bound on their context) of a decode step for each form of the kernels that such steps may take.
 
-    Every form is compiled when it is first met, and that takes a part of a second. most, longest: sequences of a step,
-    tokens of one. q, k_cache, window: as for ``run``.
+    Every form is compiled when it is first met, and that takes a part of a second. max_sequences, max_context:
+    sequences of a step, tokens of one. q, k_cache, window: as for ``run``.
     """
-    found: dict[tuple[_Sizes, bool], tuple[int, int]] = {}
-    longest = longest if window is None else min(longest, window)
-    for batch in range(1, most + 1):
-        widest = _sizes(q, k_cache, batch, longest)
+    found: dict[tuple[_DecodeLaunchConfig, bool], tuple[int, int]] = {}
+    max_context = max_context if window is None else min(max_context, window)
+    for batch in range(1, max_sequences + 1):
+        widest = _decode_config(q, k_cache, batch, max_context)
         for count in range(1, widest.splits + 1):
-            keys = min(count * widest.least, longest)
-            found.setdefault((_sizes(q, k_cache, batch, keys), batch == 1), (batch, keys))
+            keys = min(count * widest.min_keys, max_context)
+            found.setdefault((_decode_config(q, k_cache, batch, keys), batch == 1), (batch, keys))
     return list(found.values())
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, batch: int, keys: int) -> _Sizes:
+def _decode_config(q: torch.Tensor, k: torch.Tensor, batch: int, keys: int) -> _DecodeLaunchConfig:
     heads, kv_heads = q.shape[1], k.shape[1]
     # One query head a KV head leaves a tensor-core tile 1/16 full, and float32 must not be rounded to tf32:
     # both are multiplied and summed as vectors, a head each.
     if heads != kv_heads and q.dtype != torch.float32:
-        at_once, warps, stages, each = _group_tile(k, q, batch * kv_heads)
-        splits = _splits(batch * kv_heads, each, keys, LEAST_KEYS, q.device)
-        return _Sizes(True, (at_once, warps, stages), splits, LEAST_KEYS)
-    return _Sizes(False, (0, 2, 0), _splits(batch * heads, 8, keys, LEAST_ALONE, q.device), LEAST_ALONE)
+        at_once, warps, stages, each = _group_decode_tile(k, q, batch * kv_heads)
+        splits = _num_splits(batch * kv_heads, each, keys, MIN_SPLIT_KEYS, q.device)
+        return _DecodeLaunchConfig(True, (at_once, warps, stages), splits, MIN_SPLIT_KEYS)
+    return _DecodeLaunchConfig(
+        False,
+        (0, 2, 0),
+        _num_splits(batch * heads, 8, keys, MIN_SPLIT_KEYS_PER_HEAD, q.device),
+        MIN_SPLIT_KEYS_PER_HEAD,
+    )
 
 
-def _splits(pairs: int, each: int, keys: int, least: int, device: torch.device) -> int:
-    """Programs that share one context: at most ``each`` on every multiprocessor, none without keys.
+def _num_splits(pairs: int, programs_per_sm: int, keys: int, min_keys: int, device: torch.device) -> int:
+    """Programs that share one context: at most ``programs_per_sm`` on every multiprocessor, none without keys.
 
     Rounded down: one program more than there is room for waits for a place, and all others for it.
     """
-    wanted = each * multiprocessors(device) // pairs
-    return max(1, min(wanted, -(-keys // least), MOST_SPLITS))
+    wanted = programs_per_sm * sm_count(device) // pairs
+    return max(1, min(wanted, -(-keys // min_keys), MAX_SPLITS))
 
 
 def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, window: int | None) -> None:
@@ -145,50 +152,50 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
     keys = max_context if window is None else min(max_context, window)
-    shared, (keys_at_once, warps, stages), splits, least = _sizes(q, k, batch, keys)
+    shared, (keys_at_once, warps, stages), splits, least = _decode_config(q, k, batch, keys)
     parts = sums = out
     if splits > 1:
         parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((batch, heads, splits, 2), dtype=torch.float32, device=q.device)
     common = {"HEADS": heads, "DIM": dim, "WINDOW": window or 0, "SPLITS": splits, "LEAST": least}
     # The merge may take its place while the parts are being made; it waits there.
-    first, last = launch(q.device, 1 if splits > 1 else batch), launch(q.device, batch)
-    layout = {"GROUP": heads // kv_heads, "PAGE": page_size, "WIDE": _wide(k), "SCALED": k_scale is not q}
+    first, last = pdl_launch_options(q.device, 1 if splits > 1 else batch), pdl_launch_options(q.device, batch)
+    layout = {"GROUP": heads // kv_heads, "PAGE": page_size, "WIDE": _needs_int64(k), "SCALED": k_scale is not q}
     block_d = power_of_two(dim)
     strides = (tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3])
     pointers = (q, k, v, k_scale, v_scale, tables, starts, lengths, out, parts, sums, scale)
     if shared:
         group = max(16, power_of_two(heads // kv_heads))
-        paged_decode.groups[(kv_heads, batch, splits)](
+        paged_decode.decode_head_groups[(kv_heads, batch, splits)](
             *pointers, *strides, BLOCK_G=group, BLOCK_N=keys_at_once, BLOCK_D=max(16, block_d),
             PAIRED=k_scale is not q and dim % 2 == 0 and block_d >= 32,
             num_warps=warps, num_stages=stages, **common, **layout, **first,
         )  # fmt: skip
     else:
         block_n = max(1, 16 * 128 // max(128, block_d * q.element_size() // 2))
-        paged_decode.heads[(heads, batch, splits)](
+        paged_decode.decode_heads[(heads, batch, splits)](
             *pointers, *strides, TURNS=2, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, **common, **layout, **first
         )
     if splits > 1:
-        paged_decode.merge[(heads, batch)](
+        paged_decode.merge_splits[(heads, batch)](
             parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d, num_warps=4,
             **common, **last,
         )  # fmt: skip
 
 
-def _group_tile(k: torch.Tensor, q: torch.Tensor, pairs: int) -> tuple[int, int, int, int]:
+def _group_decode_tile(k: torch.Tensor, q: torch.Tensor, pairs: int) -> tuple[int, int, int, int]:
     """(keys at once, warps, stages, programs a multiprocessor) of decoding in groups, measured on an H200."""
     if k.shape[3] > 128 or q.shape[1] > 16 * k.shape[1]:
-        return LEAST_KEYS, 4, 2, 4
+        return MIN_SPLIT_KEYS, 4, 2, 4
     if k.dtype == q.dtype:
         return 32, 1, 2, 6
     # int8 is bound by its conversion: with programs enough, those of one warp need not wait for each other.
-    if k.dtype == torch.int8 and pairs >= 2 * multiprocessors(q.device):
+    if k.dtype == torch.int8 and pairs >= 2 * sm_count(q.device):
         return 32, 1, 3, 8
-    return LEAST_KEYS, 2, 3, 4
+    return MIN_SPLIT_KEYS, 2, 3, 4
 
 
-def _wide(cache: torch.Tensor) -> bool:
+def _needs_int64(cache: torch.Tensor) -> bool:
     """Whether offsets in a cache need 64 bits; most do not, and 32-bit arithmetic is cheaper."""
     return cache.stride(0) * cache.shape[0] >= 1 << 31
 
@@ -200,14 +207,14 @@ def _prefill(
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
     block_d = max(16, power_of_two(dim))
-    block_m, block_n, warps, stages, registers = _tiling(bounds, heads * batch, block_d, q, k)
+    block_m, block_n, warps, stages, registers = _prefill_tile(bounds, heads * batch, block_d, q, k)
     # Each sequence has one tile that is not full, or less. Where most of them are single queries, which have none, a
     # program for each would find nothing to do; if there are more tiles after all, programs take several.
-    programs = q.shape[0] // block_m + (min(batch, SPARE) if mixed else batch)
+    programs = q.shape[0] // block_m + (min(batch, SPARE_PREFILL_TILES) if mixed else batch)
     fixed = (q.stride(0), q.stride(1), *k.stride()[:3])
     scaled, sequences = k_scale is not q, 16 if batch <= 16 else max(256, power_of_two(batch))
-    sizes = (heads, heads // kv_heads, dim, page_size, _wide(k), window or 0, scaled, mixed, sequences)
-    _prompts(
+    sizes = (heads, heads // kv_heads, dim, page_size, _needs_int64(k), window or 0, scaled, mixed, sequences)
+    _prefill_launcher(
         (heads, programs, 1),
         tensors,
         (scale, batch, tables.shape[1], tables.stride(0), *fixed),
@@ -217,7 +224,7 @@ def _prefill(
     )
 
 
-def _tiling(
+def _prefill_tile(
     bounds: tuple[int, int], pairs: int, block_d: int, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[int, int, int, int, int | None]:
     """(queries, keys, warps, stages, most registers) of a prefill tile, measured on an H200."""
@@ -228,12 +235,12 @@ def _tiling(
         return 16, 64, 4, 3 if block_d <= 128 else 2, None
     if k.element_size() == 1 and block_d <= 128:
         # The conversion takes registers: wide tiles, each alone on a multiprocessor.
-        if shared_bytes(q.device) < 160 << 10:
+        if max_shared_bytes(q.device) < 160 << 10:
             return 64, 64, 4, 2, None
         return (64, 128, 4, 2, None) if max_query <= 64 else (128, 128, 8, 2, None)
     # Tiles of 128 queries read the keys half as often, but need work enough to be spread evenly.
     tiles = -(-max_query // 128) * pairs
-    even = tiles >= 4 * multiprocessors(q.device) or max_context >= 2 * max_query
+    even = tiles >= 4 * sm_count(q.device) or max_context >= 2 * max_query
     if block_d > 128:
         return 64, 64, 8, 2, None
     if max_query <= 64 or not even:

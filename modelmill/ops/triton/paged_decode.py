@@ -9,12 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.early import enter
-from modelmill.ops.triton.eight_bit import apart, floats, halves, log2, shrunk
+from modelmill.ops.triton.dtype_convert import log2, normalize_float16, to_float16, to_float32, unpack_pair
+from modelmill.ops.triton.pdl import pdl_wait
 
 
 @triton.jit
-def span(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
+def split_range(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
     """Keys [begin, end) of a split; empty where the context has fewer blocks than there are splits."""
     first = 0
     if WINDOW > 0:
@@ -27,7 +27,7 @@ def span(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.co
 
 
 @triton.jit
-def places(tables_ptr, key, columns, page_stride, token_stride, PAGE: tl.constexpr, WIDE: tl.constexpr):
+def key_offsets(tables_ptr, key, columns, page_stride, token_stride, PAGE: tl.constexpr, WIDE: tl.constexpr):
     """Offsets of keys in the cache, in elements.
 
     Clamped to the row of the table instead of masked: the address then waits for nothing but the table. What a
@@ -40,31 +40,31 @@ def places(tables_ptr, key, columns, page_stride, token_stride, PAGE: tl.constex
 
 
 @triton.jit
-def whole(place):
+def as_unsigned(offsets):
     """The same numbers, never negative, unsigned: a division by a power of two is then a shift."""
-    return place.to(tl.uint64) if place.dtype == tl.int64 else place.to(tl.uint32)
+    return offsets.to(tl.uint64) if offsets.dtype == tl.int64 else offsets.to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride"])
-def heads(
+def decode_heads(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr,
     scale, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     PAGE: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr,
-    EARLY: tl.constexpr, TURNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr, TURNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One query head a program, multiplied and summed as vectors."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     after = tl.load(starts_ptr + sequence + 1)
-    begin, end = span(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, LEAST)
+    begin, end = split_range(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, LEAST)
     tables_ptr += sequence * table_stride
     kv = (head // GROUP).to(tl.int64) * head_stride
     # [BLOCK_N, TURNS] keys at a time: a lane's mixture is brought to a new maximum once in TURNS keys.
     n = tl.arange(0, BLOCK_N)[:, None] + BLOCK_N * tl.arange(0, TURNS)[None, :]
     d = tl.arange(0, BLOCK_D)
-    place = places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
-    enter(EARLY)
+    place = key_offsets(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
+    pdl_wait(PDL)
     if after - row != 1:
         return
     if SPLITS > 1 and begin >= end:  # the merge counts the splits that have keys
@@ -82,12 +82,12 @@ def heads(
         seen = key < end
         inside = seen[:, :, None] & real[None, None, :]
         # The next block's pages are looked up while this one's keys are on their way.
-        after_place = places(tables_ptr, key + BLOCK_N * TURNS, columns, page_stride, token_stride, PAGE, WIDE)
+        after_place = key_offsets(tables_ptr, key + BLOCK_N * TURNS, columns, page_stride, token_stride, PAGE, WIDE)
         k = tl.load(k_at + place[:, :, None], mask=inside, other=0.0)
         v = tl.load(v_at + place[:, :, None], mask=inside, other=0.0)
-        score = tl.sum(floats(k) * q[None, None, :], axis=2)
+        score = tl.sum(to_float32(k) * q[None, None, :], axis=2)
         if SCALED:
-            beside = kv // DIM + whole(place) // DIM
+            beside = kv // DIM + as_unsigned(place) // DIM
             score *= tl.load(k_scale_ptr + beside, mask=seen, other=0.0)
             v_scale = tl.load(v_scale_ptr + beside, mask=seen, other=0.0)
         score = tl.where(seen, score, float("-inf"))
@@ -96,7 +96,7 @@ def heads(
         mass = mass * keep + tl.sum(add, axis=1)
         if SCALED:
             add *= v_scale
-        mixed = mixed * keep[:, None] + tl.sum(add[:, :, None] * floats(v), axis=1)
+        mixed = mixed * keep[:, None] + tl.sum(add[:, :, None] * to_float32(v), axis=1)
         top = new
         place = after_place
     highest = tl.max(top, axis=0)
@@ -114,12 +114,12 @@ def heads(
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride"])
-def groups(
+def decode_head_groups(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr,
     scale, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     PAGE: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr,
-    EARLY: tl.constexpr, PAIRED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr, PAIRED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one KV head a program, on the tensor cores.
 
@@ -128,12 +128,12 @@ def groups(
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     after = tl.load(starts_ptr + sequence + 1)
-    begin, end = span(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, LEAST)
+    begin, end = split_range(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, LEAST)
     tables_ptr += sequence * table_stride
     kv = kv_head.to(tl.int64) * head_stride
     n, d, g = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
-    place = places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
-    enter(EARLY)
+    place = key_offsets(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
+    pdl_wait(PDL)
     if after - row != 1:
         return
     if SPLITS > 1 and begin >= end:
@@ -143,7 +143,7 @@ def groups(
     mask = (g < GROUP)[:, None] & real[None, :]
     q = tl.load(q_ptr + row * q_stride + head[:, None] * q_head + d[None, :], mask=mask, other=0.0)
     if SCALED:
-        q, most = shrunk(q)
+        q, most = normalize_float16(q)
         scale *= most
     k_at = k_ptr + kv + d[None, :]
     if PAIRED:
@@ -162,17 +162,17 @@ def groups(
         key = start + n
         seen = key < end
         # The next block's pages are looked up while this one's keys are on their way.
-        after_place = places(tables_ptr, key + BLOCK_N, columns, page_stride, token_stride, PAGE, WIDE)
+        after_place = key_offsets(tables_ptr, key + BLOCK_N, columns, page_stride, token_stride, PAGE, WIDE)
         k = tl.load(k_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
         if PAIRED:
             pair = tl.load(v_pair + (place[:, None] >> 1), mask=seen[:, None] & (d2 < DIM // 2)[None, :], other=0)
         else:
             v = tl.load(v_at + place[:, None], mask=seen[:, None] & real[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(halves(k)))
+        score = tl.dot(q, tl.trans(to_float16(k)))
         if SCALED:
             # A value's scale is taken into its weight's exponent: at most 1, no weight is too large or small for
             # float16. The sum of the weights takes it out again.
-            beside = kv // DIM + whole(place) // DIM
+            beside = kv // DIM + as_unsigned(place) // DIM
             k_scale = tl.load(k_scale_ptr + beside, mask=seen, other=1.0) * scale
             v_scale = tl.load(v_scale_ptr + beside, mask=seen, other=1.0)
             score = score * k_scale[None, :] + log2(v_scale)[None, :]
@@ -186,12 +186,12 @@ def groups(
         else:
             mass = mass * keep + tl.sum(add, axis=1)
         if PAIRED:
-            even_v, odd_v = apart(pair, held)
+            even_v, odd_v = unpack_pair(pair, held)
             add = add.to(tl.float16)
             mixed = tl.dot(add, even_v, mixed * keep[:, None])
             odd = tl.dot(add, odd_v, odd * keep[:, None])
         else:
-            v = halves(v)
+            v = to_float16(v)
             mixed = tl.dot(add.to(v.dtype), v, mixed * keep[:, None])
         top = new
         place = after_place
@@ -209,17 +209,17 @@ def groups(
 
 
 @triton.jit
-def merge(
+def merge_splits(
     parts_ptr, sums_ptr, starts_ptr, lengths_ptr, out_ptr,
     HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head, sequence = tl.program_id(0), tl.program_id(1)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     after = tl.load(starts_ptr + sequence + 1)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    begin, end = span(tl.load(lengths_ptr + sequence), s, WINDOW, SPLITS, LEAST)
-    enter(EARLY)
+    begin, end = split_range(tl.load(lengths_ptr + sequence), s, WINDOW, SPLITS, LEAST)
+    pdl_wait(PDL)
     part = (sequence * HEADS + head).to(tl.int64) * SPLITS + s
     # Read whether used or not, so that nothing waits for the length; what no split wrote is dropped below.
     top = tl.load(sums_ptr + part * 2, mask=s < SPLITS, other=0.0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.eight_bit import floats, halves, shrunk
-from modelmill.ops.triton.paged_decode import places, whole
+from modelmill.ops.triton.dtype_convert import normalize_float16, to_float16, to_float32
+from modelmill.ops.triton.paged_decode import as_unsigned, key_offsets
 
 
 @triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
-def tiles(
+def prefill_tiles(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
     batch, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
@@ -27,7 +27,7 @@ def tiles(
         tile = total - 1 - turn
         sequence = tl.sum(((behind <= tile) & (b < batch)).to(tl.int32), axis=0)
         block = tile - tl.sum(tl.where(b < sequence, each, 0), axis=0)
-        _tile(
+        _prefill_tile(
             q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
             columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, tl.program_id(0),
             sequence, block, HEADS, GROUP, DIM, PAGE, WIDE, WINDOW, SCALED, BLOCK_M, BLOCK_N, BLOCK_D,
@@ -35,7 +35,7 @@ def tiles(
 
 
 @triton.jit
-def _tile(
+def _prefill_tile(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, head, sequence, block,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
@@ -50,7 +50,7 @@ def _tile(
     mask = (m < count)[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + at[:, None] * q_stride + head * q_head + d[None, :], mask=mask, other=0.0)
     if SCALED and q.dtype != tl.float32:
-        q, most = shrunk(q)
+        q, most = normalize_float16(q)
         scale *= most
     kv = (head // GROUP).to(tl.int64) * head_stride
     if SCALED:
@@ -67,17 +67,17 @@ def _tile(
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    place = places(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
+    place = key_offsets(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
     for start in range(begin, plain, BLOCK_N):
-        after = places(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
-        top, mass, mixed = attend(
+        after = key_offsets(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
+        top, mass, mixed = attend_key_block(
             q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, place, start + n, end, position,
             top, mass, mixed, scale, False, 0, SCALED, DIM, BLOCK_D,
         )  # fmt: skip
         place = after
     for start in range(tl.maximum(plain, begin), end, BLOCK_N):
-        after = places(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
-        top, mass, mixed = attend(
+        after = key_offsets(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
+        top, mass, mixed = attend_key_block(
             q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, place, start + n, end, position,
             top, mass, mixed, scale, True, WINDOW, SCALED, DIM, BLOCK_D,
         )  # fmt: skip
@@ -88,13 +88,13 @@ def _tile(
 
 
 @triton.jit
-def attend(
-    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, place, key, end, position, top, mass, mixed, scale,
+def attend_key_block(
+    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, offsets, key, end, position, top, mass, mixed, scale,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys at ``place`` in the cache: the running maximum, sum and mixture after it."""
+    """One block of keys at ``offsets`` in the cache: the running maximum, sum and mixture after it."""
     d = tl.arange(0, BLOCK_D)
-    at = place[:, None] + d[None, :]
+    at = offsets[:, None] + d[None, :]
     if MASKED:
         inside = (key < end)[:, None] & (d < DIM)[None, :]
         k = tl.load(k_ptr + at, mask=inside, other=0.0)
@@ -107,7 +107,7 @@ def attend(
         v = tl.load(v_ptr + at)
     if SCALED:
         # Many queries share a block: here it is the elements that take their scales, two at a time.
-        beside = whole(place) // DIM
+        beside = as_unsigned(offsets) // DIM
         if MASKED:
             k_scale = tl.load(k_scale_ptr + beside, mask=key < end, other=0.0)[:, None]
             v_scale = tl.load(v_scale_ptr + beside, mask=key < end, other=0.0)[:, None]
@@ -115,9 +115,9 @@ def attend(
             k_scale = tl.load(k_scale_ptr + beside)[:, None]
             v_scale = tl.load(v_scale_ptr + beside)[:, None]
         if q.dtype == tl.float32:
-            k, v = floats(k) * k_scale, floats(v) * v_scale
+            k, v = to_float32(k) * k_scale, to_float32(v) * v_scale
         else:
-            k, v = halves(k) * k_scale.to(tl.float16), halves(v) * v_scale.to(tl.float16)
+            k, v = to_float16(k) * k_scale.to(tl.float16), to_float16(v) * v_scale.to(tl.float16)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         allowed = key[None, :] <= position[:, None]

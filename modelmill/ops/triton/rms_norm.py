@@ -6,32 +6,32 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.device import as_rows, row_launch
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import row_launch, rows_of
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.quick import Quick
+from modelmill.ops.triton.fast_launch import CachedLauncher
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-WIDEST = 32768
+MAX_WIDTH = 32768
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
     """Rows up to 32,768 wide, weight and x of one dtype."""
-    return x.shape[-1] <= WIDEST and x.dtype == weight.dtype and x.numel() > 0
+    return x.shape[-1] <= MAX_WIDTH and x.dtype == weight.dtype and x.numel() > 0
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference: statistics in float32, cast, then the weight."""
-    flat = rows_of(x)
+    flat = as_rows(x)
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     share, block, warps = row_launch(flat)
-    early, fixed = launch(x.device, rows), (width, flat.stride(0))
-    _quick(
+    early, fixed = pdl_launch_options(x.device, rows), (width, flat.stride(0))
+    _launcher(
         (-(-rows // share), 1, 1),
         (flat, weight, out),
         (rows, *fixed, eps),
         fixed,
-        (share, block, early["EARLY"]),
+        (share, block, early["PDL"]),
         {"num_warps": warps, "launch_pdl": early["launch_pdl"]},
     )
     return out.view(x.shape)
@@ -40,13 +40,13 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
     x_ptr, weight_ptr, out_ptr, rows, width, stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
-    enter(EARLY)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
@@ -55,4 +55,4 @@ def _kernel(
     tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)
 
 
-_quick = Quick(_kernel)
+_launcher = CachedLauncher(_kernel)

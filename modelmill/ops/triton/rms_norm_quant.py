@@ -5,33 +5,33 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.norm_quant import fits, norm
+from modelmill.ops.triton.norm_quant import rms_norm_quant, supports_rows
 
 
 def supports(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
     """As ``norm_quant.fits``."""
-    return fits(x, weight, kind, (factor, zero, order))
+    return supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
 
 
 def run(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    kind: torch.dtype,
-    factor: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
-    values, scale, _ = norm(x, None, weight, eps, kind, (factor, zero, order), bits)
+    values, scale, _ = rms_norm_quant(x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits)
     return values, scale

@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.carveout import DECODING
+from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
+from modelmill.ops.triton.device import as_rows, power_of_two, supports_fp8
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import knows_fp8, power_of_two, rows_of
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.eight_bit import rounded, scale_of
-from modelmill.ops.triton.quick import Quick
+from modelmill.ops.triton.dtype_convert import amax_to_scale, round_to_dtype
+from modelmill.ops.triton.fast_launch import CachedLauncher
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+QUANT_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def supports(
@@ -34,8 +34,8 @@ def supports(
     """Even head sizes up to 256, k and v caches of one layout with contiguous heads' channels; packed scales."""
     same = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     if k_scale is not None and v_scale is not None:
-        same = same and k_cache.dtype in LARGEST and k_scale.is_contiguous() and v_scale.is_contiguous()
-        same = same and (k_cache.dtype is torch.int8 or knows_fp8(qkv.device))
+        same = same and k_cache.dtype in QUANT_MAX and k_scale.is_contiguous() and v_scale.is_contiguous()
+        same = same and (k_cache.dtype is torch.int8 or supports_fp8(qkv.device))
     return same and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
 
 
@@ -56,15 +56,15 @@ def run(
 ) -> torch.Tensor:
     """As the reference; negative slots are left out on every device."""
     _, kv_heads, page_size, dim = k_cache.shape
-    flat = rows_of(qkv)
+    flat = as_rows(qkv)
     tokens, total = flat.shape[0], heads + 2 * kv_heads
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     rotate, norm = cos is not None and sin is not None, q_norm is not None and k_norm is not None
     half = power_of_two(dim // 2)
     # Two or four values a thread: one token alone must still spread over many multiprocessors.
     share = max(1, min(512 // half, power_of_two(total)))
-    early, strides = launch(qkv.device, tokens), (flat.stride(0), *k_cache.stride()[:3])
-    _quick(
+    early, strides = pdl_launch_options(qkv.device, tokens), (flat.stride(0), *k_cache.stride()[:3])
+    _launcher(
         (tokens, -(-total // share), 1),
         (
             flat, q, k_cache, v_cache,
@@ -78,11 +78,11 @@ def run(
         strides,
         (
             heads, kv_heads, page_size, dim, share, half, rotate, norm, q_scale is not None,
-            0.0 if k_scale is None else LARGEST[k_cache.dtype], early["EARLY"],
+            0.0 if k_scale is None else QUANT_MAX[k_cache.dtype], early["PDL"],
         ),
         {"num_warps": max(1, min(4, share * half // 128)), "launch_pdl": early["launch_pdl"]},
         # as the decode kernel behind asks; where query heads share keys it needs more, and asks for nothing
-        DECODING if heads == kv_heads else None,
+        DECODE_CARVEOUT_PERCENT if heads == kv_heads else None,
     )  # fmt: skip
     return q
 
@@ -93,7 +93,7 @@ def _kernel(
     q_norm_ptr, k_norm_ptr, stride, page_stride, head_stride, token_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr,
     HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr, EARLY: tl.constexpr,
+    LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * SHARE + tl.arange(0, SHARE))[:, None]
@@ -103,13 +103,13 @@ def _kernel(
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = head >= HEADS + KV_HEADS
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    enter(EARLY)
+    pdl_wait(PDL)
     source = qkv_ptr + token * stride + head * DIM + d
     a = tl.load(source, mask=inside, other=0.0)
     b = tl.load(source + DIM // 2, mask=inside, other=0.0)
     dtype = a.dtype
     if NORM:
-        a, b = _normed(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM)
+        a, b = _head_norm(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM)
     first, second = a.to(tl.float32), b.to(tl.float32)
     if ROTATE:
         cos = tl.load(cos_ptr + token * (DIM // 2) + d, mask=d < DIM // 2, other=1.0)
@@ -135,9 +135,9 @@ def _kernel(
     if LARGEST > 0.0:
         # What is stored is what the reference rounds: the values in the activations' dtype.
         size = tl.where(inside, tl.maximum(tl.abs(first), tl.abs(second)), 0.0)
-        scale = scale_of(tl.max(size, axis=1, keep_dims=True), LARGEST)
-        first = rounded(tl.div_rn(first, scale), held, LARGEST)
-        second = rounded(tl.div_rn(second, scale), held, LARGEST)
+        scale = amax_to_scale(tl.max(size, axis=1, keep_dims=True), LARGEST)
+        first = round_to_dtype(tl.div_rn(first, scale), held, LARGEST)
+        second = round_to_dtype(tl.div_rn(second, scale), held, LARGEST)
         beside = (slot // PAGE) * KV_HEADS * PAGE + slot % PAGE
         one = (head < HEADS + 2 * KV_HEADS) & stays
         tl.store(k_scale_ptr + beside + (head - HEADS) * PAGE, scale, mask=one & is_k)
@@ -151,7 +151,7 @@ def _kernel(
 
 
 @triton.jit
-def _normed(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM: tl.constexpr):
+def _head_norm(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM: tl.constexpr):
     """RMSNorm of q's and k's heads, v's unchanged: the halves a and b, in their dtype."""
     half = DIM // 2
     dtype = a.dtype
@@ -167,4 +167,4 @@ def _normed(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM: tl.constexpr)
     return tl.where(is_v, a, normal_a), tl.where(is_v, b, normal_b)
 
 
-_quick = Quick(_kernel)
+_launcher = CachedLauncher(_kernel)

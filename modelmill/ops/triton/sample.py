@@ -15,27 +15,36 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import power_of_two
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.shares import EVER, NEVER, depth, real, scaled, share, weigh, word
-from modelmill.ops.triton.thresholds import (
+from modelmill.ops.triton.integer_probs import (
+    NEG_INF,
+    POS_INF,
+    bits_to_float,
+    ceil_fraction,
+    float_to_bits,
+    log2_ratio,
+    scaled_logits,
+    token_weight,
+)
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.topk_topp import (
     ABOVE,
     GOT,
     TOTAL,
-    asked,
     bracket,
-    by_row,
-    goals,
-    held,
-    narrowed,
-    range_of,
-    step_of,
-    sums_of,
-    words_of,
+    filter_params,
+    logit_range,
+    narrow_bracket,
+    pivot_step,
+    sums_row_ptr,
+    target_bounds,
+    threshold_from_gathered,
+    threshold_from_row,
+    words_row_ptr,
 )
 
 PIVOTS = 32
-GATHERED = 4096
-_FEW_ROWS = 6  # up to so many, smaller chunks fill the chip
+MAX_GATHERED = 4096
+_SMALL_BATCH_ROWS = 6  # up to so many, smaller chunks fill the chip
 
 
 def supports(
@@ -63,72 +72,72 @@ def run(
 ) -> torch.Tensor:
     """As the reference, to the bit."""
     rows, vocab = logits.shape
-    chunk = 1024 if rows <= _FEW_ROWS else 4096
+    chunk = 1024 if rows <= _SMALL_BATCH_ROWS else 4096
     count = -(-vocab // chunk)
     padded = power_of_two(count)
     sums = torch.empty((rows, 2 * PIVOTS + 4 + padded), dtype=torch.int64, device=logits.device)
-    words = torch.empty((rows, 2 + 3 * padded + 2 * GATHERED), dtype=torch.int32, device=logits.device)
+    words = torch.empty((rows, 2 + 3 * padded + 2 * MAX_GATHERED), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     where = (logits, logits.stride(0), vocab, temperature, sums, words)
-    sizes = {"CHUNK": chunk, "CHUNKS": padded, "PIVOTS": PIVOTS, "GATHERED": GATHERED}
+    sizes = {"CHUNK": chunk, "CHUNKS": padded, "PIVOTS": PIVOTS, "GATHERED": MAX_GATHERED}
     # a fused multiply-add would change last bits, and so the ids
-    how = {**launch(logits.device, rows), "enable_fp_fusion": False}
+    how = {**pdl_launch_options(logits.device, rows), "enable_fp_fusion": False}
     warps = chunk // 256 if chunk < 2048 else 8
     grid = (count, rows)
-    _peaks[grid](*where, **sizes, num_warps=warps, **how)
+    _chunk_maxima[grid](*where, **sizes, num_warps=warps, **how)
     for level in (0, 1):
-        _level[grid](*where, top_k, top_p, LEVEL=level, **sizes, num_warps=warps, **how)
-    _gather[grid](*where, top_k, top_p, **sizes, num_warps=warps, **how)
-    _settle[(rows,)](*where, top_k, top_p, **sizes, num_warps=8, **how)
-    _weigh[grid](*where, min_p, **sizes, num_warps=warps, **how)
-    _pick[(rows,)](*where, min_p, noise, out, **sizes, num_warps=warps, **how)
+        _count_above_pivots[grid](*where, top_k, top_p, LEVEL=level, **sizes, num_warps=warps, **how)
+    _gather_candidates[grid](*where, top_k, top_p, **sizes, num_warps=warps, **how)
+    _find_threshold[(rows,)](*where, top_k, top_p, **sizes, num_warps=8, **how)
+    _sum_chunk_weights[grid](*where, min_p, **sizes, num_warps=warps, **how)
+    _draw_token[(rows,)](*where, min_p, noise, out, **sizes, num_warps=warps, **how)
     return out
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _peaks(
+def _chunk_maxima(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each chunk's maximum, the first place where it stands, and its least value above −inf; totals set to 0."""
-    enter(EARLY)
+    pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = scaled(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
+    x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
     most = tl.max(x)
-    words = words_of(words_ptr, row, CHUNKS, GATHERED)
-    tl.store(words + chunk, word(most))
-    tl.store(words + CHUNKS + chunk, word(tl.min(tl.where(x > NEVER, x, EVER))))
+    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
+    tl.store(words + chunk, float_to_bits(most))
+    tl.store(words + CHUNKS + chunk, float_to_bits(tl.min(tl.where(x > NEG_INF, x, POS_INF))))
     tl.store(words + 2 * CHUNKS + chunk, tl.min(tl.where((x == most) & (at < vocab), at, 2147483647)))
     if chunk == 0:
-        levels = sums_of(sums_ptr, row, CHUNKS, PIVOTS)
+        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
         tl.store(levels + tl.arange(0, 2 * PIVOTS), tl.zeros([2 * PIVOTS], tl.int64))
         tl.store(levels + 2 * PIVOTS + tl.arange(0, 4), tl.zeros([4], tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _level(
+def _count_above_pivots(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr, LEVEL: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """F of evenly spread pivots: how many tokens are not below each, or how much they weigh (approximately)."""
-    enter(EARLY)
+    pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k, p, counting, wanted = asked(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
-    words = words_of(words_ptr, row, CHUNKS, GATHERED)
-    most, lo = range_of(words, vocab, CHUNK, CHUNKS)
-    if wanted & (most > NEVER) & (most < EVER):
-        levels = sums_of(sums_ptr, row, CHUNKS, PIVOTS)
-        hi = tl.full([], EVER, tl.float32)
+    k, p, counting, wanted = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
+    most, lo = logit_range(words, vocab, CHUNK, CHUNKS)
+    if wanted & (most > NEG_INF) & (most < POS_INF):
+        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
+        hi = tl.full([], POS_INF, tl.float32)
         if LEVEL == 1:
-            enough, few = goals(tl.load(levels), k, p, counting)
-            found = narrowed(levels, tl.load(levels + tl.arange(0, PIVOTS)), lo, hi, most, enough, few, PIVOTS)
+            enough, few = target_bounds(tl.load(levels), k, p, counting)
+            found = narrow_bracket(levels, tl.load(levels + tl.arange(0, PIVOTS)), lo, hi, most, enough, few, PIVOTS)
             lo, hi = found[0], found[1]
-        if real(tl.load(words + chunk)) >= lo:
-            step = step_of(lo, hi, most, PIVOTS)
+        if bits_to_float(tl.load(words + chunk)) >= lo:
+            step = pivot_step(lo, hi, most, PIVOTS)
             at = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = scaled(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
-            each = tl.where(counting, 1.0, tl.exp2(depth(x, most)))
+            x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
+            each = tl.where(counting, 1.0, tl.exp2(log2_ratio(x, most)))
             scale = tl.where(counting, 1.0, 1099511627776.0)
             for first in range(0, PIVOTS, 8):
                 index = first + tl.arange(0, 8)
@@ -138,23 +147,23 @@ def _level(
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _gather(
+def _gather_candidates(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Collect the tokens between the pivots, or all above the lower one where top-k leaves few; weigh the others."""
-    enter(EARLY)
+    pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k, p, counting, wanted = asked(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
-    words = words_of(words_ptr, row, CHUNKS, GATHERED)
-    most, least = range_of(words, vocab, CHUNK, CHUNKS)
-    if wanted & (most > NEVER) & (most < EVER):
-        levels = sums_of(sums_ptr, row, CHUNKS, PIVOTS)
+    k, p, counting, wanted = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
+    most, least = logit_range(words, vocab, CHUNK, CHUNKS)
+    if wanted & (most > NEG_INF) & (most < POS_INF):
+        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
         lo, hi, at_lo, _at_hi = bracket(levels, most, least, k, p, counting, PIVOTS)
         at = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = scaled(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
+        x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
         if counting == 0:
-            weight = weigh(x, most)
+            weight = token_weight(x, most)
             tl.atomic_add(levels + 2 * PIVOTS + TOTAL, tl.sum(weight), sem="relaxed")
             tl.atomic_add(levels + 2 * PIVOTS + ABOVE, tl.sum(tl.where(x >= hi, weight, 0)), sem="relaxed")
         # not "|": to Triton 3.9's interpreter a mask with a scalar's comparison in it is no boolean
@@ -162,93 +171,95 @@ def _gather(
         counter = levels + 2 * PIVOTS + GOT + tl.zeros([CHUNK], tl.int32)
         place = tl.atomic_add(counter, take.to(tl.int64), mask=take, sem="relaxed")
         take = take & (place < GATHERED)
-        tl.store(words + 3 * CHUNKS + 2 + place, word(x), mask=take)
+        tl.store(words + 3 * CHUNKS + 2 + place, float_to_bits(x), mask=take)
         tl.store(words + 3 * CHUNKS + 2 + GATHERED + place, at, mask=take)
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _settle(
+def _find_threshold(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The threshold that top-k and top-p leave, and the last id among tokens of just that value."""
-    enter(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, counting, wanted = asked(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
-    words = words_of(words_ptr, row, CHUNKS, GATHERED)
-    levels = sums_of(sums_ptr, row, CHUNKS, PIVOTS)
-    most, least = range_of(words, vocab, CHUNK, CHUNKS)
+    k, p, counting, wanted = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
+    levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
+    most, least = logit_range(words, vocab, CHUNK, CHUNKS)
     temperature = tl.load(temperature_ptr + row)
     row_ptr = logits_ptr + row * stride
-    threshold, cut = tl.full([], NEVER, tl.float32), vocab
-    if most == EVER:
+    threshold, cut = tl.full([], NEG_INF, tl.float32), vocab
+    if most == POS_INF:
         threshold = -most
-    if wanted & (most > NEVER):
-        right, known = most < NEVER, most < NEVER
+    if wanted & (most > NEG_INF):
+        right, known = most < NEG_INF, most < NEG_INF
         got = tl.load(levels + 2 * PIVOTS + GOT)
         # where k reaches down to tokens without weight, the pivots do not reach its threshold
-        if (most < EVER) & ((counting == 0) | (tl.load(levels) >= k)):
+        if (most < POS_INF) & ((counting == 0) | (tl.load(levels) >= k)):
             if got <= GATHERED // 4:
-                threshold, cut, right = held(
+                threshold, cut, right = threshold_from_gathered(
                     levels, words, vocab, most, least, k, p, counting, CHUNKS, PIVOTS, GATHERED, GATHERED // 4
                 )
                 known = counting
             elif got <= GATHERED:
-                threshold, cut, right = held(
+                threshold, cut, right = threshold_from_gathered(
                     levels, words, vocab, most, least, k, p, counting, CHUNKS, PIVOTS, GATHERED, GATHERED
                 )
                 known = counting
         if right == 0:
             searching = counting & (known == 0)
-            threshold, cut = by_row(row_ptr, vocab, temperature, most, k, p, searching, threshold, 512)
-    tl.store(words + 3 * CHUNKS, word(threshold))
+            threshold, cut = threshold_from_row(row_ptr, vocab, temperature, most, k, p, searching, threshold, 512)
+    tl.store(words + 3 * CHUNKS, float_to_bits(threshold))
     tl.store(words + 3 * CHUNKS + 1, cut)
 
 
 @triton.jit
-def _kept(row_ptr, at, vocab, temperature, most, state, min_p_ptr, row):
+def _filtered_weights(row_ptr, at, vocab, temperature, row_max, state, min_p_ptr, row):
     """Weights of the tokens that every filter keeps."""
-    x = scaled(row_ptr, at, vocab, temperature)
-    threshold, cut = real(tl.load(state)), tl.load(state + 1)
-    weight = weigh(x, most)
-    least = share(tl.load(min_p_ptr + row), tl.full([], 1099511627776, tl.int64))
+    x = scaled_logits(row_ptr, at, vocab, temperature)
+    threshold, cut = bits_to_float(tl.load(state)), tl.load(state + 1)
+    weight = token_weight(x, row_max)
+    least = ceil_fraction(tl.load(min_p_ptr + row), tl.full([], 1099511627776, tl.int64))
     keep = (x > threshold) | ((x == threshold) & (at <= cut))
     return tl.where(keep & (weight >= least), weight, 0)
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _weigh(
+def _sum_chunk_weights(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, min_p_ptr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What is kept of each chunk."""
-    enter(EARLY)
+    pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        words = words_of(words_ptr, row, CHUNKS, GATHERED)
-        most = range_of(words, vocab, CHUNK, CHUNKS)[0]
+        words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
+        most = logit_range(words, vocab, CHUNK, CHUNKS)[0]
         at = chunk * CHUNK + tl.arange(0, CHUNK)
-        weight = _kept(logits_ptr + row * stride, at, vocab, temperature, most, words + 3 * CHUNKS, min_p_ptr, row)
-        levels = sums_of(sums_ptr, row, CHUNKS, PIVOTS)
+        weight = _filtered_weights(
+            logits_ptr + row * stride, at, vocab, temperature, most, words + 3 * CHUNKS, min_p_ptr, row
+        )
+        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
         tl.store(levels + 2 * PIVOTS + 4 + chunk, tl.sum(weight))
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _pick(
+def _draw_token(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, min_p_ptr, noise_ptr, out_ptr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The id: the place of the maximum, or where the running sum of what is kept passes the noise's share of it."""
-    enter(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    words = words_of(words_ptr, row, CHUNKS, GATHERED)
-    most = range_of(words, vocab, CHUNK, CHUNKS)[0]
+    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
+    most = logit_range(words, vocab, CHUNK, CHUNKS)[0]
     index = tl.arange(0, CHUNKS)
     inside = index * CHUNK < vocab
     if temperature > 0:
-        levels = sums_of(sums_ptr, row, CHUNKS, PIVOTS)
+        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
         running = tl.cumsum(tl.load(levels + 2 * PIVOTS + 4 + index, mask=inside, other=0), 0)
         total = tl.max(running)
         target = (tl.load(noise_ptr + row) * total.to(tl.float64)).to(tl.int64)
@@ -256,10 +267,12 @@ def _pick(
         chunk = tl.sum((running <= target).to(tl.int32))
         target -= tl.max(tl.where(index < chunk, running, 0))
         at = chunk * CHUNK + tl.arange(0, CHUNK)
-        weight = _kept(logits_ptr + row * stride, at, vocab, temperature, most, words + 3 * CHUNKS, min_p_ptr, row)
+        weight = _filtered_weights(
+            logits_ptr + row * stride, at, vocab, temperature, most, words + 3 * CHUNKS, min_p_ptr, row
+        )
         place = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32))
         tl.store(out_ptr + row, tl.where(total > 0, chunk * CHUNK + place, 0).to(tl.int64))
     else:
-        peak = tl.where(inside, real(tl.load(words + index, mask=inside, other=0)), NEVER)
+        peak = tl.where(inside, bits_to_float(tl.load(words + index, mask=inside, other=0)), NEG_INF)
         first = tl.where(inside & (peak == most), tl.load(words + 2 * CHUNKS + index, mask=inside, other=0), 2147483647)
         tl.store(out_ptr + row, tl.min(first).to(tl.int64))

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.device import as_rows, power_of_two, sm_count
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.device import multiprocessors, power_of_two, rows_of
-from modelmill.ops.triton.early import enter, launch
-from modelmill.ops.triton.quick import Quick
+from modelmill.ops.triton.fast_launch import CachedLauncher
+from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
 
 def supports(gate_up: torch.Tensor) -> bool:
@@ -19,31 +19,31 @@ def supports(gate_up: torch.Tensor) -> bool:
 
 def run(gate_up: torch.Tensor) -> torch.Tensor:
     """As the reference, rounded once."""
-    flat = rows_of(gate_up)
+    flat = as_rows(gate_up)
     rows, inner = flat.shape[0], flat.shape[1] // 2
     out = torch.empty((rows, inner), dtype=flat.dtype, device=flat.device)
     # A few rows need small blocks to reach every multiprocessor; many rows want wide ones.
-    few = rows * inner < 4096 * multiprocessors(flat.device)
+    few = rows * inner < 4096 * sm_count(flat.device)
     block = min(256 if few else 2048, power_of_two(inner))
     across = -(-inner // block)
-    early, fixed = launch(flat.device, rows), (inner, flat.stride(0), across)
-    _quick(
+    early, fixed = pdl_launch_options(flat.device, rows), (inner, flat.stride(0), across)
+    _launcher(
         (rows * across, 1, 1),
         (flat, out),
         fixed,
         fixed,
-        (block, early["EARLY"]),
+        (block, early["PDL"]),
         {"num_warps": max(1, min(8, block // 256)), "launch_pdl": early["launch_pdl"]},
     )
     return out.view(*gate_up.shape[:-1], inner)
 
 
 @triton.jit
-def _kernel(x_ptr, out_ptr, inner, stride, across, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _kernel(x_ptr, out_ptr, inner, stride, across, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
-    enter(EARLY)
+    pdl_wait(PDL)
     gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * stride + inner + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -51,4 +51,4 @@ def _kernel(x_ptr, out_ptr, inner, stride, across, BLOCK: tl.constexpr, EARLY: t
     tl.store(out_ptr + row * inner + column, out.to(gate.dtype), mask=inside)
 
 
-_quick = Quick(_kernel)
+_launcher = CachedLauncher(_kernel)

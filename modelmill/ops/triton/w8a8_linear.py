@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.triton import sizes
+from modelmill.ops.triton import launch_configs
 from modelmill.ops.triton.device import available as available
-from modelmill.ops.triton.products8 import tile8, vector8, words
-from modelmill.ops.triton.sizes import Chosen, Key, Sizes
-from modelmill.ops.triton.sizes import key_of as key_of
+from modelmill.ops.triton.gemm_8bit import gemm_8bit, gemv_8bit, is_word_aligned
+from modelmill.ops.triton.launch_configs import GemmKey, LaunchConfig, TunedConfigs
+from modelmill.ops.triton.launch_configs import gemm_key as gemm_key
 
 
 def supports(
@@ -26,9 +26,9 @@ def supports(
     return floats and x.dtype == weight.dtype == torch.int8 and dtype != torch.float64
 
 
-def candidates(key: Key) -> tuple[Sizes, ...]:
+def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
     """The launch sizes that may be chosen for a product."""
-    return sizes.candidates8(key)
+    return launch_configs.candidates_8bit(key)
 
 
 def run(
@@ -39,12 +39,12 @@ def run(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     *,
-    chosen: Chosen | None = None,
+    configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference. chosen: launch sizes for this device; the rest have defaults."""
+    """As the reference. configs: launch sizes for this device; the rest have defaults."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    if words(x, weight):
-        vector8(x, weight, scale, x_scale, bias, out, chosen)
+    if is_word_aligned(x, weight):
+        gemv_8bit(x, weight, scale, x_scale, bias, out, configs)
     else:
-        tile8(x, weight, scale, x_scale, bias, out, chosen)
+        gemm_8bit(x, weight, scale, x_scale, bias, out, configs)
     return out

@@ -12,7 +12,7 @@ let states = new Map(); // engine → state of /health
 let timer = 0;
 const picked = { chat: "", segment: "" }; // the model of each tab
 
-const sees = (card) => card.kind === "segmentation";
+const sees = (card) => card.engine_type === "segmentation";
 const ready = (card) => states.get(card.root) === "ready";
 
 async function look() {
@@ -58,8 +58,8 @@ function banner(text, share) {
 
 function models() {
   const segments = cards.filter(sees);
-  const writes = cards.filter((card) => card.kind && !sees(card)).sort((a, b) => (a.chat === false) - (b.chat === false));
-  const unknown = cards.filter((card) => !card.kind);
+  const writes = cards.filter((card) => card.engine_type && !sees(card)).sort((a, b) => (a.chat === false) - (b.chat === false));
+  const unknown = cards.filter((card) => !card.engine_type);
   $("tabs").hidden = !(segments.length && (writes.length || unknown.length));
   if (segments.length && !writes.length && !unknown.length) show("segment");
   const tab = $("segment").hidden ? "chat" : "segment";

@@ -1,1 +1,1 @@
-"""Several replicas of a server through Ray Serve: one front, prefix-aware routing, replacement."""
+"""Several replicas of a server through Ray Serve: one proxy, prefix-aware routing, replacement."""

@@ -1,4 +1,4 @@
-"""One replica: the whole application of a server, called by the front instead of over a port of its own."""
+"""One replica: the whole application of a server, called by the proxy instead of over a port of its own."""
 
 from __future__ import annotations
 
@@ -10,36 +10,47 @@ from typing import Any
 from ray import serve
 
 from modelmill.core.errors import ModelmillError
-from modelmill.serve.app import make_app
-from modelmill.serve.engine import Engine, State
-from modelmill.serve.logs import to_stderr
-from modelmill.serve.replicas.call import parts
-from modelmill.serve.replicas.plan import Plan
-from modelmill.serve.service import Limits, Service
+from modelmill.serve import warmup
+from modelmill.serve.app import REQUEST_MODELS, make_app
+from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.json_logs import log_to_stderr
+from modelmill.serve.replicas.asgi_call import call_app
+from modelmill.serve.replicas.deployment import ReplicaSpec
+from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.traces import Traces
 
 
 class Replica:
     """Ray Serve makes these, asks them for their health, and hands them requests."""
 
-    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]
+    async def __init__(self, replica_spec: ReplicaSpec) -> None:  # type: ignore[misc]
         """Opens the engines, one after another. Raises ModelmillError where one cannot be opened."""
         self._logs = contextlib.ExitStack()
-        self._logs.enter_context(to_stderr(plan.level))
+        self._logs.enter_context(log_to_stderr(replica_spec.log_level))
         self._id = serve.get_replica_context().replica_id.unique_id
-        engines = [Engine(name, order, queue=plan.queue) for name, order in zip(plan.names, plan.orders, strict=True)]
-        traces = None if plan.otlp is None else Traces.to(plan.otlp)
-        # who may enter, and under which name, the front has seen to
+        engines = [
+            EngineClient(name, order, max_waiting=replica_spec.max_waiting)
+            for name, order in zip(replica_spec.names, replica_spec.open_messages, strict=True)
+        ]
+        traces = None if replica_spec.otlp_endpoint is None else Traces.export_to(replica_spec.otlp_endpoint)
+        # who may enter, and under which name, the proxy has seen to
         self._service = Service(
-            {engine.name: engine for engine in engines}, Limits(body=plan.body, text=plan.text), traces=traces
+            {engine.name: engine for engine in engines},
+            ServiceLimits(
+                max_body_bytes=replica_spec.max_body_bytes, max_text_body_bytes=replica_spec.max_text_body_bytes
+            ),
+            traces=traces,
         )
         self._app = make_app(self._service)
-        self._lives = []
+        await warmup.warm_up_routes(self._app, tuple(REQUEST_MODELS))
+        self._engine_tasks = []
         for engine in engines:
-            self._lives.append(asyncio.create_task(engine.run()))
-            await engine.settled.wait()
-            if engine.state is State.FAILED:
+            self._engine_tasks.append(asyncio.create_task(engine.run()))
+            await engine.load_finished.wait()
+            if engine.state is EngineState.FAILED:
                 raise ModelmillError(engine.error or f"the engine {engine.name} ended")
+            await warmup.warm_up_engine(self._app, engine.name)
+        warmup.freeze_gc()
 
     async def call(
         self,
@@ -53,19 +64,21 @@ class Replica:
         head: method, path, query and headers. prefix and avoid are for the router. Leaving it aborts the request.
         """
         yield self._id
-        async with contextlib.aclosing(parts(self._app, head, body)) as told:
+        async with contextlib.aclosing(call_app(self._app, head, body)) as told:
             async for part in told:
                 yield part
 
     async def page(self) -> tuple[str, bytes]:
         """This replica's id and its page of metrics."""
         told = [
-            (engine.name, stats) for engine in self._service.distinct if (stats := await engine.stats()) is not None
+            (engine.name, stats)
+            for engine in self._service.unique_engines
+            if (stats := await engine.stats()) is not None
         ]
-        return self._id, self._service.metrics.page(told)
+        return self._id, self._service.metrics.render(told)
 
     async def check_health(self) -> None:
         """Raises where an engine has ended for good; Ray Serve then puts another replica in this one's place."""
-        for engine in self._service.distinct:
-            if engine.state in (State.FAILED, State.STOPPED):
+        for engine in self._service.unique_engines:
+            if engine.state in (EngineState.FAILED, EngineState.STOPPED):
                 raise ModelmillError(engine.error or f"the engine {engine.name} ended")

@@ -1,4 +1,4 @@
-"""Ray Serve's way of choosing a replica, by ``Affinity``. Ray makes one where requests are sent from: in the front."""
+"""Ray Serve's way of choosing a replica, by ``PrefixAffinity``, made where requests are sent from: the proxy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from modelmill.serve.replicas.affinity import Affinity
+from modelmill.serve.replicas.affinity import PrefixAffinity
 
 
-class Router(RequestRouter):
-    """Requests bring ``prefix`` (see ``beginnings``) and ``avoid`` (replicas that have failed them) as arguments."""
+class PrefixAwareRouter(RequestRouter):
+    """Requests bring ``prefix`` (see ``prefix_digests``) and ``avoid`` (replicas that failed them) as arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._affinity = Affinity()
+        self._affinity = PrefixAffinity()
         self._loads: Counter[str] = Counter()
-        self._places: dict[str, str] = {}
+        self._assignments: dict[str, str] = {}
         # what has ended is told from another thread
         self._lock = threading.Lock()
 
@@ -31,37 +31,37 @@ class Router(RequestRouter):
             return [list(found.values())]
         given, id = pending_request.kwargs, pending_request.metadata.internal_request_id
         with self._lock:
-            self._leave(id)
-            self._affinity.forget(list(found))
+            self._release(id)
+            self._affinity.retain(list(found))
             open_ = [name for name in found if name not in given.get("avoid", ())] or list(found)
-            order = self._affinity.order(given.get("prefix", ()), {name: self._loads[name] for name in open_})
-            self._take(id, order[0], given.get("prefix", ()))
-        pending_request.future.add_done_callback(lambda future: self._cancelled(id) if future.cancelled() else None)
+            order = self._affinity.rank_replicas(given.get("prefix", ()), {name: self._loads[name] for name in open_})
+            self._assign(id, order[0], given.get("prefix", ()))
+        pending_request.future.add_done_callback(lambda future: self._on_finished(id) if future.cancelled() else None)
         return [[found[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:  # noqa: ARG002
         """Where it has gone in the end."""
         id = pending_request.metadata.internal_request_id
         with self._lock:
-            if self._places.get(id) != replica_id.unique_id:
-                self._leave(id)
-                self._take(id, replica_id.unique_id, pending_request.kwargs.get("prefix", ()))
+            if self._assignments.get(id) != replica_id.unique_id:
+                self._release(id)
+                self._assign(id, replica_id.unique_id, pending_request.kwargs.get("prefix", ()))
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:  # noqa: ARG002
         """It has ended, well or not."""
-        self._cancelled(internal_request_id)
+        self._on_finished(internal_request_id)
 
-    def _cancelled(self, id: str) -> None:
+    def _on_finished(self, id: str) -> None:
         with self._lock:
-            self._leave(id)
+            self._release(id)
 
-    def _take(self, id: str, name: str, prefix: Any) -> None:
-        self._places[id] = name
+    def _assign(self, id: str, name: str, prefix: Any) -> None:
+        self._assignments[id] = name
         self._loads[name] += 1
-        self._affinity.routed(prefix, name)
+        self._affinity.record_route(prefix, name)
 
-    def _leave(self, id: str) -> None:
-        name = self._places.pop(id, None)
+    def _release(self, id: str) -> None:
+        name = self._assignments.pop(id, None)
         if name is not None:
             self._loads[name] -= 1
             if self._loads[name] <= 0:

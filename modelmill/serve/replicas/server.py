@@ -13,46 +13,46 @@ from functools import partial
 
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError
-from modelmill.serve.replicas.cluster import Cluster
-from modelmill.serve.replicas.front import Front, guarded
-from modelmill.serve.server import Place, http_server, listen
+from modelmill.serve.replicas.proxy import ReplicaProxy, with_middleware
+from modelmill.serve.replicas.ray_cluster import RayCluster
+from modelmill.serve.server import ServerOptions, http_server, open_socket
 from modelmill.serve.service import Service
 
-LOOK = 0.5
+POLL_SECONDS = 0.5
 """Seconds between two looks at the replicas."""
-GONE = 20
+MAX_FAILED_POLLS = 20
 """So many looks in vain, and Ray is given up."""
-_log = log.get("serve")
+_log = log.get_logger("serve")
 
 
 class ReplicaServer:
     """Everything of one ``modelmill serve --ray``."""
 
-    def __init__(self, cluster: Cluster, place: Place) -> None:
-        self._cluster, self._place = cluster, place
-        self._service = Service({}, place.limits)
-        self._signals = 0
-        self._asked = asyncio.Event()
-        self._roll = asyncio.Event()
+    def __init__(self, cluster: RayCluster, options: ServerOptions) -> None:
+        self._cluster, self._options = cluster, options
+        self._service = Service({}, options.limits)
+        self._num_signals = 0
+        self._stop_requested = asyncio.Event()
+        self._restart_requested = asyncio.Event()
 
-    async def run(self, opened: Callable[[str], None] = lambda _: None) -> None:
-        """Serve until a signal. opened: told the address once the port is open.
+    async def run(self, on_listening: Callable[[str], None] = lambda _: None) -> None:
+        """Serve until a signal. on_listening: called with the address once the port is open.
 
         Raises UsageError where the port cannot be had, ModelmillError where no replica can be started.
         """
-        sock = listen(self._place.host, self._place.port)
-        server = http_server(guarded(Front(self._cluster, self._service), self._service))
+        sock = open_socket(self._options.host, self._options.port)
+        server = http_server(with_middleware(ReplicaProxy(self._cluster, self._service), self._service))
         host, port = sock.getsockname()[:2]
-        opened(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         serving = asyncio.create_task(server.serve([sock]))
-        watching = asyncio.create_task(self._watch())
-        watching.add_done_callback(lambda _: self._asked.set())
+        watching = asyncio.create_task(self._watch_replicas())
+        watching.add_done_callback(lambda _: self._stop_requested.set())
         try:
-            await self._asked.wait()
+            await self._stop_requested.wait()
             await self._drain()
         finally:
             server.should_exit = True
-            if self._signals > 1:
+            if self._num_signals > 1:
                 server.force_exit = True
             await serving
             watching.cancel()
@@ -62,44 +62,46 @@ class ReplicaServer:
         if isinstance(ended, Exception):
             raise ended
 
-    async def _watch(self) -> None:
+    async def _watch_replicas(self) -> None:
         """Start the replicas, then look after them. Raises ModelmillError where that is over."""
-        self._listen()
+        self._install_signal_handlers()
         await asyncio.to_thread(self._cluster.start)
         # Ray sets handlers of its own when it starts
-        self._listen()
+        self._install_signal_handlers()
         missed = 0
         while True:
-            if self._roll.is_set():
-                self._roll.clear()
+            if self._restart_requested.is_set():
+                self._restart_requested.clear()
                 _log.info("replacing the replicas")
-                await asyncio.to_thread(self._cluster.roll)
+                await asyncio.to_thread(self._cluster.restart_replicas)
             try:
-                await asyncio.to_thread(self._cluster.look)
+                await asyncio.to_thread(self._cluster.refresh_state)
                 missed = 0
             except ModelmillError:
                 raise
             except Exception as error:
                 missed += 1
-                _log.error("Ray does not answer", extra={"data": {"kind": type(error).__name__, "times": missed}})
-                if missed >= GONE:
+                _log.error("Ray does not answer", extra={"data": {"error": type(error).__name__, "times": missed}})
+                if missed >= MAX_FAILED_POLLS:
                     raise ModelmillError("Ray does not answer any more; start the server again") from None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._roll.wait(), LOOK)
+                await asyncio.wait_for(self._restart_requested.wait(), POLL_SECONDS)
 
-    def _listen(self) -> None:
+    def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, partial(self._signalled))
-        loop.add_signal_handler(signal.SIGHUP, self._roll.set)
+            loop.add_signal_handler(name, partial(self._on_signal))
+        loop.add_signal_handler(signal.SIGHUP, self._restart_requested.set)
 
-    def _signalled(self) -> None:
-        self._signals += 1
-        self._asked.set()
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._stop_requested.set()
 
     async def _drain(self) -> None:
         self._service.draining = True
-        deadline = asyncio.get_running_loop().time() + (self._place.patience if self._signals else 0)
-        _log.info("draining", extra={"data": {"requests": self._service.active, "seconds": self._place.patience}})
-        while self._service.active and self._signals < 2 and asyncio.get_running_loop().time() < deadline:
+        deadline = asyncio.get_running_loop().time() + (self._options.drain_timeout if self._num_signals else 0)
+        _log.info(
+            "draining", extra={"data": {"requests": self._service.num_active, "seconds": self._options.drain_timeout}}
+        )
+        while self._service.num_active and self._num_signals < 2 and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)

@@ -9,79 +9,85 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from modelmill.core.errors import RequestError
-from modelmill.dialogue import Dialogue
-from modelmill.language import Language
+from modelmill.request_state import RequestState
 from modelmill.serve import errors
-from modelmill.serve.engine import Engine
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.service import Service
-from modelmill.serve.ticket import Ticket
+from modelmill.text_processor import TextProcessor
 
 T = TypeVar("T")
 
 
-def service_of(request: Request) -> Service:
+def get_service(request: Request) -> Service:
     """The service that the app was made for."""
     found: Service = request.app.state.service
     return found
 
 
-def fresh(prefix: str, between: str = "-") -> str:
+def random_id(prefix: str, separator: str = "-") -> str:
     """An id that nobody can guess."""
-    return f"{prefix}{between}{secrets.token_hex(16)}"
+    return f"{prefix}{separator}{secrets.token_hex(16)}"
 
 
-async def submitted(
-    request: Request, engine: Engine, make: Callable[..., T], *args: Any, of: Callable[[T], Sequence[Dialogue]]
-) -> tuple[T, Ticket]:
+async def submit_requests(
+    request: Request,
+    engine: EngineClient,
+    make: Callable[..., T],
+    *args: Any,
+    get_states: Callable[[T], Sequence[RequestState]],
+) -> tuple[T, RequestHandle]:
     """(``make(*args)``, its requests queued). Their counts are logged when the response has ended.
 
-    make: called on a thread, where text becomes ids and ids what the worker is sent. of: the requests of what it made.
+    make: called on a thread, where text becomes ids and ids what the worker is sent. get_states: its requests.
     """
 
     def prepared() -> tuple[T, list[bytes]]:
         made = make(*args)
-        return made, engine.frames(of(made))
+        return made, engine.encode_requests(get_states(made))
 
-    made, frames = await service_of(request).aside(prepared)
-    ticket = engine.submit(of(made), frames)
-    request.scope["modelmill.ticket"], request.scope["modelmill.engine"] = ticket, engine.name
+    made, frames = await get_service(request).run_in_thread(prepared)
+    ticket = engine.submit(get_states(made), frames)
+    request.scope["modelmill.request_handle"], request.scope["modelmill.engine"] = ticket, engine.name
     return made, ticket
 
 
-def check_sizes(
-    language: Language,
+def check_message_sizes(
+    text_processor: TextProcessor,
     messages: Sequence[Mapping[str, Any]],
-    longest: int,
+    max_model_len: int,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Raises RequestError for a conversation of more than ``longest`` tokens, whatever becomes of it: before work.
+    """Raises RequestError for a conversation of more than ``max_model_len`` tokens, whatever becomes of it.
 
     Everything that a template may write counts: texts, calls and their arguments, tools; pictures do not.
     """
-    most = longest * language.longest_token
-    written = [part for message in messages for part in _written(message)]
-    if _exceeds([*written, *tools], most):
+    most = max_model_len * text_processor.max_token_bytes
+    written = [part for message in messages for part in _template_values(message)]
+    if _exceeds_chars([*written, *tools], most):
         what = "the messages and tools" if tools else "the messages"
-        raise RequestError(f"{what} have more than {most} characters, this engine takes {longest} tokens; shorten them")
+        raise RequestError(
+            f"{what} have more than {most} characters, this engine takes {max_model_len} tokens; shorten them"
+        )
 
 
-def _written(message: Mapping[str, Any]) -> Iterator[Any]:
+def _template_values(message: Mapping[str, Any]) -> Iterator[Any]:
     """What a template may write of a message."""
     for key, value in message.items():
         if key == "content" and isinstance(value, list):
-            yield from (part.get("text") for part in value if isinstance(part, Mapping) and not _shows(part))
+            yield from (part.get("text") for part in value if isinstance(part, Mapping) and not _is_image_part(part))
         else:
             yield value
 
 
-def _shows(part: Mapping[str, Any]) -> bool:
+def _is_image_part(part: Mapping[str, Any]) -> bool:
     return part.get("type") in ("image_url", "image")
 
 
-def _exceeds(values: Sequence[Any], most: int) -> bool:
+def _exceeds_chars(values: Sequence[Any], max_chars: int) -> bool:
     """Whether JSON data has more characters than that however it is written. It may be nested without end."""
     size, left = 0, list(values)
-    while left and size <= most:
+    while left and size <= max_chars:
         value = left.pop()
         if isinstance(value, Mapping):
             left += value.keys()
@@ -89,11 +95,11 @@ def _exceeds(values: Sequence[Any], most: int) -> bool:
         elif isinstance(value, list):
             left += value
         size += len(value) if isinstance(value, str) else 1
-    return size > most
+    return size > max_chars
 
 
-def finish_of(reason: str | None) -> str | None:
+def openai_finish_reason(reason: str | None) -> str | None:
     """OpenAI's finish_reason. Raises ApiError for what the engine gave up."""
     if reason == "abort":
-        raise errors.ApiError(503, "the engine gave the request up; try again", errors.SERVER)
+        raise errors.ApiError(503, "the engine gave the request up; try again", errors.SERVER_ERROR)
     return reason

@@ -8,135 +8,156 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from modelmill.answer import Completion
 from modelmill.core.errors import RequestError
-from modelmill.dialogue import Dialogue
-from modelmill.language import Language
-from modelmill.runtime.check import Bounds, check
-from modelmill.serve import shape
+from modelmill.outputs import CompletionOutput
+from modelmill.request_state import RequestState
+from modelmill.runtime.request_limits import RequestLimits, check_request
+from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
-from modelmill.serve.schema import CompletionRequest
-from modelmill.serve.shape import TextLogprobs, event
-from modelmill.serve.stream import EventStream, Feed, finished
-from modelmill.serve.ticket import News, Ticket
+from modelmill.serve.json_text import dump_json
+from modelmill.serve.openai_format import TextLogprobsFormatter, sse_event
+from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.routes.common import get_service, openai_finish_reason, random_id, submit_requests
+from modelmill.serve.schema import MAX_TOP_LOGPROBS, CompletionRequest
+from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
+from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
+MAX_PROMPT_LOGPROBS = 1 << 21
+"""Log-probabilities of prompts in one answer, some 50 MB; of one prompt that the engine takes there may be more."""
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, several texts, or token ids."""
-    service = service_of(request)
-    engine = service.engine(body.model)
+    service = get_service(request)
+    engine = service.get_engine(body.model)
     body.check()
-    bounds, language = engine.bounds, engine.language
-    engine.check_room(len(body.prompts()) * (body.n or 1))
-    _, ticket = await submitted(request, engine, _dialogues, language, body, bounds, of=list)
-    reply = Reply(body, ticket, language)
+    bounds, language = engine.request_limits, engine.text_processor
+    engine.check_capacity(len(body.prompts()) * (body.n or 1))
+    _, ticket = await submit_requests(request, engine, _make_request_states, language, body, bounds, get_states=list)
+    reply = CompletionResponseBuilder(body, ticket, language)
     if body.stream:
-        return EventStream(ticket, reply)
-    await finished(request, ticket)
-    return await service.aside(lambda: shape.Json(reply.whole()))
+        return EventStream(ticket, reply, service.run_in_thread if body.echo and body.logprobs is not None else None)
+    await wait_or_disconnect(request, ticket)
+    return openai_format.Utf8JsonResponse(await service.run_in_thread(reply.full_response))
 
 
-def _dialogues(language: Language, body: CompletionRequest, bounds: Bounds) -> list[Dialogue]:
+def _make_request_states(
+    text_processor: TextProcessor, body: CompletionRequest, limits: RequestLimits
+) -> list[RequestState]:
     """Each is checked before the next is read: one that is impossible ends the work on all of them."""
     prompts = body.prompts()
-    if language.tokenizer is None and (body.stop or any(isinstance(prompt, str) for prompt in prompts)):
+    if text_processor.tokenizer is None and (body.stop or any(isinstance(prompt, str) for prompt in prompts)):
         raise RequestError("this engine has no tokenizer: give token ids as the prompt, and stop_token_ids")
-    params, grammar = body.sampling(), body.checked_grammar()
-    dialogues = []
+    params, grammar = body.sampling_params(), body.validated_grammar()
+    dialogues: list[RequestState] = []
     for prompt in prompts:
-        language.check_size(prompt, bounds.longest)
+        text_processor.check_length(prompt, limits.max_len)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-        dialogues.append(language.request({key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar))
+        dialogues.append(text_processor.request({key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar))
         if body.echo:
             dialogues[-1].echo()
-        check(dialogues[-1].request, bounds)
+        check_request(dialogues[-1].request, limits)
+        _check_num_logprobs(dialogues, body, limits.max_len)
     return dialogues
 
 
-class Reply(Feed):
+def _check_num_logprobs(request_states: Sequence[RequestState], body: CompletionRequest, max_model_len: int) -> None:
+    """Raises RequestError for prompts that have more to tell than one answer may."""
+    if not body.echo or body.logprobs is None:
+        return
+    most = max(MAX_PROMPT_LOGPROBS, max_model_len * (MAX_TOP_LOGPROBS + 1))
+    if sum(len(each.request.prompt) for each in request_states) * (body.logprobs + 1) * (body.n or 1) > most:
+        what = f"prompt has more than {most} log-probabilities to tell"
+        raise RequestError(f"{what}; send it in parts, or ask for fewer logprobs")
+
+
+class CompletionResponseBuilder(EventFormatter):
     """The response, whole or as events."""
 
-    def __init__(self, body: CompletionRequest, ticket: Ticket, language: Language) -> None:
-        self._body, self._ticket = body, ticket
+    def __init__(self, body: CompletionRequest, handle: RequestHandle, text_processor: TextProcessor) -> None:
+        self._body, self._handle = body, handle
         self._n = body.n or 1
         self._head = {
-            "id": fresh("cmpl"),
+            "id": random_id("cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": body.model,
         }
-        self._envelope = shape.Envelope(self._head, {"usage": None} if body.wants_usage else {})
-        count = len(ticket.dialogues) * self._n
+        self._chunk_template = openai_format.ChunkTemplate(self._head, {"usage": None} if body.wants_usage else {})
+        count = len(handle.request_states) * self._n
         self._logprobs = [
-            TextLogprobs(
-                language.tokenizer,
+            TextLogprobsFormatter(
+                text_processor.tokenizer,
                 body.logprobs or 0,
-                follows=each.follows,
+                continues_prompt=each.continues_prompt,
                 skip_special=each.request.params.skip_special_tokens,
             )
-            for each in ticket.dialogues
+            for each in handle.request_states
             for _ in range(self._n)
         ]
-        self._begun: set[int] = set()
-        self._given = [0] * count
+        self._started: set[int] = set()
+        self._num_sent_ids = [0] * count
 
-    def whole(self) -> dict[str, Any]:
-        """Everything at once."""
-        choices = [
-            self._choice(place, output)
-            for place, each in enumerate(self._ticket.dialogues)
-            for output in each.answer.outputs
-        ]
-        return {**self._head, "choices": choices, "usage": shape.usage(self._ticket.dialogues)}
+    def full_response(self) -> bytes:
+        """Everything at once, as JSON. Each choice is written before the next is made: they may be large."""
+        choices = b",".join(
+            dump_json(self._choice(place, output))
+            for place, each in enumerate(self._handle.request_states)
+            for output in each.output.outputs
+        )
+        before = dump_json({**self._head, "choices": []}).removesuffix(b"]}")
+        return b"".join(
+            (before, choices, b"],", dump_json({"usage": openai_format.token_usage(self._handle.request_states)})[1:])
+        )
 
-    def _choice(self, place: int, output: Completion) -> dict[str, Any]:
-        dialogue, body = self._ticket.dialogues[place], self._body
-        at = place * self._n + output.index
+    def _choice(self, prompt_index: int, output: CompletionOutput) -> dict[str, Any]:
+        dialogue, body = self._handle.request_states[prompt_index], self._body
+        at = prompt_index * self._n + output.index
         text, tables = output.text, []
         if body.echo:
-            text = dialogue.echoed + text
+            text = dialogue.echo_text + text
             if body.logprobs is not None:
-                tables.append(self._logprobs[at].prompt(dialogue))
-        count = len(output.token_ids) - isinstance(output.stop_reason, int) + self._end(output)
-        told = self._logprobs[at].take(output, count)
+                tables.append(self._logprobs[at].format_prompt(dialogue))
+        count = len(output.token_ids) - isinstance(output.stop_reason, int) + self._num_end_tokens(output)
+        told = self._logprobs[at].format_next(output, count)
         if told is not None:
             tables.append(told)
         choice = {
             "index": at,
             "text": text,
-            "logprobs": shape.joined(tables) if tables else None,
-            "finish_reason": finish_of(output.finish_reason),
+            "logprobs": openai_format.concat_logprobs(tables) if tables else None,
+            "finish_reason": openai_finish_reason(output.finish_reason),
             "stop_reason": output.stop_reason,
         }
         if body.return_token_ids:
-            choice |= {"token_ids": output.token_ids, "prompt_token_ids": dialogue.answer.prompt_token_ids}
+            choice |= {"token_ids": output.token_ids, "prompt_token_ids": dialogue.output.prompt_token_ids}
         return choice
 
-    def first(self) -> bytes:
+    def first_events(self) -> bytes:
         """Nothing: choices begin with their text."""
         return b""
 
-    def more(self, news: Sequence[News]) -> bytes:
+    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
         """An event for each delta that says something."""
-        return b"".join(self._piece(place, delta) for place, delta in news)
+        return b"".join(self._delta_event(place, delta) for place, delta in items)
 
-    def _piece(self, place: int, delta: Any) -> bytes:
-        dialogue, body = self._ticket.dialogues[place], self._body
-        at = place * self._n + delta.index
-        output = dialogue.answer.outputs[delta.index]
+    def _delta_event(self, prompt_index: int, delta: Any) -> bytes:
+        dialogue, body = self._handle.request_states[prompt_index], self._body
+        at = prompt_index * self._n + delta.index
+        output = dialogue.output.outputs[delta.index]
         text, tables = delta.text, []
-        begins = at not in self._begun
+        begins = at not in self._started
         if begins:
-            self._begun.add(at)
+            self._started.add(at)
             if body.echo:
-                text = dialogue.echoed + text
+                text = dialogue.echo_text + text
                 if body.logprobs is not None:
-                    tables.append(self._logprobs[at].prompt(dialogue))
-        told = self._logprobs[at].take(output, len(delta.token_ids) + (self._end(output) if delta.finish_reason else 0))
+                    tables.append(self._logprobs[at].format_prompt(dialogue))
+        told = self._logprobs[at].format_next(
+            output, len(delta.token_ids) + (self._num_end_tokens(output) if delta.finish_reason else 0)
+        )
         if told is not None and told["tokens"]:
             tables.append(told)
         if not (text or tables or delta.finish_reason or (body.return_token_ids and delta.token_ids)):
@@ -144,28 +165,30 @@ class Reply(Feed):
         choice = {
             "index": at,
             "text": text,
-            "logprobs": shape.joined(tables) if tables else None,
-            "finish_reason": finish_of(delta.finish_reason),
+            "logprobs": openai_format.concat_logprobs(tables) if tables else None,
+            "finish_reason": openai_finish_reason(delta.finish_reason),
             "stop_reason": output.stop_reason if delta.finish_reason else None,
         }
         if body.return_token_ids:
             # with the last piece comes the token that ended it, which has no text
-            end = len(output.token_ids) if delta.finish_reason else self._given[at] + len(delta.token_ids)
-            choice["token_ids"], self._given[at] = output.token_ids[self._given[at] : end], end
+            end = len(output.token_ids) if delta.finish_reason else self._num_sent_ids[at] + len(delta.token_ids)
+            choice["token_ids"], self._num_sent_ids[at] = output.token_ids[self._num_sent_ids[at] : end], end
             if begins:
-                choice["prompt_token_ids"] = dialogue.answer.prompt_token_ids
-        return self._envelope.around(choice)
+                choice["prompt_token_ids"] = dialogue.output.prompt_token_ids
+        return self._chunk_template.render_chunk(choice)
 
-    def _end(self, output: Completion) -> int:
+    def _num_end_tokens(self, output: CompletionOutput) -> int:
         """How many tokens that ended it are told besides those of the text.
 
         One is no part of the text; who scores a text (echo) counts on an entry for each token that was drawn.
         """
         return int(bool(self._body.echo) and isinstance(output.stop_reason, int))
 
-    def last(self) -> bytes:
+    def last_events(self) -> bytes:
         """The counts where they were asked for, and the end."""
         counts = b""
         if self._body.wants_usage:
-            counts = event({**self._head, "choices": [], "usage": shape.usage(self._ticket.dialogues)})
-        return counts + shape.DONE
+            counts = sse_event(
+                {**self._head, "choices": [], "usage": openai_format.token_usage(self._handle.request_states)}
+            )
+        return counts + openai_format.DONE

@@ -9,15 +9,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 router = APIRouter(include_in_schema=False)
-FOLDER = Path(__file__).resolve().parent.parent / "page"
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGE_DIR = Path(__file__).resolve().parent.parent / "page"
+CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # no script but ours, no style but ours, nothing is asked of other hosts, nobody frames it
-POLICY = (
+SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -27,25 +27,25 @@ HEADERS = {
 }
 
 
-def _paths() -> dict[str, Path]:
+def _find_files() -> dict[str, Path]:
     """Path of a request → file. Read once: only these files are ever sent."""
-    files = sorted(file for file in FOLDER.iterdir() if file.suffix in KINDS)
+    files = sorted(file for file in PAGE_DIR.iterdir() if file.suffix in CONTENT_TYPES)
     return {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in files}
 
 
-FILES = _paths()
-PATHS = tuple(path.encode() for path in FILES)
+FILES = _find_files()
+PAGE_PATHS = tuple(path.encode() for path in FILES)
 """What is open without a key."""
 
 
-async def _file(request: Request) -> Response:
+async def _serve_file(request: Request) -> Response:
     file = FILES[request.url.path]
     content = file.read_bytes()
     headers = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type=KINDS[file.suffix])
+    return Response(content, headers=headers, media_type=CONTENT_TYPES[file.suffix])
 
 
 for _path in FILES:
-    router.add_api_route(_path, _file, methods=["GET", "HEAD"])
+    router.add_api_route(_path, _serve_file, methods=["GET", "HEAD"])

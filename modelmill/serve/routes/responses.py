@@ -9,22 +9,22 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from modelmill.answer import Completion
 from modelmill.core.errors import RequestError
-from modelmill.dialogue import Dialogue
-from modelmill.language import Language
-from modelmill.serve import shape
+from modelmill.outputs import CompletionOutput
+from modelmill.request_state import RequestState
+from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.errors import ApiError
-from modelmill.serve.items import Event, Items
-from modelmill.serve.responses import FlatTool, ResponsesRequest
-from modelmill.serve.routes.chat import cut_off, dialogue_of, reader_of
-from modelmill.serve.routes.common import finish_of, fresh, service_of, submitted
+from modelmill.serve.openai_format import ChatLogprobsFormatter
+from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.response_items import ResponseEvent, ResponseItems
+from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
+from modelmill.serve.routes.chat import chat_request_state, is_truncated, make_chat_tool_parser
+from modelmill.serve.routes.common import get_service, openai_finish_reason, random_id, submit_requests
 from modelmill.serve.schema import ChatRequest
-from modelmill.serve.shape import ChatLogprobs
-from modelmill.serve.stream import EventStream, Feed, finished
-from modelmill.serve.ticket import News, Ticket
-from modelmill.text.calls import Part
+from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
+from modelmill.text.tool_parser import ToolCallDelta
+from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -32,29 +32,33 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions gives for it."""
-    service = service_of(request)
-    engine = service.engine(body.model)
-    bounds, language = engine.bounds, engine.language
-    engine.check_room(1)
-    made = await submitted(request, engine, _meant, language, body, bounds.longest, of=lambda meant: [meant[1]])
+    service = get_service(request)
+    engine = service.get_engine(body.model)
+    bounds, language = engine.request_limits, engine.text_processor
+    engine.check_capacity(1)
+    made = await submit_requests(
+        request, engine, _make_chat_request, language, body, bounds.max_len, get_states=lambda meant: [meant[1]]
+    )
     (chat, _), ticket = made
-    reply = Reply(body, chat, ticket, language)
+    reply = ResponsesBuilder(body, chat, ticket, language)
     if body.stream:
-        return EventStream(ticket, reply)
-    whole = await finished(request, _Whole(ticket, reply))
-    return await service.aside(shape.Json, whole)
+        return EventStream(ticket, reply, service.run_in_thread if body.wants_logprobs else None)
+    whole = await wait_or_disconnect(request, _ResponseCollector(ticket, reply))
+    return await service.run_in_thread(openai_format.Utf8JsonResponse, whole)
 
 
-def _meant(language: Language, body: ResponsesRequest, longest: int) -> tuple[ChatRequest, Dialogue]:
-    chat = body.as_chat()
+def _make_chat_request(
+    text_processor: TextProcessor, body: ResponsesRequest, max_model_len: int
+) -> tuple[ChatRequest, RequestState]:
+    chat = body.to_chat_request()
     chat.check()
     try:
-        return chat, dialogue_of(language, chat, longest)
+        return chat, chat_request_state(text_processor, chat, max_model_len)
     except RequestError as error:
-        raise RequestError(_in_our_words(str(error))) from None
+        raise RequestError(_map_field_name(str(error))) from None
 
 
-def _in_our_words(text: str) -> str:
+def _map_field_name(text: str) -> str:
     """A complaint about the chat request, in terms of the fields that were sent."""
     for theirs, ours in (("messages[", "input, as messages["), ("response_format", "text.format")):
         if text.startswith(theirs):
@@ -62,96 +66,108 @@ def _in_our_words(text: str) -> str:
     return text
 
 
-class _Whole:
+class _ResponseCollector:
     """The response at its end, out of the same pieces of news as its events: what a token belongs to is told once."""
 
-    def __init__(self, ticket: Ticket, reply: Reply) -> None:
-        self._ticket, self._reply = ticket, reply
+    def __init__(self, handle: RequestHandle, builder: ResponsesBuilder) -> None:
+        self._handle, self._builder = handle, builder
 
     async def finish(self) -> dict[str, Any]:
         """Wait until everything has ended. Raises what went wrong."""
-        while news := await self._ticket.fetch():
-            self._reply.hear(news)
-        return self._reply.response()
+        while news := await self._handle.fetch():
+            self._builder.consume(news)
+        return self._builder.response()
 
     def close(self) -> None:
         """Give up what has not ended."""
-        self._ticket.close()
+        self._handle.close()
 
 
-class Reply(Feed):
+class ResponsesBuilder(EventFormatter):
     """The response, whole or as events."""
 
-    def __init__(self, body: ResponsesRequest, chat: ChatRequest, ticket: Ticket, language: Language) -> None:
-        self._body, self._ticket = body, ticket
-        self._head = {"id": fresh("resp", "_"), "object": "response", "created_at": int(time.time())}
-        self._logprobs = ChatLogprobs(language.tokenizer, body.top_logprobs or 0)
-        self._reader = reader_of(chat, language)
-        self._items = Items(holds=self._reader is not None)
-        self._count = 0
+    def __init__(
+        self, body: ResponsesRequest, chat: ChatRequest, handle: RequestHandle, text_processor: TextProcessor
+    ) -> None:
+        self._body, self._handle = body, handle
+        self._head = {"id": random_id("resp", "_"), "object": "response", "created_at": int(time.time())}
+        self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
+        self._tool_parser = make_chat_tool_parser(chat, text_processor)
+        self._items = ResponseItems(hold_spaces=self._tool_parser is not None)
+        self._num_events = 0
         self._status = "in_progress"
 
-    def hear(self, news: Sequence[News]) -> None:
+    def consume(self, items: Sequence[StreamItem]) -> None:
         """Take what has come, of which no events are wanted."""
-        for each in news:
-            deque(self._piece(each), maxlen=0)
+        for each in items:
+            deque(self._delta_events(each), maxlen=0)
 
-    def first(self) -> bytes:
+    def first_events(self) -> bytes:
         """It has begun."""
         response = self.response()
-        return self._sent({"type": kind, "response": response} for kind in ("response.created", "response.in_progress"))
+        return self._encode_events(
+            {"type": kind, "response": response} for kind in ("response.created", "response.in_progress")
+        )
 
-    def more(self, news: Sequence[News]) -> bytes:
+    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
         """Events of what has come."""
-        return b"".join(self._sent(self._piece(each)) for each in news)
+        return b"".join(self._encode_events(self._delta_events(each)) for each in items)
 
-    def last(self) -> bytes:
+    def last_events(self) -> bytes:
         """The whole response, and the end."""
-        return self._sent([{"type": f"response.{self._status}", "response": self.response()}]) + shape.DONE
+        return (
+            self._encode_events([{"type": f"response.{self._status}", "response": self.response()}])
+            + openai_format.DONE
+        )
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """What went wrong, and the response as far as it came."""
         told = error.body()["error"]
         flat = {key: told[key] for key in ("code", "message", "param")}
         self._status = "failed"
         response = {**self.response(), "error": {"code": "server_error", "message": error.message}}
-        return self._sent([{"type": "error", **flat, "error": told}, {"type": "response.failed", "response": response}])
+        return self._encode_events(
+            [{"type": "error", **flat, "error": told}, {"type": "response.failed", "response": response}]
+        )
 
-    def _piece(self, news: News) -> Iterable[Event]:
-        delta = news.delta
-        output = delta.answer.outputs[0]
-        told = self._logprobs.take(output, len(delta.token_ids))
+    def _delta_events(self, items: StreamItem) -> Iterable[ResponseEvent]:
+        delta = items.delta
+        output = delta.output.outputs[0]
+        told = self._logprobs.format_next(output, len(delta.token_ids))
         if told is not None:
-            self._items.hear(delta.text, told["content"])
-        return self._taken(delta.text, output if delta.finish_reason is not None else None)
+            self._items.record_tokens(delta.text, told["content"])
+        return self._text_events(delta.text, output if delta.finish_reason is not None else None)
 
-    def _taken(self, text: str, ended: Completion | None) -> Iterable[Event]:
+    def _text_events(self, text: str, ended: CompletionOutput | None) -> Iterable[ResponseEvent]:
         """Events of a piece of text. ended: the answer, where this is its last piece."""
-        pieces: list[str | Part] = [text]
-        if self._reader is not None:
-            pieces = [*self._reader.push(text), *(() if ended is None else self._reader.flush(cut_off(ended)))]
+        pieces: list[str | ToolCallDelta] = [text]
+        if self._tool_parser is not None:
+            pieces = [
+                *self._tool_parser.push(text),
+                *(() if ended is None else self._tool_parser.flush(is_truncated(ended))),
+            ]
         for piece in pieces:
             if isinstance(piece, str):
-                yield from self._items.say(piece)
+                yield from self._items.add_text(piece)
                 continue
             if piece.name is not None:
-                yield from self._items.call(piece.id or "", piece.name)
-            yield from self._items.argue(piece.arguments)
+                yield from self._items.start_call(piece.id or "", piece.name)
+            yield from self._items.add_arguments(piece.arguments)
         if ended is not None:
-            self._status = "incomplete" if finish_of(ended.finish_reason) == "length" else "completed"
-            yield from self._items.end(self._status)
+            self._status = "incomplete" if openai_finish_reason(ended.finish_reason) == "length" else "completed"
+            yield from self._items.finish(self._status)
 
-    def _sent(self, events: Iterable[Event]) -> bytes:
+    def _encode_events(self, events: Iterable[ResponseEvent]) -> bytes:
         parts = []
         for each in events:
             kind = each["type"]
-            parts.append(shape.event({"type": kind, "sequence_number": self._count, **each}, kind))
-            self._count += 1
+            parts.append(openai_format.sse_event({"type": kind, "sequence_number": self._num_events, **each}, kind))
+            self._num_events += 1
         return b"".join(parts)
 
     def response(self) -> dict[str, Any]:
         """The response as it stands."""
-        body, params = self._body, self._ticket.dialogues[0].request.params
+        body, params = self._body, self._handle.request_states[0].request.params
         ended = self._status in ("completed", "incomplete")
         return {
             **self._head,
@@ -163,11 +179,11 @@ class Reply(Feed):
             "instructions": body.instructions,
             "output": list(self._items.output),
             "error": None,
-            "tools": [_tool(tool) for tool in body.tools or ()],
-            "tool_choice": _plain(body.tool_choice) or "auto",
+            "tools": [_tool_json(tool) for tool in body.tools or ()],
+            "tool_choice": _to_plain(body.tool_choice) or "auto",
             "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "text": _text(body),
+            "text": _text_config(body),
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
@@ -187,7 +203,7 @@ class Reply(Feed):
         }
 
     def _usage(self) -> dict[str, Any]:
-        counts = shape.usage(self._ticket.dialogues)
+        counts = openai_format.token_usage(self._handle.request_states)
         return {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -197,12 +213,12 @@ class Reply(Feed):
         }
 
 
-def _tool(tool: FlatTool) -> dict[str, Any]:
+def _tool_json(tool: FunctionTool) -> dict[str, Any]:
     told = tool.model_dump()
     return {key: told[key] for key in ("type", "name", "description", "parameters", "strict")}
 
 
-def _text(body: ResponsesRequest) -> dict[str, Any]:
+def _text_config(body: ResponsesRequest) -> dict[str, Any]:
     """The text options as they were taken; verbosity only where it was given."""
     given = body.text
     format: dict[str, Any] = {"type": "text"}
@@ -214,5 +230,5 @@ def _text(body: ResponsesRequest) -> dict[str, Any]:
     return {"format": format, **more}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return value.model_dump() if hasattr(value, "model_dump") else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -10,13 +9,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.engine import Engine
-from modelmill.serve.errors import ApiError, invalid
-from modelmill.serve.pictures import Found
-from modelmill.serve.routes.common import fresh, service_of
-from modelmill.serve.segment_schema import SegmentRequest, SegmentResponse, with_blobs
-from modelmill.serve.sight import FieldError, UnknownImage
-from modelmill.serve.stream import finished
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.errors import ApiError, invalid_request
+from modelmill.serve.json_text import dump_json
+from modelmill.serve.routes.common import get_service, random_id
+from modelmill.serve.segment_client import FieldError, UnknownImage
+from modelmill.serve.segment_messages import SegmentResult
+from modelmill.serve.segment_schema import SegmentRequest, SegmentResponse, inline_blobs
+from modelmill.serve.stream import wait_or_disconnect
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -24,28 +24,28 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/segment", response_model=SegmentResponse, response_model_exclude_none=True)
 async def segment(body: SegmentRequest, request: Request) -> Any:
     """Masks for points, boxes, a mask, several prompts, or everything; a picture seen before is answered at once."""
-    service = service_of(request)
-    engine = service.viewer(body.model)
+    service = get_service(request)
+    engine = service.get_segment_engine(body.model)
     try:
-        engine.check_sees()
-        look = await service.aside(body.look, fresh("seg"))
-        found = await finished(request, engine.look(look))
+        engine.check_segments()
+        look = await service.run_in_thread(body.to_job, random_id("seg"))
+        found = await wait_or_disconnect(request, engine.segment(look))
     except UnknownImage as error:
         raise ApiError(404, str(error), param="image_id", code="image_not_found") from None
     except FieldError as error:
-        raise invalid(str(error), error.param) from None
-    content = await service.aside(_told, body, engine, found)
+        raise invalid_request(str(error), error.param) from None
+    content = await service.run_in_thread(_response_body, body, engine, found)
     return Response(content, media_type="application/json")
 
 
-def _told(body: SegmentRequest, engine: Engine, found: Found) -> bytes:
+def _response_body(body: SegmentRequest, engine: EngineClient, result: SegmentResult) -> bytes:
     told = {
-        "id": found.id,
+        "id": result.id,
         "object": "segmentation",
         "created": int(time.time()),
         "model": body.model or engine.name,
-        "image": found.told["image"],
-        "masks": with_blobs(found.told["masks"], found.blobs),
-        "milliseconds": found.told["milliseconds"],
+        "image": result.payload["image"],
+        "masks": inline_blobs(result.payload["masks"], result.blobs),
+        "milliseconds": result.payload["milliseconds"],
     }
-    return json.dumps(told, separators=(",", ":")).encode()
+    return dump_json(told)

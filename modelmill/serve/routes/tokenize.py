@@ -7,13 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from modelmill.core.errors import RequestError, TokenizerError
-from modelmill.language import Language
-from modelmill.runtime.check import Bounds
+from modelmill.runtime.request_limits import RequestLimits
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.engine import most_tokens
-from modelmill.serve.routes.common import check_sizes, service_of
+from modelmill.serve.engine_client import max_tokenize_tokens
+from modelmill.serve.openai_format import Utf8JsonResponse, token_text
+from modelmill.serve.routes.common import check_message_sizes, get_service
 from modelmill.serve.schema import DetokenizeRequest, TokenizeRequest
-from modelmill.serve.shape import Json, legacy
+from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -21,52 +21,54 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Ids of a text, or of a conversation through the chat template."""
-    service = service_of(request)
-    engine = service.engine(body.model)
-    bounds, language = engine.bounds, engine.language
-    return await service.aside(_tokenized, language, body, bounds.longest)
+    service = get_service(request)
+    engine = service.get_engine(body.model)
+    bounds, language = engine.request_limits, engine.text_processor
+    return await service.run_in_thread(_tokenize, language, body, bounds.max_len)
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of ids."""
-    service = service_of(request)
-    engine = service.engine(body.model)
-    return await service.aside(_detokenized, engine.language, body, engine.bounds)
+    service = get_service(request)
+    engine = service.get_engine(body.model)
+    return await service.run_in_thread(_detokenize, engine.text_processor, body, engine.request_limits)
 
 
-def _tokenized(language: Language, body: TokenizeRequest, longest: int) -> Json:
-    ids = _ids(language, body, longest)
-    if len(ids) > most_tokens(longest):
-        raise RequestError(f"the text has {len(ids)} tokens, up to {most_tokens(longest)} are told; send it in parts")
-    told: dict[str, Any] = {"count": len(ids), "max_model_len": longest, "tokens": ids}
+def _tokenize(text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int) -> Utf8JsonResponse:
+    ids = _encode(text_processor, body, max_model_len)
+    if len(ids) > max_tokenize_tokens(max_model_len):
+        raise RequestError(
+            f"the text has {len(ids)} tokens, up to {max_tokenize_tokens(max_model_len)} are told; send it in parts"
+        )
+    told: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
     if body.return_token_strs:
-        told["token_strs"] = [legacy(language.tokenizer, id) for id in ids]
-    return Json(told)
+        told["token_strs"] = [token_text(text_processor.tokenizer, id) for id in ids]
+    return Utf8JsonResponse(told)
 
 
-def _detokenized(language: Language, body: DetokenizeRequest, bounds: Bounds) -> Json:
-    tokenizer, most = language.tokenizer, most_tokens(bounds.longest)
+def _detokenize(text_processor: TextProcessor, body: DetokenizeRequest, limits: RequestLimits) -> Utf8JsonResponse:
+    tokenizer, most = text_processor.tokenizer, max_tokenize_tokens(limits.max_len)
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
     if len(body.tokens) > most:
         raise RequestError(f"tokens holds {len(body.tokens)} ids, up to {most} are taken; send them in parts")
     # the model may know more ids than the tokenizer: padding
-    vocab = max(tokenizer.vocab_size, bounds.vocab)
+    vocab = max(tokenizer.vocab_size, limits.vocab_size)
     if max(body.tokens, default=0) >= vocab:
         raise RequestError(f"tokens must be ids below {vocab}")
-    return Json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+    return Utf8JsonResponse({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
 
-def _ids(language: Language, body: TokenizeRequest, longest: int) -> list[int]:
-    if language.tokenizer is None:
+def _encode(text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int) -> list[int]:
+    if text_processor.tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt or messages: give one of them")
     if body.prompt is not None:
-        language.check_size(body.prompt, longest)
-        return language.tokenizer.encode(body.prompt, bos=None if body.add_special_tokens is not False else False)
-    if language.chat_format is None:
+        text_processor.check_length(body.prompt, max_model_len)
+        return text_processor.tokenizer.encode(body.prompt, bos=None if body.add_special_tokens is not False else False)
+    if text_processor.chat_format is None:
         raise RequestError("messages need a chat template, which this engine has not")
-    check_sizes(language, body.messages or [], longest)
-    return language.chat_format.encode(body.messages or [], body.add_generation_prompt is not False)
+    check_message_sizes(text_processor, body.messages or [], max_model_len)
+    return text_processor.chat_format.encode(body.messages or [], body.add_generation_prompt is not False)

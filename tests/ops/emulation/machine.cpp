@@ -1,7 +1,7 @@
 // Threads as fibers, their meetings, and who runs when: warps in any order, some of them lagging behind, and one block
 // of a cluster far behind the others.
 #include "machine.h"
-#include "late.h"
+#include "random_delay.h"
 #include <algorithm>
 #include <cstdlib>
 #include <map>

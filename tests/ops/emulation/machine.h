@@ -1,6 +1,6 @@
 // Blocks of CUDA threads on the CPU: each thread is a fiber, and whatever waits for others gives way. The blocks of a
-// cluster run together, one cluster after another. machine.cpp runs them, copies.cpp has the barriers and the copy
-// engine, products.cpp the tensor cores.
+// cluster run together, one cluster after another. machine.cpp runs them, async_copy.cpp has the barriers and the copy
+// engine, tensor_core.cpp the tensor cores.
 //
 // An address in shared memory is an offset in the block's own; with a rank in the cluster, plus one, in the upper byte,
 // in that block's.

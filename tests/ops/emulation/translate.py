@@ -18,7 +18,7 @@ QUOTED = r'"(?:[^"\\]|\\.)*"'
 KERNEL = re.compile(r"__global__ void([^{;]*?)\b(\w+)\(\s*const __grid_constant__")
 
 
-def translated(text: str, known: set[str]) -> str:
+def translate(text: str, known: set[str]) -> str:
     """Preprocessed source as C++. known: instructions that are emulated; any other fails when it is met."""
     text = re.sub(r"extern __shared__[^;]*?(\w+)\[\];", r"#define \1 (emu::dynamic())", text)
     text = _shared_by_name(text)
@@ -30,7 +30,7 @@ def translated(text: str, known: set[str]) -> str:
     return "".join(pieces) + text[end:]
 
 
-def clusters(text: str) -> dict[str, int]:
+def cluster_sizes(text: str) -> dict[str, int]:
     """Names of the kernels, and the blocks of a cluster of each."""
     dims = ((name, re.search(r"__cluster_dims__\((\w+)", attributes)) for attributes, name in KERNEL.findall(text))
     return {name: _number(found[1], text) if found else 1 for name, found in dims}

@@ -1,0 +1,97 @@
+"""Engines that are kept between runs: built by the verb, found again by all that decides their weights.
+
+An engine's folder is named by the options of its build and by a digest of the checkpoint, the calibration file, torch
+and the sources that make weights. Where one of them changes the engine is built anew, so that an older engine is never
+measured as if today's code had made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Rooms whose code decides what a build writes. Of ops the references: kernels agree with them to rounding, and the
+# one of GPTQ's walk with its own (tests/quant/test_gptq_columns_kernel.py).
+SOURCES = ("builder/*.py", "checkpoint/**/*.py", "core/config.py", "models/*.py", "nn/*.py", "ops/*.py", "quant/*.py",
+           "text/*.py", "weights/*.py")  # fmt: skip
+
+
+@cache
+def source_digest(package: Path = ROOT / "modelmill") -> str:
+    """A digest of the code that decides an engine's weights."""
+    found = hashlib.sha256()
+    for file in sorted({file for pattern in SOURCES for file in package.glob(pattern)}):
+        found.update(f"{file.relative_to(package)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()[:12]
+
+
+def short_digest(parts: Sequence[object]) -> str:
+    """Ten hexadecimal digits."""
+    return hashlib.sha256(json.dumps(list(map(str, parts))).encode()).hexdigest()[:10]
+
+
+def option_file_digests(words: Sequence[str]) -> list[str]:
+    """The sha256 of each file that is named in the options of a build."""
+    return [hashlib.sha256(Path(word).read_bytes()).hexdigest() for word in words if Path(word).is_file()]
+
+
+def engine_path(checkpoint: Path, build: Sequence[str], folder: Path) -> Path:
+    """Where the engine of these options is, or would be, kept."""
+    import torch
+
+    from modelmill.checkpoint.open import open_checkpoint
+
+    files = option_file_digests(build)
+    facts = (open_checkpoint(checkpoint).quick_fingerprint(), files, torch.__version__, torch.cuda.is_available())
+    name = "-".join(word.lstrip("-") for word in build if "/" not in word)[:60]
+    return folder / f"{name}-{short_digest(build)}-{short_digest((*facts, source_digest()))}.engine"
+
+
+def build_or_reuse(
+    checkpoint: Path, build: Sequence[str], folder: Path, fresh: bool = False
+) -> tuple[Path | None, float | None]:
+    """(the engine of these options, seconds of its build or None where it was kept); no engine where it was refused.
+
+    What older sources built with the same options goes. Raises SystemExit where the build failed.
+    """
+    from modelmill.artifact.store import is_engine
+
+    engine = engine_path(checkpoint, build, folder)
+    if is_engine(engine) and not fresh:
+        return engine, None
+    for old in folder.glob(f"{engine.stem.rpartition('-')[0]}*.engine"):
+        note(f"{old.name}: made by other sources or of other files, goes")
+        shutil.rmtree(old)
+    command = [sys.executable, "-m", "modelmill", "build", str(checkpoint), "-o", str(engine), *build]
+    note(shlex.join(command[1:]))
+    began = time.perf_counter()
+    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        note(done.stderr.strip())
+        if "refused" not in done.stderr:
+            raise SystemExit(f"the build ended with {done.returncode}")
+        return None, None
+    return engine, round(time.perf_counter() - began, 1)
+
+
+def engine_content_digest(engine: Path) -> str:
+    """A digest of what an engine computes with: the model's config and its weights, not the options they came from."""
+    from modelmill.artifact.manifest import MANIFEST_FILE
+
+    told = json.loads((engine / MANIFEST_FILE).read_text(encoding="utf-8"))
+    weights = {name: entry["sha256"] for name, entry in told["files"].items() if name.startswith("weights/")}
+    return short_digest([json.dumps(each, sort_keys=True) for each in (told["config"], told["aliases"], weights)])
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)

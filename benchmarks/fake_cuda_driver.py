@@ -1,0 +1,100 @@
+"""A machine with a Hopper GPU that launches nothing, for the host's part of launches: where Python's time goes.
+
+Tensors live on the CPU, and the driver (fake_cuda_driver.c) takes every launch and forgets it. Triton compiles for
+sm_90 and launches through its own launchers. Linux with gcc; a torch without CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+FAKE_STREAM = 0x77
+NUM_SMS = 132
+
+
+def driver_environment(folder: Path) -> dict[str, str]:
+    """Of a process that is to find the silent driver, which is compiled into ``folder``. Raises FileNotFoundError
+    without gcc."""
+    gcc = shutil.which("gcc")
+    if gcc is None or sys.platform != "linux":
+        raise FileNotFoundError("the silent driver needs gcc on Linux")
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = ["-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([gcc, *flags, "-o", str(folder / "libcuda.so.1"), str(HERE / "fake_cuda_driver.c")], check=True)
+    paths = {"LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder, "TRITON_CACHE_DIR": folder / "triton"}
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return kept | {key: str(path) for key, path in paths.items()}
+
+
+def rerun_with_driver(folder: Path, arguments: Sequence[str]) -> int:
+    """Run this program in a process that finds the silent driver; its exit status."""
+    return subprocess.run([sys.executable, *arguments], env=driver_environment(folder), check=False).returncode
+
+
+def fake_hopper_device() -> None:
+    """From now on torch and modelmill believe that tensors are on a Hopper GPU."""
+    import torch
+
+    answers: Mapping[str, object] = {
+        "current_device": lambda: 0,
+        "set_device": _nothing,
+        "is_available": lambda: True,
+        "get_device_capability": lambda *_: (9, 0),
+        "device": _FakeDevice,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch._C._cuda_getCurrentRawStream = lambda *_: FAKE_STREAM
+    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment, misc]
+    torch.Tensor.get_device = lambda _: 0  # type: ignore[assignment, method-assign]
+
+
+def disable_kernels() -> None:
+    """Kernels of ours are neither compiled nor loaded, and every variant says that it can run."""
+    import modelmill.ops.cuda as cuda_backend
+    import modelmill.ops.triton as triton_backend
+    from modelmill.ops.cuda import build, launch
+
+    @functools.cache
+    def kernel(*told: Any) -> launch.CudaKernel:
+        _, _, _, threads, shared, *_ = told
+        return launch.CudaKernel(1, threads, shared)
+
+    build.why_unavailable = _nothing
+    launch.sm_count = lambda *_: NUM_SMS  # type: ignore[assignment]
+    launch.load_kernel = kernel  # type: ignore[assignment]
+    everywhere: Mapping[str, object] = {
+        "available": _nothing,
+        "multiprocessors": lambda *_: NUM_SMS,
+        "early_launch": lambda *_: True,
+        "divide": _nothing,
+    }
+    for backend in (triton_backend, cuda_backend):
+        for found in pkgutil.iter_modules(backend.__path__):
+            module = importlib.import_module(f"{backend.__name__}.{found.name}")
+            for name, answer in everywhere.items():
+                if hasattr(module, name):
+                    setattr(module, name, answer)
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+class _FakeDevice:
+    """``torch.cuda.device`` where there is one device."""
+
+    def __init__(self, device: object) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...

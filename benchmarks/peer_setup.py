@@ -1,0 +1,139 @@
+"""Where a comparison takes place: models are made and built once, sides are started on them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.make_checkpoint import NORMAL, with_num_layers
+from benchmarks.peer_process import ROOT, PeerError, PeerProcess
+from benchmarks.synthetic_shapes import write_synthetic_config
+from benchmarks.vllm_peer import ENVIRONMENT
+
+SHARED_GPU_FRACTION, SINGLE_GPU_FRACTION = 0.45, 0.9
+"""Share of the card's memory for a side that has a neighbour, and for one that has none."""
+MAX_MODEL_LEN = 4608
+MODELMILL = "modelmill"
+PEERS = ("vLLM", "transformers")
+
+
+@dataclass
+class PeerSetup:
+    """A folder for models and logs, and where the peer's packages are.
+
+    peer: a folder of vLLM's packages; peer_python: an interpreter that has them. layers: fewer, to rehearse.
+    variants: fields of RunConfig by the name of a side that runs modelmill with them. weights: how they are drawn, by
+    ``make_checkpoint.py``.
+    """
+
+    work: Path
+    peer: Path | None = None
+    peer_python: Path | None = None
+    layers: int | None = None
+    check: bool = True
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    weights: str = NORMAL
+    began: float = field(default_factory=time.perf_counter)
+
+    def engine(self, shape: str) -> Path:
+        """The engine of a shape, made and built on first use."""
+        suffix = (f"-{self.layers}l" if self.layers else "") + (f"-{self.weights}" if self.weights != NORMAL else "")
+        engine = self.work / f"{shape}{suffix}.engine"
+        if not engine.exists():
+            checkpoint = self.work / f"{shape}{suffix}"
+            layers = ["--layers", str(self.layers)] if self.layers else []
+            if not (checkpoint / "config.json").exists():
+                self._run_module(
+                    "benchmarks.make_checkpoint", shape, str(checkpoint), *layers, "--weights", self.weights
+                )
+            dtype = str(with_num_layers(shape)["torch_dtype"])
+            check = [] if self.check else ["--no-check"]
+            self._run_module("modelmill", "build", str(checkpoint), "-o", str(engine), "--dtype", dtype, *check)
+        return engine
+
+    def cpu_engine(self, gguf: Path) -> Path:
+        """The engine that stands beside llama.cpp: int8 weights, bfloat16 activations."""
+        engine = self.work / f"{gguf.stem}.int8.engine"
+        if not engine.exists():
+            self._run_module(
+                "modelmill", "build", str(gguf.resolve()), "-o", str(engine), "--dtype", "bfloat16", "-q", "int8"
+            )
+        return engine
+
+    def synthetic_config(self, shape: str) -> Path:
+        """A folder with the shape's config as peers read it."""
+        return write_synthetic_config(with_num_layers(shape, self.layers), self.work / f"{shape}-proxy")
+
+    def _run_module(self, module: str, *arguments: str) -> None:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        self.note(f"{module} {arguments[0]}: {time.perf_counter() - began:.1f} s")
+
+    def start_peer(self, name: str, shape: str, share: float, max_num_seqs: int) -> PeerProcess:
+        """Start one side's process: vLLM, transformers, or modelmill (other names are variants of it)."""
+        dtype = str(with_num_layers(shape)["torch_dtype"])
+        longest = min(MAX_MODEL_LEN, int(str(with_num_layers(shape).get("n_positions", MAX_MODEL_LEN))))
+        log = self.work / "logs" / f"{name}.log"
+        limits: dict[str, Any] = {
+            "gpu_memory_utilization": share,
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": longest,
+        }
+        if name not in PEERS:
+            told: dict[str, Any] = {"engine": str(self.engine(shape)), "run": {**limits, **self.variants.get(name, {})}}
+            return PeerProcess(name, [sys.executable, "-m", "benchmarks.modelmill_peer", json.dumps(told)], log)
+        told = {"config": str(self.synthetic_config(shape)), "dtype": dtype}
+        if name == "transformers":
+            return PeerProcess(name, [sys.executable, "-m", "benchmarks.transformers_peer", json.dumps(told)], log)
+        limits |= {"dtype": dtype}  # the CUDA graphs that vLLM captures are its own choice
+        told = {"config": told["config"], "run": limits}
+        python, env = self._vllm()
+        return PeerProcess(name, [python, "-m", "benchmarks.vllm_peer", json.dumps(told)], log, env)
+
+    def _vllm(self) -> tuple[str, dict[str, str]]:
+        """The interpreter that has vLLM, and what to add to its environment."""
+        env = ENVIRONMENT | {"VLLM_CACHE_ROOT": str(self.work / "vllm-cache")}
+        if self.peer is None:
+            return str(self.peer_python), env
+        site = self.peer.resolve()
+        site = site / "site" if (site / "site").is_dir() else site
+        # one folder of it holds a library that others are linked to
+        env |= {
+            "PYTHONPATH": str(site),
+            "LD_LIBRARY_PATH": f"{site / 'tvm_ffi' / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        }
+        return str(self.peer_python or sys.executable), env
+
+    @contextlib.contextmanager
+    def open_peers(
+        self, names: Sequence[str], shape: str, share: float, max_num_seqs: int
+    ) -> Iterator[list[PeerProcess]]:
+        """Sides ready to be asked, weights drawn. One after the other: a neighbour's memory must not move meanwhile."""
+        with contextlib.ExitStack() as stack:
+            sides = []
+            for name in names:
+                side = self.start_peer(name, shape, share, max_num_seqs)
+                stack.callback(side.close)
+                try:
+                    side.ready()
+                except PeerError as error:
+                    if name not in PEERS:
+                        raise
+                    self.note(f"going on without the peer: {error}")
+                    continue
+                self.note(f"{name} is ready after {time.perf_counter() - side.start_time:.1f} s")
+                side.randomize_weights(self.weights)
+                sides.append(side)
+            yield sides
+
+    def note(self, text: str) -> None:
+        """A line of progress."""
+        print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)

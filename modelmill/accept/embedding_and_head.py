@@ -1,0 +1,85 @@
+"""What stands before and behind the layers, against the checkpoint's: embedding tables, and a head that is quantized.
+
+A text shows few rows of an embedding, and a reference that computes with the engine's own head shows nothing of it.
+Both are as large as the vocabulary: one block of rows is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.blockwise import compare_blocks
+from modelmill.accept.finding import Finding
+from modelmill.accept.metrics import ErrorMetrics, incomparable_metrics
+from modelmill.accept.reference import ReferenceModel
+from modelmill.accept.reference.tensor_source import BLOCK_ROWS
+from modelmill.accept.tolerances import BLOCK_BOUNDS, module_bound, weight_bound
+
+
+def check_embedding_tables(checkpoint_reference: ReferenceModel, model: Any, dtype: str) -> Iterator[Finding]:
+    """The stored tables of the embedding, whole and row by row: neither rounding nor a recipe changes them."""
+    bound = module_bound("embed", dtype)
+    for suffix, source in checkpoint_reference.embedding_tables().items():
+        table = getattr(model.embed, suffix)
+        for row in _compare_rows(
+            f"embed.{suffix}", checkpoint_reference, source, tuple(table.shape), partial(_table_rows, table)
+        ):
+            yield Finding(row.name, None, "embed", row, bound)
+
+
+def check_quantized_head(
+    checkpoint_reference: ReferenceModel, model: Any, weight_formats: Mapping[str, str], dtype: str
+) -> Iterator[Finding]:
+    """What a quantized head holds: the whole of it, its worst row and tile."""
+    kind = weight_formats.get("head", "dense")
+    if kind == "dense":
+        return
+    weight = model.head.weight
+    rows = _compare_rows(
+        "head.weight",
+        checkpoint_reference,
+        checkpoint_reference.head_weight_name(),
+        weight.shape,
+        partial(_dequantize_rows, weight, checkpoint_reference.device),
+    )
+    for row, bound in zip(rows, (weight_bound(dtype, kind), BLOCK_BOUNDS[kind]), strict=True):
+        yield Finding(row.name, None, "head", row, bound)
+
+
+def dequantize_blocks(weight: Any, device: torch.device) -> Iterator[Tensor]:
+    """A held weight [N, K] on a device in float32, some of its rows at a time."""
+    for start in range(0, weight.shape[0], BLOCK_ROWS):
+        yield _dequantize_rows(weight, device, start, min(start + BLOCK_ROWS, weight.shape[0]))
+
+
+def _dequantize_rows(weight: Any, device: torch.device, start: int, stop: int) -> Tensor:
+    return weight.slice([(start, stop)], (0, weight.shape[1])).to(str(device)).dense()
+
+
+def _table_rows(table: Tensor, start: int, stop: int) -> Tensor:
+    return table[start:stop]
+
+
+def _compare_rows(
+    name: str,
+    checkpoint_reference: ReferenceModel,
+    source: str,
+    shape: tuple[int, ...],
+    get_rows: Callable[[int, int], Tensor],
+) -> tuple[ErrorMetrics, ErrorMetrics]:
+    """get_rows: ours from one row to another."""
+    if shape != checkpoint_reference.source.shape(source):
+        return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
+        for expected in checkpoint_reference.source.row_blocks(source):
+            yield get_rows(start, start + len(expected)), expected
+            start += len(expected)
+
+    return compare_blocks(name, blocks())

@@ -1,0 +1,113 @@
+"""What rounding did to an engine's layers, told while the reference walks through them: their weights are read once.
+
+Three things want a layer's weights of the checkpoint: the comparison with what the engine holds, what rounding cost its
+outputs, and the checkpoint's own residual streams, which an engine of few bits is told against.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from modelmill.accept.finding import Finding
+from modelmill.accept.quantization_error import layer_quantization_error
+from modelmill.accept.quantized_reference import (
+    Scales,
+    compare_layer_weights,
+    quantized_reference,
+    read_engine_weights,
+    with_engine_weights,
+)
+from modelmill.accept.reference import LayerWeights, ReferenceModel
+
+
+class QuantizedLayersCheck:
+    """Of one engine whose layers are rounded, against ``checkpoint_reference``, which computes with the checkpoint's
+    weights.
+
+    uses_engine_weights: the engine is judged in two halves (accept.quantized_reference). folded_scales: a recipe's
+    scales by layer. findings: what is held against what the checkpoint holds. quantization_errors: what
+    ``accept.quantization_error`` tells, where it is asked for. streams: the checkpoint's residual streams [T, H]; out
+    of the last layer in the end.
+    """
+
+    def __init__(
+        self,
+        checkpoint_reference: ReferenceModel,
+        model: Any,
+        weight_formats: Mapping[str, str],
+        dtype: str,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        *,
+        uses_engine_weights: bool,
+        folded_scales: Mapping[int, Scales],
+        has_stored_errors: bool,
+    ) -> None:
+        """sequences: (ids, length of the prompt). has_stored_errors: whether the engine tells itself what rounding
+        cost.
+        """
+        self.checkpoint_reference, self.model, self.weight_formats, self.dtype = (
+            checkpoint_reference,
+            model,
+            weight_formats,
+            dtype,
+        )
+        self._uses_engine_weights, self._has_stored_errors = uses_engine_weights, has_stored_errors
+        self._folded_scales = {
+            layer: _to_device(scales, checkpoint_reference.device) for layer, scales in folded_scales.items()
+        }
+        # an engine judged in one half is told against the reference that judges it
+        followed = sequences if uses_engine_weights else [] if has_stored_errors else sequences[:1]
+        self.streams = [checkpoint_reference.embed(torch.tensor(list(ids))) for ids, _ in followed]
+        self._prompts = [prompt for _, prompt in followed]
+        self.findings: list[Finding] = []
+        self.quantization_errors: list[dict[str, Any]] = []
+        self._layers_done = 0
+
+    def reference(self) -> ReferenceModel:
+        """The one to judge with: a layer is compared when its weights are read, and in two halves the engine's own
+        weights are what it computes with."""
+        made = (
+            quantized_reference(self.checkpoint_reference, self.model, self.weight_formats)
+            if self._uses_engine_weights
+            else copy.copy(self.checkpoint_reference)
+        )
+        made.layer_weights = self._read_layer  # type: ignore[method-assign]
+        return made
+
+    def finish(self) -> None:
+        """The layers that nobody has read."""
+        for index in range(self._layers_done, self.checkpoint_reference.num_layers):
+            self._read_layer(index)
+
+    def _read_layer(self, index: int) -> LayerWeights:
+        plain = self.checkpoint_reference.layer_weights(index)
+        engine_weights = dict(read_engine_weights(self.model, index, plain))
+        if index == self._layers_done:
+            self._layers_done += 1
+            self._compare_weights(index, plain, engine_weights)
+            self._advance_streams(index, plain, engine_weights)
+        return with_engine_weights(plain, engine_weights) if self._uses_engine_weights else plain
+
+    def _compare_weights(self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights) -> None:
+        scales = self._folded_scales.get(index, {})
+        for path, module, row, bound in compare_layer_weights(
+            checkpoint_weights, engine_weights, self.weight_formats, self.dtype, scales, index, self.model.kv
+        ):
+            self.findings.append(Finding(path, index, module, row, bound))
+
+    def _advance_streams(self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights) -> None:
+        for number, prompt in enumerate(self._prompts):
+            trace = self.checkpoint_reference.run_layer(index, checkpoint_weights, self.streams[number], prompt)
+            if number == 0 and not self._has_stored_errors:
+                self.quantization_errors += layer_quantization_error(
+                    index, checkpoint_weights, engine_weights, trace, self.model, self.weight_formats
+                )
+            self.streams[number] = trace["output"].output
+
+
+def _to_device(scales: Scales, device: torch.device) -> Scales:
+    return {site: vector.to(device) for site, vector in scales.items()}

@@ -1,0 +1,202 @@
+"""The shape of every reference, and the dense arithmetic they share.
+
+A reference computes a whole sequence at once, in float32 (or float64), holding the weights of one layer.
+Every step is recorded under one set of module names, the same for all families:
+
+    input_norm · q · k · v · q_rot · k_rot · attn · o_proj · post_attn_residual ·
+    mlp_norm · gate · up (gpt2: fc) · act · down · output          then  final_norm · logits
+
+``num_q_heads``, ``k``, ``v`` are the projections [T, heads·dim]; ``q_rot``, ``k_rot`` come after head norms, rotation
+and logn (absent in gpt2); ``attn`` is what enters o_proj; ``output`` is the residual stream out of the layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from modelmill.accept.reference.tensor_source import TensorSource
+
+HEAD_WEIGHT = "lm_head.weight"
+# Query rows handled at once: bounds the score matrix to QUERY_ROWS × T per head.
+QUERY_ROWS = 512
+
+
+class ModuleIO(NamedTuple):
+    """What went into a module and what came out of it."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+class Affine(NamedTuple):
+    """The weights of one module: a projection's weight is [out, in], a norm's is [width].
+
+    fake_quantize: what a projection multiplies with in the place of its input (engines whose activations are rounded).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    fake_quantize: Callable[[Tensor], Tensor] | None = None
+
+
+LayerTrace: TypeAlias = dict[str, ModuleIO]
+HeadTrace: TypeAlias = dict[str, ModuleIO]
+LayerWeights: TypeAlias = dict[str, Affine]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class ReferenceModel(ABC):
+    """One checkpoint, computed plainly. Families fill in the weights and the layer."""
+
+    num_layers: int
+    hidden_size: int
+    eps: float
+    config: dict[str, Any]
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        self.source = source
+        self.dtype, self.device = source.dtype, source.device
+        self.config = config
+        self._head_name: str | None = None
+
+    # -- what a family fills in ------------------------------------------------------------------------
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [T] → the residual stream [T, hidden] that enters layer 0."""
+
+    @abstractmethod
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Module name → its weights, read now; nothing is kept."""
+
+    @abstractmethod
+    def run_layer(self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int) -> LayerTrace:
+        """One layer on x [T, hidden] with weights read before."""
+
+    @abstractmethod
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """The weights of one norm: ``source_name`` within layer ``index``, or (None, "final_norm")."""
+
+    def norm_eps(self, index: int | None, name: str) -> float:
+        """The epsilon of that norm (today one for all norms of a checkpoint)."""
+        if (index is None) != (name == "final_norm"):
+            raise KeyError(f"final_norm goes with no layer, the others with one: {index}, {name}")
+        return self.eps
+
+    @abstractmethod
+    def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+        """The family's norm over the last axis."""
+
+    @property
+    @abstractmethod
+    def is_tied(self) -> bool:
+        """Whether the config says that the embedding makes the logits, too."""
+
+    def head_weight_name(self) -> str:
+        """Source name of the matrix that makes logits.
+
+        A head that the checkpoint holds makes them whatever the config says, unless it is the embedding once more.
+        """
+        if self._head_name is None:
+            embedding = self.embedding_tables()["weight"]
+            own = self.source.has(HEAD_WEIGHT) and not (
+                self.is_tied and self.source.equal_values(HEAD_WEIGHT, embedding)
+            )
+            self._head_name = HEAD_WEIGHT if own else embedding
+        return self._head_name
+
+    @abstractmethod
+    def embedding_tables(self) -> dict[str, str]:
+        """What an embedding adds up, by the engine's suffix: the source's names."""
+
+    # -- what all families share -----------------------------------------------------------------------
+    def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
+        """The reference norm on any input [..., width]; tiny inputs (rms ≈ √eps) bring the epsilon to light."""
+        return self.apply_norm(
+            x.to(self.device, self.dtype), self.norm_weights(index, name), self.norm_eps(index, name)
+        )
+
+    def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Queries [T, heads·dim] after a norm per head and the rotation; None where the family norms no heads."""
+        return None
+
+    @torch.no_grad()
+    def head(self, x: Tensor) -> HeadTrace:
+        """Final norm, then logits [T, vocab]; the vocabulary is walked in blocks of rows."""
+        x = x.to(self.device, self.dtype)
+        normed = self.run_norm(None, "final_norm", x)
+        with no_tf32():
+            blocks = [normed @ rows.T for rows in self.source.row_blocks(self.head_weight_name())]
+        return {
+            "final_norm": ModuleIO((x,), normed),
+            "logits": ModuleIO((normed,), torch.cat(blocks, dim=-1)),
+        }
+
+
+@contextmanager
+def no_tf32() -> Iterator[None]:
+    """Products of float32 on a GPU without TF32, which would drop 13 bits of every factor."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def rms_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
+    """x / √(mean x² + eps) · weight over the last axis."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights.weight
+
+
+def layer_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
+    """(x − mean) / √(variance + eps) · weight + bias over the last axis."""
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weights.weight
+    return scaled if weights.bias is None else scaled + weights.bias
+
+
+def project(x: Tensor, weights: Affine) -> Tensor:
+    """x [T, in] → [T, out]."""
+    x = x if weights.fake_quantize is None else weights.fake_quantize(x)
+    with no_tf32():
+        y = x @ weights.weight.T
+    return y if weights.bias is None else y + weights.bias
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """Causal softmax attention, dense.
+
+    q [T, heads, dim], k and v [T, kv_heads, dim] → [T, heads·dim]. Query head h reads key head
+    h // (heads / kv_heads). With a window w, position i sees the positions i-w+1 .. i.
+    """
+    count, heads, dim = q.shape
+    group = heads // k.shape[1]
+    out = torch.empty_like(q)
+    column = torch.arange(count, device=q.device)
+    for start in range(0, count, QUERY_ROWS):
+        row = column[start : start + QUERY_ROWS, None]
+        hidden = column[None, :] > row
+        if window is not None:
+            hidden |= column[None, :] <= row - window
+        for head in range(heads):
+            with no_tf32():
+                scores = q[start : start + QUERY_ROWS, head] @ k[:, head // group].T * scale
+                weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+                out[start : start + QUERY_ROWS, head] = weights @ v[:, head // group]
+    return out.reshape(count, heads * dim)

@@ -1,0 +1,120 @@
+"""Checkpoints in few bits, expanded plainly in float64 for the reference, from the formats' own descriptions.
+
+GPTQ: word w of qweight [K·b/32, N] holds rows K of code w·(32/b) + i at bit b·i; zeros along N, stored less one except
+in gptq_v2; the group of column k is g_idx[k]. AWQ: word w of qweight [K, N/8] holds output 8w + (0 2 4 6 1 3 5 7)[i] at
+bit 4i. compressed-tensors: word w of weight_packed [N, …] holds value + 2^(b−1) of column w·(32/b) + i at bit b·i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from modelmill.accept.reference.tensor_source import RawContainer
+
+Matrix = NDArray[np.float64]
+MARKER_SUFFIXES = ("qweight", "weight_scale")
+PACKED_SUFFIXES = ("qzeros", "scales", "g_idx", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx")
+
+
+class DequantizedContainer:
+    """A container whose packed matrices appear as "<stem>.weight" [N, K] float64 ([K, N] for GPT-2)."""
+
+    def __init__(self, raw: RawContainer, config: Mapping[str, Any]) -> None:
+        self._raw = raw
+        self.metadata: Mapping[str, Any] = raw.metadata
+        self._settings: Mapping[str, Any] = config["quantization_config"]
+        self._transposed = config.get("model_type") == "gpt2"
+        self._names = set(raw.names())
+        self._stems = {n.rpartition(".")[0] for n in self._names if n.rpartition(".")[2] in MARKER_SUFFIXES}
+
+    def names(self) -> list[str]:
+        plain = [n for n in self._names if n.rpartition(".")[0] not in self._stems or n.endswith(".bias")]
+        return [*plain, *(f"{stem}.weight" for stem in self._stems)]
+
+    def info(self, name: str) -> Any:
+        return self.get(name) if name.rpartition(".")[0] in self._stems else self._raw.info(name)
+
+    def files(self) -> list[Path]:
+        """None of its own."""
+        return []
+
+    def get(self, name: str) -> torch.Tensor:
+        stem, _, suffix = name.rpartition(".")
+        if stem not in self._stems or suffix != "weight":
+            return self._raw.get(name)
+        read = {"gptq": self._dequantize_gptq, "awq": self._dequantize_awq}.get(
+            str(self._settings.get("quant_method")), self._dequantize_compressed
+        )
+        dense = torch.from_numpy(np.ascontiguousarray(read(stem)))
+        return dense.t() if self._transposed else dense
+
+    def _uint32(self, name: str) -> NDArray[np.uint32]:
+        return self._raw.get(name).numpy().view(np.uint32)
+
+    def _dequantize_gptq(self, stem: str) -> Matrix:
+        bits = int(self._settings.get("bits", 4))
+        words, scales = self._uint32(f"{stem}.qweight"), self._raw.get(f"{stem}.scales").double().numpy()
+        codes = _unpack_fields(words.T, bits)  # [N, K]
+        zeros = _unpack_fields(self._uint32(f"{stem}.qzeros"), bits).astype(np.float64)  # [G, N]
+        zeros += 0 if self._settings.get("checkpoint_format") == "gptq_v2" else 1
+        columns = codes.shape[1]
+        if f"{stem}.g_idx" in self._names:
+            of = self._raw.get(f"{stem}.g_idx").long().numpy()
+        else:
+            size = int(self._settings.get("group_size", 128))
+            of = np.arange(columns) // (columns if size == -1 else size)
+        return (codes - zeros[of].T) * scales[of].T
+
+    def _dequantize_awq(self, stem: str) -> Matrix:
+        scales = self._raw.get(f"{stem}.scales").double().numpy()  # [G, N]
+        codes, zeros = (_unpack_awq(self._uint32(f"{stem}.{part}")) for part in ("qweight", "qzeros"))  # [K, N], [G, N]
+        of = np.arange(len(codes)) // -(-len(codes) // len(scales))
+        return ((codes.astype(np.float64) - zeros[of]) * scales[of]).T
+
+    def _dequantize_compressed(self, stem: str) -> Matrix:
+        scale = self._raw.get(f"{stem}.weight_scale").double().numpy()
+        if f"{stem}.weight_packed" in self._names:
+            rows, columns = self._raw.get(f"{stem}.weight_shape").flatten().tolist()
+            words = self._uint32(f"{stem}.weight_packed")
+            bits = 4 if words.shape[1] == -(-columns // 8) else 8
+            values = _unpack_fields(words, bits)[:, :columns].astype(np.float64) - 2 ** (bits - 1)
+        else:
+            values, bits = self._raw.get(f"{stem}.weight").double().numpy(), 8
+            rows, columns = values.shape
+        scale = np.broadcast_to(scale.reshape(-1, 1) if scale.ndim < 2 else scale, (rows, max(scale.size // rows, 1)))
+        groups = scale.shape[1]
+        of = np.arange(columns) // -(-columns // groups)
+        if f"{stem}.weight_g_idx" in self._names:
+            stored = self._raw.get(f"{stem}.weight_g_idx").long().numpy()
+            of = stored if stored.min() >= 0 else of
+        zero: Any = np.zeros((1, 1))
+        if f"{stem}.weight_zero_point" in self._names:
+            kept = self._raw.get(f"{stem}.weight_zero_point")
+            if kept.dtype is torch.int32 and len(kept) != rows:
+                zero = _unpack_fields(kept.numpy().view(np.uint32).T, bits).T[:rows].astype(np.float64) - 2 ** (
+                    bits - 1
+                )
+            else:
+                zero = kept.double().numpy().reshape(-1, groups)
+        spread = np.broadcast_to(zero, (rows, groups))
+        return (values - spread[:, of]) * scale[:, of]
+
+
+def _unpack_fields(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+    """[R, C] → [R, C · 32/bits], the lowest bits of a word first."""
+    parts = [(words >> np.uint32(shift)) & np.uint32(2**bits - 1) for shift in range(0, 32, bits)]
+    return np.stack(parts, -1).reshape(len(words), -1)
+
+
+def _unpack_awq(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """[R, N/8] → [R, N]."""
+    out = np.empty((words.shape[0], words.shape[1] * 8), np.uint32)
+    for nibble, place in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        out[:, place::8] = (words >> np.uint32(4 * nibble)) & np.uint32(15)
+    return out

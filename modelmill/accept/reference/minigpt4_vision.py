@@ -1,0 +1,193 @@
+"""MiniGPT-4's image half in plain float32: EVA's ViT-g, BLIP-2's norm and Q-Former, the projection.
+
+Written from the papers (arXiv:2211.07636, 2301.12597, 2304.10592) and the layout of the published files. Shares nothing
+with models, nn, ops or rename rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelmill.accept.reference.base import Affine, project
+from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage
+from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSource
+
+VISION_ENCODER_PREFIX = "visual_encoder"
+QFORMER_PREFIX = "Qformer.bert"
+LN_VISION_EPS = 1e-5  # of the norm between vision encoder and Q-Former: torch's default, which BLIP-2 leaves
+VISION_ENCODER_EPS, QFORMER_EPS = 1e-6, 1e-12
+
+
+class MiniGpt4VisionReference:
+    """A checkpoint's image half. Raises TensorMismatch where tensors are missing.
+
+    engine_matrices: matrices by the engine's paths that stand in the place of the checkpoint's
+    (accept.quantized_encoder_reference).
+    """
+
+    def __init__(self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None) -> None:
+        self._engine_matrices = engine_matrices or {}
+        self.source = TensorSource(checkpoint.raw, torch.float32)
+        told: Mapping[str, Any] = checkpoint.config["image_embedder"]
+        self.vision_config, self.qformer_config = told["vision_encoder"], told["qformer"]
+        self.patch_size = int(self.source.get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.weight").shape[-1])
+        self.image_size = self.patch_size * round(
+            (self.source.get(f"{VISION_ENCODER_PREFIX}.pos_embed").shape[1] - 1) ** 0.5
+        )
+        eps: Mapping[str, float] = told.get("eps", {})
+        self.eps = {"vision_encoder": VISION_ENCODER_EPS, "between": LN_VISION_EPS, "qformer": QFORMER_EPS, **eps}
+        self.norms: list[ReferenceNorm] = []
+
+    def normalize_image(self, image: Tensor) -> Tensor:
+        """[S, S, 3] uint8 → [1, 3, S, S]."""
+        mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])
+        std = torch.tensor([0.26862954, 0.26130258, 0.27577711])
+        return ((image.float() / 255 - mean) / std).permute(2, 0, 1)[None]
+
+    def stages(self, x: Tensor) -> Iterator[ReferenceStage]:
+        """From the normalised picture to its embeddings [1, 32, hidden], which the last stage puts out."""
+        for stage in self._vit_stages(x):
+            yield stage
+        seen = stage.expected[0]
+        normed = self._norm(("image_embedder.ln_vision", "ln_vision"), seen, self.eps["between"], None, "ln_vision")
+        yield ReferenceStage("image_embedder.ln_vision", None, "ln_vision", (seen,), (normed,))
+        asked = self._get("query_tokens")
+        for stage in self._qformer_stages(asked, normed):
+            yield stage
+        told = stage.expected[0]
+        out = self._linear("llama_proj", told)
+        yield _linear_stage("image_embedder.proj", None, "proj", told, out)
+
+    def _vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
+        kernel, bias = (self._get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.{end}") for end in ("weight", "bias"))
+        # each patch's pixels against the kernel, from the definition
+        patches = F.unfold(x, self.patch_size, stride=self.patch_size).transpose(1, 2) @ kernel.flatten(1).t() + bias
+        yield ReferenceStage("image_embedder.visual_encoder.patch_embed", None, "patch_embed", (x,), (patches,))
+        stream = torch.cat((self._get(f"{VISION_ENCODER_PREFIX}.cls_token"), patches), 1) + self._get(
+            f"{VISION_ENCODER_PREFIX}.pos_embed"
+        )
+        for i in range(int(self.vision_config["depth"])):
+            ours, theirs = f"image_embedder.visual_encoder.blocks.{i}", f"{VISION_ENCODER_PREFIX}.blocks.{i}"
+            before = stream
+            normed = self._norm(
+                (f"{ours}.norm1", f"{theirs}.norm1"), stream, self.eps["vision_encoder"], i, "vision_encoder.norm1"
+            )
+            yield ReferenceStage(f"{ours}.norm1", i, "vision_encoder.norm1", (stream,), (normed,))
+            q, k, v = self._linear(f"{theirs}.attn.qkv", normed).chunk(3, -1)
+            yield _linear_stage(f"{ours}.attn.qkv", i, "vision_encoder.qkv", normed, torch.cat((q, k, v), -1))
+            inner = _attention(q, k, v, int(self.vision_config["heads"]))
+            mixed = self._linear(f"{theirs}.attn.proj", inner)
+            yield _linear_stage(f"{ours}.attn.proj", i, "vision_encoder.proj", inner, mixed)
+            yield ReferenceStage(f"{ours}.attn", i, "vision_encoder.attn", (normed,), (mixed,))
+            stream = stream + mixed
+            normed = self._norm(
+                (f"{ours}.norm2", f"{theirs}.norm2"), stream, self.eps["vision_encoder"], i, "vision_encoder.norm2"
+            )
+            yield ReferenceStage(f"{ours}.norm2", i, "vision_encoder.norm2", (stream,), (normed,))
+            inner = self._linear(f"{theirs}.mlp.fc1", normed)
+            yield _linear_stage(f"{ours}.mlp.fc1", i, "vision_encoder.fc1", normed, inner)
+            out = self._linear(f"{theirs}.mlp.fc2", F.gelu(inner))
+            yield _linear_stage(f"{ours}.mlp.fc2", i, "vision_encoder.fc2", F.gelu(inner), out)
+            yield ReferenceStage(f"{ours}.mlp", i, "vision_encoder.mlp", (normed,), (out,))
+            stream = stream + out
+            yield ReferenceStage(ours, i, "vision_encoder.block", (before,), (stream,))
+
+    def matrix(self, name: str) -> Affine:
+        """A linear layer of the checkpoint, by its name there; keys have no bias."""
+        weight = self._get(f"{name}.weight")
+        if not name.endswith(".attn.qkv"):
+            return Affine(weight, self._get(f"{name}.bias"))
+        q, v = (self._get(f"{name.removesuffix('qkv')}{part}_bias") for part in "qv")
+        return Affine(weight, torch.cat((q, torch.zeros_like(q), v)))
+
+    def _qformer_stages(self, x: Tensor, image_features: Tensor) -> Iterator[ReferenceStage]:
+        start = self._norm(
+            ("image_embedder.qformer.norm", f"{QFORMER_PREFIX}.embeddings.LayerNorm"),
+            x,
+            self.eps["qformer"],
+            None,
+            "qformer.norm",
+        )
+        yield ReferenceStage("image_embedder.qformer.norm", None, "qformer.norm", (x,), (start,))
+        x = start
+        for i in range(int(self.qformer_config["depth"])):
+            ours, theirs = f"image_embedder.qformer.layer.{i}", f"{QFORMER_PREFIX}.encoder.layer.{i}"
+            before = x
+            for part in (
+                "attention",
+                *(("crossattention",) if i % int(self.qformer_config["cross_attention_frequency"]) == 0 else ()),
+            ):
+                for stage in self._qformer_attention_stages(
+                    (f"{ours}.{part}", f"{theirs}.{part}"), x, image_features, i, part
+                ):
+                    yield stage
+                x = stage.expected[0]
+            inner = self._linear(f"{theirs}.intermediate_query.dense", x)
+            yield _linear_stage(f"{ours}.intermediate_query.dense", i, "qformer.up", x, inner)
+            names = (f"{ours}.output_query", f"{theirs}.output_query")
+            out = self._linear(f"{names[1]}.dense", F.gelu(inner))
+            yield _linear_stage(f"{names[0]}.dense", i, "qformer.down", F.gelu(inner), out)
+            x = self._output_norm(names, F.gelu(inner), x, i, "feed_forward")
+            yield ReferenceStage(ours, i, "qformer.layer", (before, image_features), (x,))
+
+    def _qformer_attention_stages(
+        self, names: tuple[str, str], x: Tensor, image_features: Tensor, layer: int, attention_name: str
+    ) -> Iterator[ReferenceStage]:
+        """Attention of the queries, to themselves or to the picture, with residual and norm."""
+        ours, theirs = names
+        source = x if attention_name == "attention" else image_features
+        given = {"query": x, "key": source, "value": source}
+        made = {name: self._linear(f"{theirs}.self.{name}", value) for name, value in given.items()}
+        for name, value in given.items():
+            yield _linear_stage(f"{ours}.self.{name}", layer, f"qformer.{attention_name}.{name}", value, made[name])
+        mixed = _attention(made["query"], made["key"], made["value"], int(self.qformer_config["heads"]))
+        dense = self._linear(f"{theirs}.output.dense", mixed)
+        yield _linear_stage(f"{ours}.output.dense", layer, f"qformer.{attention_name}.dense", mixed, dense)
+        out = self._output_norm((f"{ours}.output", f"{theirs}.output"), mixed, x, layer, attention_name)
+        yield ReferenceStage(ours, layer, f"qformer.{attention_name}", (x, source), (out,))
+
+    def _output_norm(self, names: tuple[str, str], x: Tensor, residual: Tensor, layer: int, module: str) -> Tensor:
+        """Projection, residual, norm; names: the engine's and the file's."""
+        ours, theirs = names
+        total = self._linear(f"{theirs}.dense", x) + residual
+        return self._norm(
+            (f"{ours}.LayerNorm", f"{theirs}.LayerNorm"), total, self.eps["qformer"], layer, f"qformer.{module}.norm"
+        )
+
+    def _norm(self, names: tuple[str, str], x: Tensor, eps: float, layer: int | None, module: str) -> Tensor:
+        """A norm, remembered so that its eps can be judged on small inputs."""
+        ours, theirs = names
+        norm = ReferenceNorm(
+            ours, self._get(f"{theirs}.weight"), self._get(f"{theirs}.bias"), eps, layer=layer, module=module
+        )
+        if all(known.path != ours for known in self.norms):
+            self.norms.append(norm)
+        return norm(x)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        plain, own = self.matrix(name), self._engine_matrices.get(f"image_embedder.{name}")
+        # biases are never rounded: the checkpoint's judge the engine's
+        return project(x, plain if own is None else own._replace(bias=plain.bias))
+
+    def _get(self, name: str) -> Tensor:
+        return self.source.get(name)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """[1, T, C] each, every query to every key, head by head."""
+    out = []
+    for a, b, c in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):
+        weights = torch.softmax(a @ b.transpose(1, 2) / math.sqrt(a.shape[-1]), -1)
+        out.append(weights @ c)
+    return torch.cat(out, -1)
+
+
+def _linear_stage(path: str, layer: int | None, module: str, x: Tensor, expected: Tensor) -> ReferenceStage:
+    """A linear layer by itself: it reads rows."""
+    return ReferenceStage(path, layer, module, (x.flatten(0, -2),), (expected.flatten(0, -2),))

@@ -1,0 +1,240 @@
+"""The acceptance contract for engines that segment images: every stage against the plain float32 reference.
+
+Each module of the staged engine reads what the reference's module read, so that nothing accumulates and a fault names
+itself; every norm reads inputs of the size of √eps too, where a wrong eps shows in any dtype; then pictures and prompts
+of our own go through the whole engine, and embedding, mask logits, masks and scores are judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.quantized_encoder_reference import EngineMatrices, check_encoder_weights
+from modelmill.accept.reference.sam import SamReference, check_names, locate_module
+from modelmill.accept.reference.sam_decoder import SamDecoderReference
+from modelmill.accept.reference.stage import ReferenceStage
+from modelmill.accept.stage_check import StageCheck, finding_to_json, round_digits
+from modelmill.accept.tolerances_segmentation import embedding_bound, mask_logits_bound
+from modelmill.accept.unused_tensors import unused_sam_tensors, with_unused_tensors
+from modelmill.artifact.store import Artifact, open_artifact
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.core.errors import RequestError
+from modelmill.core.progress_types import StageProgress
+from modelmill.vision.masks import mask_iou
+from modelmill.vision.open_model import open_sam_model
+from modelmill.vision.prompts import Prompt, prompt_tensors
+from modelmill.vision.sam_model import ImageEmbedding, SamModel
+
+STAGE_NAMES = ("encoder", "norms", "prompts and masks", "whole")
+IOU_SLACK = 1e-3  # a mask of few pixels changes by one
+MIN_CLEAR_PIXEL_MATCH = 0.999  # of the pixels whose logits are clear of 0, so many must fall on the reference's side
+
+
+def accept_segmentation(
+    staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
+) -> dict[str, Any]:
+    """Judge a staged engine on the device that it is built for, where that is here. Returns the report."""
+    artifact = open_artifact(staged, staged=True)
+    device = "cuda:0" if artifact.manifest.build["target"] == "cuda" and torch.cuda.is_available() else "cpu"
+    return compare_segmentation(artifact, open_sam_model(artifact, device), checkpoint, on_progress=on_progress)
+
+
+@torch.inference_mode()
+def compare_segmentation(
+    artifact: Artifact, sam_model: SamModel, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
+) -> dict[str, Any]:
+    """Compare an opened engine with its checkpoint: {"accepted", "reason", "verdict", "module", "layers", "masks"}."""
+
+    def on_stage(step: int) -> None:
+        if on_progress is not None:
+            on_progress(f"acceptance: {STAGE_NAMES[min(step, len(STAGE_NAMES) - 1)]}", step, len(STAGE_NAMES))
+
+    checkpoint_reference = SamReference(checkpoint)
+    check_names(checkpoint_reference)
+    engine_matrices = EngineMatrices(sam_model.model)
+    reference = SamReference(checkpoint, engine_matrices) if engine_matrices else checkpoint_reference
+    build = artifact.manifest.build
+    stage_check = StageCheck(sam_model.model, sam_model.vision, str(sam_model.device), build["dtype"], is_in_encoder)
+    stage_check.findings += check_encoder_weights(
+        engine_matrices,
+        sam_model.model,
+        build["dtype"],
+        lambda path: checkpoint_reference.matrix(path).weight,
+        locate_module,
+    )
+    picture = sample_image(sam_model.image_size)
+    on_stage(0)
+    embedding = stage_check.check_stages(reference.encoder_stages(reference.normalize_image(picture)))[0]
+    on_stage(2)
+    decoder, prompts = SamDecoderReference(reference), sample_prompts(sam_model.image_size)
+    points, labels = prompt_tensors(
+        prompts,
+        (sam_model.image_size, sam_model.image_size * 2 // 3),
+        (sam_model.image_size, sam_model.image_size * 2 // 3),
+    )
+    generator = torch.Generator().manual_seed(5)
+    mask = torch.randn(1, 1, 4 * reference.grid, 4 * reference.grid, generator=generator) * 8
+    stage_check.check_stages(decoder.prompt_stages(points[:1], labels[:1], mask))
+    sparse, dense, places = stage_check.check_stages(decoder.prompt_stages(points, labels, None), num_outputs=3)
+    logits, scores = stage_check.check_stages(decoder.decoder_stages(embedding, places, sparse, dense), num_outputs=2)
+    on_stage(1)
+    stage_check.check_norms(reference.norms)
+    on_stage(3)
+    if engine_matrices:
+        embedding = _last_output(checkpoint_reference.encoder_stages(checkpoint_reference.normalize_image(picture)))[0]
+        logits, scores = _last_output(
+            SamDecoderReference(checkpoint_reference).decoder_stages(embedding, places, sparse, dense)
+        )
+    whole = _check_whole_model(
+        sam_model, build["dtype"], build["quantization"], picture, prompts, (embedding, logits, scores)
+    )
+    on_stage(4)
+    return with_unused_tensors(
+        _report(artifact, stage_check, whole), unused_sam_tensors(checkpoint_reference, reference)
+    )
+
+
+def is_in_encoder(path: str) -> bool:
+    """The encoder computes in the engine's dtype, prompts and decoder in float32."""
+    return path.startswith("image_encoder")
+
+
+def sample_image(image_size: int) -> Tensor:
+    """[2/3 side, side, 3] uint8: discs and boxes of several colours on a slope, seeded noise on all of it."""
+    height = image_size * 2 // 3
+    y, x = torch.meshgrid(torch.arange(height) / image_size, torch.arange(image_size) / image_size, indexing="ij")
+    canvas = torch.stack((60 + 120 * x, 90 + 90 * y, 170 - 80 * x), -1)
+    for cx, cy, size, colour in _SHAPES[:3]:
+        canvas[((x - cx) ** 2 + (y - cy) ** 2) < size**2] = torch.tensor(colour)
+    for cx, cy, size, colour in _SHAPES[3:]:
+        canvas[((x - cx).abs() < size) & ((y - cy).abs() < 0.7 * size)] = torch.tensor(colour)
+    canvas += 6 * torch.randn(canvas.shape, generator=torch.Generator().manual_seed(3))
+    return canvas.clamp(0, 255).round().to(torch.uint8)
+
+
+_SHAPES = (
+    (0.2, 0.2, 0.1, (220.0, 40.0, 30.0)),
+    (0.55, 0.15, 0.06, (240.0, 220.0, 60.0)),
+    (0.8, 0.45, 0.13, (30.0, 30.0, 40.0)),
+    (0.25, 0.48, 0.12, (250.0, 250.0, 245.0)),
+    (0.55, 0.4, 0.05, (20.0, 140.0, 60.0)),
+)
+
+
+def sample_prompts(image_size: int) -> list[Prompt]:
+    """A point on every shape of the sample picture, and some on the ground."""
+    places = [(cx * image_size, cy * image_size) for cx, cy, _, _ in _SHAPES] + [
+        (0.05 * image_size, 0.6 * image_size),
+        (0.9 * image_size, 0.1 * image_size),
+    ]
+    return [Prompt(((x, y),), (1,)) for x, y in places]
+
+
+def _last_output(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
+    """What the last of them puts out."""
+    expected: tuple[Tensor, ...] = ()
+    for stage in stages:
+        expected = stage.expected
+    return expected
+
+
+def _check_whole_model(
+    sam_model: SamModel,
+    dtype: str,
+    recipe: str,
+    picture: Tensor,
+    prompts: list[Prompt],
+    expected: tuple[Tensor, Tensor, Tensor],
+) -> dict[str, Any]:
+    """A picture and its prompts through the engine as a user asks them. expected: embedding, logits, scores in
+    float32.
+    """
+    try:
+        image_embedding = sam_model.embed_image(picture)
+    except RequestError:  # it overflows, and is judged as what it is
+        size = (picture.shape[1], picture.shape[0])
+        image_embedding = ImageEmbedding(torch.full_like(expected[0], math.nan, device=sam_model.device), size, size)
+    embedding_error = compare_tensors("embedding", image_embedding.embedding, expected[0])
+    logits = expected[1]
+    ours, ours_scores = (x.cpu() for x in sam_model.decode(image_embedding, prompts))
+    off = compare_tensors("logits", ours, logits)
+    bound, most = embedding_bound(dtype, recipe), mask_logits_bound(dtype, recipe)
+    margin = 2 * most * float(logits.pow(2).mean().sqrt())
+    sure = logits.abs() > margin
+    same = ((ours > 0) == (logits > 0)) & ours.isfinite()
+    share = float(same[sure].float().mean()) if bool(sure.any()) else 1.0
+    overlap = mask_iou(ours > 0, logits > 0)
+    # a mask is as steady as its logits: cut a margin higher and lower, the reference's own lie this far apart
+    steady = mask_iou(logits > margin / 2, logits > -margin / 2)
+    difference = (ours_scores - expected[2]).abs()
+    broken = {
+        f"embedding off by {embedding_error.rel_l2:.2g}, bound {bound:.2g}": not embedding_error.rel_l2 <= bound,
+        f"mask logits off by {off.rel_l2:.2g}, bound {most:.2g}": not off.rel_l2 <= most,
+        f"{100 * (1 - share):.2g} % of the clear mask pixels differ": not share >= MIN_CLEAR_PIXEL_MATCH,
+        f"IoU of the masks {float(overlap.mean()):.3f}, bound {float(steady.mean()):.3f}": not bool(
+            overlap.mean() >= steady.mean() - IOU_SLACK
+        ),
+    }
+    return {
+        "embedding_rel_l2": embedding_error.rel_l2,
+        "embedding_max_rel": embedding_error.max_rel,
+        "embedding_bound": bound,
+        "logits_rel_l2": off.rel_l2,
+        "logits_bound": most,
+        "clear_pixels": float(sure.float().mean()),
+        "clear_pixels_equal": share,
+        "mask_iou_mean": float(overlap.mean()),
+        "mask_iou_min": float(overlap.min()),
+        "mask_iou_bound": float(steady.mean()) - IOU_SLACK,
+        "score_difference": float(difference.max()),
+        "prompts": len(prompts),
+        "finite": embedding_error.is_finite and off.is_finite,
+        "broken": [what for what, wrong in broken.items() if wrong],
+        "ok": not any(broken.values()),
+    }
+
+
+def _report(artifact: Artifact, stage_check: StageCheck, whole_model_report: dict[str, Any]) -> dict[str, Any]:
+    manifest = artifact.manifest
+    bad = [f for f in stage_check.findings if not f.ok]
+    first = min(bad, key=lambda f: (f.name.endswith(".eps"), stage_check.findings.index(f)), default=None)
+    eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
+    first = eps or first
+    if first is not None:
+        where = first.name.split(".")[0].replace("_", " ") if first.layer is None else f"layer {first.layer}"
+        verdict = f"bug at {where}, module {first.module}"
+        reason = f"{verdict}: {'; '.join(first.bound.violations(first.metrics))}; try another --dtype or --kernel"
+        if not math.isfinite(first.metrics.max_abs):
+            verdict = f"overflow at {where}, module {first.module}"
+            reason = f"{verdict}: it is not finite in {manifest.build['dtype']}; build with --dtype bfloat16"
+    elif not whole_model_report["finite"]:
+        verdict = "overflow between the modules"
+        reason = (
+            f"{verdict}: what they add up to is not finite in {manifest.build['dtype']}; build with --dtype bfloat16"
+        )
+    elif not whole_model_report["ok"]:
+        verdict = "bug between the modules: every module is right alone, the whole is not"
+        reason = f"{verdict} ({'; '.join(whole_model_report['broken'])}); try another --dtype"
+    else:
+        verdict = reason = "numerical noise"
+    return {
+        "engine_type": manifest.engine_type,
+        "accepted": first is None and whole_model_report["ok"],
+        "verdict": verdict,
+        "reason": reason,
+        "layer": None if first is None else first.layer,
+        "module": None if first is None else first.module,
+        "dtype": manifest.build["dtype"],
+        "quantization": manifest.build["quantization"],
+        "kernels": dict(stage_check.vision.ops.backends),
+        "bytes": artifact.nbytes(),
+        "masks": {name: round_digits(value) for name, value in whole_model_report.items()},
+        "layers": [finding_to_json(f) for f in stage_check.findings],
+    }

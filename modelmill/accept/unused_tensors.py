@@ -1,0 +1,156 @@
+"""Tensors of a checkpoint that no one multiplied with, and why each of them does not matter.
+
+The reference remembers what it read. What is left was dropped by the build, or the build would have named it: computed
+buffers that old files save (compared with what is computed), copies (compared), and parts that these models do not use.
+Anything else means that a drop rule is too wide, and the engine is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference import ReferenceModel
+from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
+from modelmill.accept.reference.sam import SamReference
+
+CLOSE_TOLERANCES: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-7}
+"""Of computed numbers that a file may hold in 16 bits: bfloat16 keeps 3 digits, float16 steps of 6e-8."""
+MAX_MASK_SCORE = -1e3  # a score that hides a key: −1e4 in the originals
+MAX_NAMES_SHOWN = 3
+
+ValueCheck = Callable[[Tensor], bool]
+HarmlessPatterns = Mapping[str, tuple[str, ValueCheck]]
+"""Regular expression for names → what it is, and whether its values say so, too."""
+
+
+def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
+    """Rows on what the reference of a language model did not read; see ``finding_to_json``."""
+    patterns: HarmlessPatterns = {
+        r"(.*\.)?rotary_emb\.inv_freq": ("rotary frequencies, computed", lambda t: _is_rope_frequencies(reference, t)),
+        r"(.*\.)?attn\.masked_bias": (
+            "a mask's score, computed",
+            lambda t: t.numel() == 1 and float(t) <= MAX_MASK_SCORE,
+        ),
+        r"(.*\.)?attn\.bias": ("a causal mask, computed", _is_causal_mask),
+        r"(.*\.)?logn_tensor": ("logn factors, computed", lambda t: _is_logn(reference, t)),
+        r".*\.bias": ("biases of zero beside packed matrices", lambda t: not bool(t.any())),
+    }
+    source = reference.source
+    return _summarize(source.unread(), source.container.get, patterns)
+
+
+def unused_vision_tensors(reference: MiniGpt4VisionReference) -> list[dict[str, Any]]:
+    """The same for MiniGPT-4's and BLIP-2's vision encoders."""
+    last = int(reference.vision_config["depth"])
+    unused: tuple[tuple[str, str], ...] = (
+        (rf"(visual_encoder\.)?blocks\.{last}\..*", "the vision encoder's block behind the last that is used"),
+        (r"(visual_encoder\.)?(norm|fc_norm|head)\..*", "the vision encoder's head for classes"),
+        (r"Qformer\.bert\.embeddings\.(word|position)_embeddings\..*", "the Q-Former's embeddings of text"),
+        (r"Qformer\.bert\.encoder\.layer\.\d+\.(intermediate|output)\..*", "the Q-Former's branch for text"),
+        (r"Qformer\.(cls|bert\.pooler)\..*", "the Q-Former's head for text"),
+        (r"(vision_proj|text_proj|itm_head|t5_proj|opt_proj)\..*|temp", "heads of the Q-Former's training"),
+    )
+    patterns: dict[str, tuple[str, ValueCheck]] = {pattern: (what, lambda _: True) for pattern, what in unused}
+    patterns[r".*\.position_ids"] = ("positions, counted", _is_arange)
+    source = reference.source
+    return _summarize([n for n in source.unread() if not n.startswith("llama_model.")], source.container.get, patterns)
+
+
+def unused_sam_tensors(reference: SamReference, other: SamReference) -> list[dict[str, Any]]:
+    """The same for SAM and MobileSAM; other: a second reference that may have read what the first did not."""
+    matrix = reference.get("prompt_encoder.pe_layer.positional_encoding_gaussian_matrix")
+    patterns: HarmlessPatterns = {
+        r"prompt_encoder\.shared_embedding\.positional_embedding": (
+            "the Fourier matrix once more", lambda t: torch.equal(t.float(), matrix),
+        ),
+        r".*\bpixel_mean": ("the pixels' mean, known", lambda t: _has_values(t, (123.675, 116.28, 103.53))),
+        r".*\bpixel_std": ("the pixels' deviation, known", lambda t: _has_values(t, (58.395, 57.12, 57.375))),
+        r".*image_encoder\.(norm_head|head)\..*": ("MobileSAM's head for classes", lambda _: True),
+        r".*\.num_batches_tracked": ("a counter of training", lambda _: True),
+        r".*\.attention_bias_idxs": ("distances in a window, computed", _is_window_distances),
+        r".*\.ab": ("gathered biases of attention", lambda t: t.dim() == 3),
+    }  # fmt: skip
+    unread = set(reference.source.unread()) & set(other.source.unread())
+    return _summarize(unread, reference.source.container.get, patterns)
+
+
+def with_unused_tensors(report: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report with what was dropped; refused where something was that may matter."""
+    report = report | {"unused_tensors": [*report.get("unused_tensors", []), *rows]}
+    bad = next((row for row in rows if not row["ok"]), None)
+    if bad is None or not report["accepted"]:
+        return report
+    more = f" and {bad['count'] - 1} more" if bad["count"] > 1 else ""
+    verdict = f"a tensor that is not used may matter: {bad['names'][0]}{more}"
+    reason = f"{verdict} ({bad['what']}); does config.json belong to these weights?"
+    return report | {"accepted": False, "verdict": verdict, "reason": reason}
+
+
+def _summarize(names: Iterable[str], get: Callable[[str], Tensor], patterns: HarmlessPatterns) -> list[dict[str, Any]]:
+    """One row a kind of tensor and outcome: {"what", "count", "names" (the first few), "ok"}."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name in sorted(names):
+        what, ok = "nobody reads it", False
+        for pattern, (label, check) in patterns.items():
+            if re.fullmatch(pattern, name):
+                ok = check(get(name))
+                what = label if ok else f"{label}, but with other values"
+                break
+        found.setdefault((what, ok), []).append(name)
+    return [
+        {"what": what, "count": len(group), "names": group[:MAX_NAMES_SHOWN], "ok": ok}
+        for (what, ok), group in found.items()
+    ]
+
+
+def _is_close(tensor: Tensor, expected: Tensor) -> bool:
+    return tensor.numel() == expected.numel() and torch.allclose(
+        tensor.flatten().float(), expected.float(), **CLOSE_TOLERANCES
+    )
+
+
+def _is_rope_frequencies(reference: ReferenceModel, tensor: Tensor) -> bool:
+    """Those of the config's rotation, scaled or not: files of both kinds were written."""
+    rope = getattr(reference, "rope", None)
+    if rope is None:
+        return False
+    plain = 1.0 / rope.theta ** (torch.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
+    return _is_close(tensor, plain) or _is_close(tensor, rope.frequencies(1, 1, torch.float32)[0])
+
+
+def _is_causal_mask(tensor: Tensor) -> bool:
+    """[…, n, n]: every position sees itself and those before it."""
+    square = tensor.reshape(-1, *tensor.shape[-2:])[0] if tensor.dim() >= 2 else tensor[None]
+    count = square.shape[-1]
+    return tensor.numel() == count * count and torch.equal(square != 0, torch.ones(count, count).tril() != 0)
+
+
+def _is_logn(reference: ReferenceModel, tensor: Tensor) -> bool:
+    length = getattr(reference, "seq_length", None)
+    if length is None:
+        return False
+    place = torch.arange(1, tensor.numel() + 1, dtype=torch.float64)
+    return _is_close(tensor, torch.where(place > length, place.log() / math.log(length), 1.0))
+
+
+def _is_arange(tensor: Tensor) -> bool:
+    return torch.equal(tensor.flatten().long(), torch.arange(tensor.numel()))
+
+
+def _has_values(tensor: Tensor, values: tuple[float, ...]) -> bool:
+    return _is_close(tensor, torch.tensor(values))
+
+
+def _is_window_distances(tensor: Tensor) -> bool:
+    """[w², w²]: between two places of a window, |Δy| · w + |Δx|."""
+    side = math.isqrt(tensor.shape[0])
+    places = torch.tensor(list(product(range(side), repeat=2)))
+    apart = (places[:, None] - places[None]).abs()
+    return torch.equal(tensor.long(), apart[..., 0] * side + apart[..., 1])

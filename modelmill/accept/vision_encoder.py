@@ -1,0 +1,126 @@
+"""The acceptance contract for the image half of a model that talks about pictures: vision encoder, norm, Q-Former,
+projection.
+
+Each module reads what the float32 reference's module read; blocks and layers are judged as wholes too, so that what
+connects their modules is seen; every norm reads inputs of the size of √eps; then a picture goes through freely.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.quantized_encoder_reference import EngineMatrices, check_encoder_weights
+from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
+from modelmill.accept.stage_check import StageCheck, finding_to_json, round_digits
+from modelmill.accept.tolerances_segmentation import embedding_bound
+from modelmill.accept.unused_tensors import unused_vision_tensors, with_unused_tensors
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.nn.vision_context import VisionContext
+from modelmill.runtime.engine_core import EngineCore
+
+VISION_BLOCKS_PREFIX = "image_embedder.visual_encoder.blocks."
+COMPOSITE_MODULES = (
+    "vision_encoder.block",
+    "qformer.layer",
+    "vision_encoder.attn",
+    "qformer.attention",
+    "qformer.crossattention",
+)
+
+
+def square_sample_image(image_size: int) -> Tensor:
+    """[side, side, 3] uint8: a disc and a box on a slope, seeded noise on all of it."""
+    y, x = torch.meshgrid(torch.arange(image_size) / image_size, torch.arange(image_size) / image_size, indexing="ij")
+    canvas = torch.stack((60 + 120 * x, 90 + 90 * y, 170 - 80 * x), -1)
+    canvas[((x - 0.3) ** 2 + (y - 0.35) ** 2) < 0.04] = torch.tensor((220.0, 40.0, 30.0))
+    canvas[((x - 0.7).abs() < 0.15) & ((y - 0.6).abs() < 0.2)] = torch.tensor((20.0, 140.0, 60.0))
+    canvas += 6 * torch.randn(canvas.shape, generator=torch.Generator().manual_seed(3))
+    return canvas.clamp(0, 255).round().to(torch.uint8)
+
+
+@torch.inference_mode()
+def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dict[str, Any]:
+    """{"ok", "reason", "verdict", "layer", "module", "image_embeddings", "layers"} of an opened engine's image half."""
+    assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+    dtype = engine_core.artifact.manifest.build["dtype"]
+    engine_matrices = EngineMatrices(engine_core.model, VISION_BLOCKS_PREFIX)
+    checkpoint_reference = reference = MiniGpt4VisionReference(checkpoint)
+    if engine_matrices:
+        reference = MiniGpt4VisionReference(checkpoint, engine_matrices)
+    stage_check = StageCheck(
+        engine_core.model,
+        VisionContext(engine_core.ops),
+        engine_core.device,
+        dtype,
+        lambda path: not path.startswith("image_embedder.ln_vision"),
+    )
+    stage_check.findings += check_encoder_weights(
+        engine_matrices, engine_core.model, dtype, partial(_checkpoint_matrix, checkpoint_reference), _locate
+    )
+    picture = square_sample_image(reference.image_size)
+    [expected] = stage_check.check_stages(reference.stages(reference.normalize_image(picture)))
+    stage_check.check_norms(reference.norms)
+    if engine_matrices:  # what rounding costs is told by the checkpoint's own
+        for stage in checkpoint_reference.stages(checkpoint_reference.normalize_image(picture)):
+            [expected] = stage.expected
+    batch = picture.permute(2, 0, 1)[None].to(engine_core.device)
+    whole = compare_tensors("embeddings", engine_core.model.encode_images(batch, engine_core.ops)[0], expected)  # type: ignore[operator]
+    bound = embedding_bound(dtype, engine_core.artifact.manifest.build.get("tower", "none"))
+    bad = [finding for finding in stage_check.findings if not finding.ok]
+    # a module that is wrong alone beats a block that is wrong as a whole
+    first = min(bad, key=lambda f: (f.module in COMPOSITE_MODULES, stage_check.findings.index(f)), default=None)
+    eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
+    first = eps or first
+    if first is not None:
+        where = "the vision encoder" if first.layer is None else f"layer {first.layer} of the vision encoder"
+        verdict = f"bug at {where}, module {first.module}"
+        reason = f"{verdict}: {'; '.join(first.bound.violations(first.metrics))}; try another --dtype or --kernel"
+    elif not whole.rel_l2 <= bound:
+        verdict = "bug between the modules of the vision encoder: every module is right alone, the whole is not"
+        reason = f"{verdict} (embeddings off by {whole.rel_l2:.2g}, bound {bound:.2g}); try another --dtype"
+    else:
+        verdict = reason = "numerical noise"
+    return {
+        "ok": verdict == "numerical noise",
+        "verdict": verdict,
+        "reason": reason,
+        "layer": None if first is None else first.layer,
+        "module": None if first is None else first.module,
+        "unused_tensors": unused_vision_tensors(checkpoint_reference),
+        "image_embeddings": {
+            "rel_l2": round_digits(whole.rel_l2),
+            "max_rel": round_digits(whole.max_rel),
+            "bound": bound,
+        },
+        "layers": [finding_to_json(finding) for finding in stage_check.findings],
+    }
+
+
+def _checkpoint_matrix(checkpoint_reference: MiniGpt4VisionReference, path: str) -> Tensor:
+    """The checkpoint's matrix by the engine's path."""
+    return checkpoint_reference.matrix(path.removeprefix("image_embedder.")).weight
+
+
+def _locate(path: str) -> tuple[int, str]:
+    """The vision encoder's block, and what a matrix in it is called in a report."""
+    block, _, module = path.removeprefix(VISION_BLOCKS_PREFIX).partition(".")
+    return int(block), f"vision_encoder.{module.rpartition('.')[2]}"
+
+
+def merge_reports(vision_report: dict[str, Any], language_report: dict[str, Any]) -> dict[str, Any]:
+    """The report of both: accepted where both are; what is wrong with the vision encoder is told first."""
+    merged = {
+        **language_report,
+        "image_embeddings": vision_report["image_embeddings"],
+        "layers": [*vision_report["layers"], *language_report["layers"]],
+    }
+    if not vision_report["ok"]:
+        merged |= {key: vision_report[key] for key in ("verdict", "reason", "layer", "module")}
+    return with_unused_tensors(
+        merged | {"accepted": vision_report["ok"] and language_report["accepted"]}, vision_report["unused_tensors"]
+    )

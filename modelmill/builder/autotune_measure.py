@@ -1,0 +1,209 @@
+"""Tunes launch sizes on the GPU of this machine: a few layers of the model with random weights, steps as graphs.
+
+The layers are the model's own (norms, attention and all), enough of them to leave the cache, so that a kernel is timed
+between the neighbours that it will have. Rows as decoding has them: 1, 8, 16; with weights in 8 bits also 32 and 64,
+where cuBLAS has no part.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+import modelmill
+from modelmill.artifact.autotune_store import AutotuneRecord
+from modelmill.builder.autotune_search import AutotuneOutcome, StepTimer, TunableGemm, search_launch_configs
+from modelmill.builder.plan import BuildPlan
+from modelmill.core import log
+from modelmill.nn.step import Step
+from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
+from modelmill.ops import registry
+from modelmill.ops.launch_configs import GemmKey, TunedConfigs, Tuning, format_key
+from modelmill.ops.timing import capture_graph, time_interleaved
+
+_log = log.get_logger(__name__)
+
+MIN_WEIGHT_BYTES = 64 << 20  # a smaller model lives in the cache, and its steps are launches
+MIN_LAYER_BYTES = 3 << 30  # drawn at least: weights come from memory, and the head is no larger part than it will be
+TIME_LIMIT_S = 25.0
+CONTEXT_LENGTH, MAX_CONTEXT_LENGTH = 128, 4096
+TIMING_ROUNDS, QUEUED_REPLAYS = 9, 4
+
+
+def skip_reason(plan: BuildPlan) -> str | None:
+    """Why nothing is tuned; None where there is something to tune."""
+    if plan.config.target != "cuda":
+        return "the kernels of a CPU have no launch sizes to tune"
+    if not torch.cuda.is_available():
+        return "no GPU here, so nothing was tuned: the engine runs with default launch sizes"
+    if plan.weight_bytes < MIN_WEIGHT_BYTES:
+        return f"less than {MIN_WEIGHT_BYTES >> 20} MiB of weights: default launch sizes serve"
+    if not any(
+        _tunable_implementation(op, variant)
+        for op, variant in registry.select_backends("cuda", plan.config.kernels).backends.items()
+    ):
+        return "the chosen kernels have no launch sizes to tune"
+    return None
+
+
+@torch.inference_mode()
+def autotune(plan: BuildPlan, on_progress: Callable[[str, int, int], None] | None = None) -> AutotuneRecord | None:
+    """Launch sizes for the GPU of this machine; None where ``skip_reason`` says so. At most some 30 s.
+
+    Whatever goes wrong (memory, a weight that cannot be drawn) is logged and means None: an engine without tuned sizes
+    is a good engine, and no build fails for want of them.
+    """
+    if skip_reason(plan) is not None:
+        return None
+    began = time.perf_counter()
+    try:
+        outcomes = _tune_row_buckets(plan, began + TIME_LIMIT_S, on_progress)
+    except Exception as error:
+        _log.warning("nothing was tuned: %s", " ".join(str(error).split()) or type(error).__name__)
+        return None
+    finally:
+        torch.cuda.empty_cache()
+    return to_record(torch.cuda.get_device_name(), outcomes, time.perf_counter() - began)
+
+
+def _tune_row_buckets(
+    plan: BuildPlan, deadline: float, on_progress: Callable[[str, int, int], None] | None
+) -> dict[int, AutotuneOutcome]:
+    model = _sample_model(plan)
+    found = {}
+    buckets = row_buckets(plan.config.quantization)
+    for number, rows in enumerate(buckets):
+        found[rows] = _tune_row_bucket(model, plan, rows, deadline)
+        if on_progress is not None:
+            on_progress("autotune", number + 1, len(buckets))
+    return found
+
+
+def row_buckets(quantization: str) -> tuple[int, ...]:
+    """Rows to tune for; the products of more are cuBLAS's where weights are held as they are."""
+    return (1, 8, 16) if quantization == "none" else (1, 8, 16, 32, 64)
+
+
+def to_record(device: str, outcomes: dict[int, AutotuneOutcome], seconds: float) -> AutotuneRecord:
+    """What is written: the choices, and what they were worth when they were made."""
+    choices: dict[str, dict[str, tuple[int, ...]]] = {}
+    for outcome in outcomes.values():
+        for op, chosen in outcome.choices.items():
+            choices.setdefault(op, {}).update({format_key(key): sizes for key, sizes in chosen.items()})
+    steps = {
+        str(rows): {
+            "default_us": _us(each.default_seconds),
+            "tuned_us": _us(each.tuned_seconds),
+            "untried": each.num_untried,
+        }
+        for rows, each in outcomes.items()
+    }
+    facts = {
+        "steps": steps,
+        "seconds": round(seconds, 1),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "versions": {"modelmill": modelmill.__version__, "torch": torch.__version__, "triton": _triton()},
+    }
+    return AutotuneRecord(device, choices, facts)
+
+
+def _us(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e6, 2)
+
+
+def _triton() -> str:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _sample_model(plan: BuildPlan) -> nn.Module:
+    """The first layers of the model, with random weights on the GPU."""
+    layers = plan.model_config.layers
+    each = sum(p.nbytes for p in plan.tensors if p.module.startswith("layers.")) // layers
+    count = max(2, min(layers, -(-MIN_LAYER_BYTES // max(each, 1))))
+    model = plan.family.Model(replace(plan.model_config, layers=min(count, layers)))
+    return fill_random_weights(model, plan.weight_formats, plan.dtype, "cuda")
+
+
+def _tune_row_bucket(model: nn.Module, plan: BuildPlan, rows: int, deadline: float) -> AutotuneOutcome:
+    ops = registry.select_backends("cuda", plan.config.kernels)
+    step = synthetic_step(model, ops, (rows, 1, CONTEXT_LENGTH), max_context=MAX_CONTEXT_LENGTH)
+    race = make_timer(lambda choices: _captured_step(model, step, plan, choices))
+    return search_launch_configs(tunable_gemms(model, step), race, time.perf_counter, deadline)
+
+
+def _captured_step(model: nn.Module, step: Step, plan: BuildPlan, choices: TunedConfigs) -> Callable[[], Any]:
+    ops = registry.select_backends("cuda", plan.config.kernels, Tuning(torch.cuda.get_device_name(), choices))
+    tuned = replace(step, ops=ops)
+
+    def run() -> torch.Tensor:
+        return tuned.ops.argmax(model(tuned))
+
+    run()  # compiles
+    return capture_graph(run)
+
+
+def make_timer(prepare: Callable[[TunedConfigs], Callable[[], Any]]) -> StepTimer:
+    """A race of what ``prepare`` makes of each choice, in turn."""
+
+    def race(options: Sequence[TunedConfigs]) -> list[float | None]:
+        calls: dict[int, Callable[[], Any]] = {}
+        for index, choices in enumerate(options):
+            try:
+                calls[index] = prepare(choices)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # what does not compile or fit here (triton's own errors) is no candidate
+                if index == 0:
+                    raise
+        found = time_interleaved(list(calls.values()), TIMING_ROUNDS, QUEUED_REPLAYS, "cuda")
+        medians = dict(zip(calls, (statistics.median(times) for times in found), strict=True))
+        return [medians.get(index) for index in range(len(options))]
+
+    return race
+
+
+def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
+    """The products of a step whose chosen variant can be tuned, by watching one."""
+    weight_bytes: dict[tuple[str, GemmKey], int] = {}
+
+    def watched(op: str, module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        front = registry.implementations(op)[step.ops.backends[op]]
+
+        def spy(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
+            if module.supports(x, weight, *rest) and (module is front or not front.supports(x, weight, *rest)):
+                key = module.gemm_key(x, weight)
+                weight_bytes[op, key] = weight_bytes.get((op, key), 0) + weight.nbytes
+            return call(x, weight, *rest)
+
+        return spy
+
+    spies: dict[str, Any] = {}
+    for op, variant in step.ops.backends.items():
+        module, call = _tunable_implementation(op, variant), getattr(step.ops, op)
+        if module is not None and call is not None:
+            spies[op] = watched(op, module, call)
+    model(replace(step, ops=replace(step.ops, **spies)))
+    total = sum(weight_bytes.values())
+    offered = {
+        (op, key): _tunable_implementation(op, step.ops.backends[op]).candidates(key) for op, key in weight_bytes
+    }
+    return [TunableGemm(*each, weight_bytes[each] / total, sizes) for each, sizes in offered.items() if len(sizes) > 1]
+
+
+def _tunable_implementation(op: str, implementation: str) -> Any:
+    """The module of a variant that can be tuned, or of the one behind it that serves what it does not; else None."""
+    order = registry.BACKEND_PREFERENCE["cuda"]
+    behind = order[order.index(implementation) :] if implementation in order else (implementation,)
+    found = (registry.implementations(op).get(name) for name in behind)
+    return next((module for module in found if hasattr(module, "candidates")), None)

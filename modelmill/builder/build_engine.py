@@ -1,0 +1,229 @@
+"""A checkpoint becomes an engine: tensors stream through, the staged engine is judged, and only then appears."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import modelmill
+from modelmill.artifact.autotune_store import AutotuneRecord, record_path, record_to_bytes
+from modelmill.artifact.manifest import SCHEMA, Manifest
+from modelmill.artifact.shard import ShardWriter
+from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, Staging
+from modelmill.builder.layer_quantizer import LayerQuantizer
+from modelmill.builder.plan import PACKING, BuildPlan, layer_index
+from modelmill.builder.prefetch import BackgroundFingerprint, prefetch
+from modelmill.builder.segmentation import LANGUAGE
+from modelmill.builder.tensor_plan import VISION_BLOCKS_PREFIX, PlannedTensor
+from modelmill.checkpoint.check_finite import check_finite, is_finite
+from modelmill.checkpoint.rename import apply_rule
+from modelmill.core.byte_size import format_bytes
+from modelmill.core.config import to_dict
+from modelmill.core.errors import AcceptanceError, ArtifactError, CheckpointError, CorruptCheckpoint, UsageError
+from modelmill.core.progress_types import StageProgress
+from modelmill.text.tokenizer import load_tokenizer
+from modelmill.weights.base import pack
+
+AcceptFunction = Callable[[Path, BuildPlan], dict[str, Any]]
+TuneFunction = Callable[[BuildPlan], AutotuneRecord | None]
+GPU_BYTES_PER_WEIGHT = 32
+"""Bytes that rounding takes for each weight: as read, in float32, spread scales and offsets, what is divided."""
+
+
+def build(
+    plan: BuildPlan,
+    out: Path,
+    accept: AcceptFunction | None,
+    on_progress: StageProgress | None = None,
+    tune: TuneFunction | None = None,
+) -> dict[str, Any]:
+    """Write the engine of ``plan`` to ``out``; returns the acceptance report.
+
+    accept: judges the staged folder and returns {"accepted": bool, "reason": str, …}; None writes an unjudged engine
+    and the report says so. on_progress: called with (stage, done, total). tune: gives this device's launch sizes, which
+    the engine is then judged with. An interrupted build resumes at the next call.
+    Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError, and UsageError where
+    there is too little memory, before anything is written.
+    """
+    plan.build_memory.check(str(plan.checkpoint.path), with_acceptance=accept is not None)
+    files = plan.checkpoint.tokenizer_files() if plan.engine_type == LANGUAGE else {}
+    if files:
+        load_tokenizer(files).check_against(plan.model_config.vocab)
+    staging = Staging(out, plan.resume_key())
+    staging.open()
+    fingerprint = BackgroundFingerprint(plan.checkpoint)
+    try:
+        _write_weights(plan, staging, on_progress)
+        for name, data in sorted(files.items()):
+            staging.write(f"{TOKENIZER_FOLDER}/{name}", data)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()  # what rounding took is the engine's room now
+        staging.seal(_manifest(plan, staging, fingerprint.result(on_progress)))
+        tuning = tune(plan) if tune is not None and plan.engine_type == LANGUAGE else None
+        if tuning is not None:
+            staging.write_unhashed(record_path(tuning.device), record_to_bytes(tuning))
+        report = _run_acceptance(plan, staging, accept)
+        staging.write_unhashed(ACCEPTANCE_FILE, _to_json_bytes(report))
+        staging.publish()
+    except (AcceptanceError, CheckpointError, UsageError):
+        staging.discard()
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            free = (
+                f"; the engine needs {format_bytes(plan.weight_bytes)}"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT)
+                else ""
+            )
+            raise ArtifactError(f"cannot write {out}: {error.strerror}{free}; run the build again to resume") from None
+        raise
+    finally:
+        fingerprint.stop()
+        staging.close()
+    return report
+
+
+def _write_weights(plan: BuildPlan, staging: Staging, on_progress: StageProgress | None) -> None:
+    done = 0
+    shards = plan.shards()
+    depth = sum(layer_index(name) is not None for name in shards)
+    left = [name for name in shards if name not in staging.finished_files and layer_index(name) is not None]
+    calibrated = plan.calibration is not None and bool(left)
+    layers = LayerQuantizer(plan, staging, _check_range) if calibrated else None
+    following = dict(pairwise(left))
+
+    def report_bytes(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if on_progress is not None and layers is None:
+            on_progress("weights", done, plan.weight_bytes)
+
+    def told_layer(finished: int) -> None:
+        if on_progress is not None and layers is not None:
+            on_progress("quantizing layers", finished, depth)
+
+    with nullcontext() if layers is None else closing(layers):
+        for name, planned_tensors in shards.items():
+            layer, size = layer_index(name), sum(planned.nbytes for planned in planned_tensors)
+            if name in staging.finished_files:
+                if layers is not None and layer is not None and name < left[-1]:
+                    told_layer(layer)
+                    layers.forward_finished_layer(layer, planned_tensors, name)
+                report_bytes(size)
+                continue
+            infos = {full: info for planned in planned_tensors for full, info in planned.stored_info.items()}
+            with staging.shard(name, infos) as writer:
+                if layers is not None and layer is not None:
+                    told_layer(layer)
+                    layers.quantize_and_write(layer, planned_tensors, writer, shards.get(following.get(name, ""), ()))
+                    told_layer(layer + 1)
+                    continue
+                for planned, tensors in prefetch(partial(_read_tensor, plan), planned_tensors):
+                    _write_tensor(plan, planned, tensors, writer)
+                    del tensors  # before the one after the next is read
+                    report_bytes(planned.nbytes)
+
+
+def _read_tensor(plan: BuildPlan, planned: PlannedTensor) -> dict[str, torch.Tensor]:
+    """Read and check one tensor, or those that stand for it where it is kept, by suffix."""
+    if planned.kept_weight is not None:
+        found = planned.kept_weight.read(plan.checkpoint, plan.dtype).tensors()
+    else:
+        found = {"": apply_rule(planned.rule, plan.checkpoint.get, plan.checkpoint.info)}
+    for part in found.values():
+        check_finite(", ".join(planned.rule.sources), part)
+    return found
+
+
+def _write_tensor(
+    plan: BuildPlan, planned: PlannedTensor, tensors: dict[str, torch.Tensor], writer: ShardWriter
+) -> None:
+    """Pack and write what was read."""
+    if planned.kept_weight is not None:
+        for suffix, part in tensors.items():
+            writer.add(f"{planned.module}.{suffix}", part)
+        return
+    tensor = tensors[""]
+    if planned.weight_format is None:
+        cast = tensor.to(planned.dtype)
+        _check_range(cast, planned, plan)
+        writer.add(planned.rule.target, cast)
+        return
+    if planned.weight_format == "dense" or (
+        plan.recipe is None and not planned.module.startswith(VISION_BLOCKS_PREFIX)
+    ):
+        quantized = pack(
+            planned.weight_format, tensor, planned.dtype if planned.weight_format == "dense" else plan.dtype
+        )
+    else:
+        # the same bits there and here: a build's bytes do not depend on the machine
+        quantized = plan.recipe_for(planned.module).quantize(
+            tensor.to(_rounding_device(plan, tensor.numel())).float(), None
+        )
+    for suffix, part in quantized.tensors().items():
+        _check_range(part, planned, plan)
+        writer.add(f"{planned.module}.{suffix}", part.cpu())
+
+
+def _rounding_device(plan: BuildPlan, num_weights: int) -> str:
+    """Where so many weights are rounded: on the target, if it is a GPU with room for them now."""
+    if plan.device == "cpu":
+        return "cpu"
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return "cuda" if GPU_BYTES_PER_WEIGHT * num_weights < torch.cuda.mem_get_info()[0] + kept else "cpu"
+
+
+def _check_range(tensor: torch.Tensor, planned: PlannedTensor, plan: BuildPlan) -> None:
+    if tensor.is_floating_point() and tensor.itemsize > 1 and not is_finite(tensor):
+        what = ", ".join(planned.rule.sources)
+        if planned.weight_format not in (None, "dense"):
+            kept = str(tensor.dtype).removeprefix("torch.")
+            raise CorruptCheckpoint(
+                f"{what}: scales of {planned.weight_format} overflow in {kept}; build with -q int8 or none"
+            )
+        raise CorruptCheckpoint(f"{what} overflows in {plan.config.dtype}; build with --dtype bfloat16 or float32")
+
+
+def _manifest(plan: BuildPlan, staging: Staging, fingerprint: str) -> Manifest:
+    source: dict[str, Any] = {"container": plan.checkpoint.container, "fingerprint": fingerprint}
+    if plan.text_source is not None:
+        source["calibration"] = plan.text_source.to_json()
+    if plan.warnings:
+        source["warnings"] = list(plan.warnings)
+    return Manifest(
+        schema=SCHEMA,
+        engine_type=plan.engine_type,
+        model_type=plan.checkpoint.model_type,
+        packing=PACKING,
+        max_model_len=plan.max_model_len,
+        config=plan.checkpoint.config,
+        build=to_dict(plan.config),
+        weight_formats=plan.weight_formats,
+        aliases=plan.aliases,
+        generation=plan.checkpoint.generation_config,
+        source=source,
+        versions={"modelmill": modelmill.__version__, "torch": torch.__version__.split("+")[0]},
+        files=dict(sorted(staging.finished_files.items())),
+    )
+
+
+def _run_acceptance(plan: BuildPlan, staging: Staging, accept: AcceptFunction | None) -> dict[str, Any]:
+    if accept is None:
+        return {"accepted": None, "reason": "built without acceptance (--no-check)"}
+    report = accept(staging.path, plan)
+    if not report["accepted"]:
+        raise AcceptanceError(f"the engine was refused and not written: {report['reason']}")
+    return report
+
+
+def _to_json_bytes(report: dict[str, Any]) -> bytes:
+    import json
+
+    return (json.dumps(report, indent=1, sort_keys=True) + "\n").encode()

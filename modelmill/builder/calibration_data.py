@@ -1,0 +1,182 @@
+"""Where calibration tokens come from: a jsonl of texts, or a set of our own where none is given.
+
+For a model with eyes see ``builder.multimodal_calibration``: its lines may show pictures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import UsageError
+from modelmill.text.tokenizer import load_tokenizer
+
+BUILTIN_SOURCE = "modelmill's own text"
+TEXT_KEYS = ("text", "article", "prompt")
+IMAGE_KEYS = {"image", "images"}
+"""Under which a line names pictures."""
+NUM_PARAGRAPHS = 1600
+
+
+@dataclass(frozen=True)
+class CalibrationSource:
+    """path None: our own text. digest: sha256 of the file or the text. num_samples sequences of max_length tokens at
+    most.
+
+    image_digest: sha256 of the pictures' files, where the model reads pictures.
+    """
+
+    path: Path | None
+    digest: str
+    num_samples: int
+    max_length: int
+    image_digest: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest: evaluations refuse the file that an engine was calibrated on."""
+        name = BUILTIN_SOURCE if self.path is None else self.path.name
+        facts = {"name": name, "sha256": self.digest, "samples": self.num_samples, "length": self.max_length}
+        return facts | ({"pictures": self.image_digest} if self.image_digest else {})
+
+
+def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSource:
+    """What ``config`` asks for, hashed. max_model_len: what the model reads.
+
+    Raises UsageError where a file is missing.
+    """
+    length = min(config.calibration_length, max_model_len)
+    if config.calibration is None:
+        return CalibrationSource(
+            None, hashlib.sha256(builtin_text().encode()).hexdigest(), config.calibration_samples, length
+        )
+    path = Path(config.calibration)
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UsageError(f"--calibration {path}: {reason}") from None
+    return CalibrationSource(path, digest, config.calibration_samples, length)
+
+
+def load_calibration_ids(
+    source: CalibrationSource, tokenizer_files: Mapping[str, bytes], vocab_size: int, seed: int
+) -> list[list[int]]:
+    """Sequences of ``max_length`` ids, texts joined and cut; the last may be shorter. The same on every machine.
+
+    An engine without a tokenizer is calibrated on random ids. Raises UsageError for a file without texts.
+    """
+    if not tokenizer_files:
+        if source.path is not None:
+            raise UsageError(
+                f"--calibration {source.path}: the checkpoint has no tokenizer to read texts with; leave it out"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, vocab_size, (source.num_samples, source.max_length), generator=generator).tolist()
+    tokenizer = load_tokenizer(tokenizer_files)
+    texts = iter([builtin_text()]) if source.path is None else read_texts(source.path)
+    joined = TokenChunker(source.max_length)
+    found: list[list[int]] = []
+    for text in texts:
+        found += joined.add(tokenizer.encode(text, bos=False))
+        if len(found) >= source.num_samples:
+            return found[: source.num_samples]
+    return [*found, *joined.remainder()]
+
+
+class TokenChunker:
+    """Texts' ids one after another, cut into sequences of ``length``."""
+
+    def __init__(self, length: int) -> None:
+        self._length, self._remainder = length, list[int]()
+
+    def add(self, ids: list[int]) -> list[list[int]]:
+        """The sequences that are full now."""
+        self._remainder += ids
+        full = len(self._remainder) // self._length * self._length
+        cut, self._remainder = self._remainder[:full], self._remainder[full:]
+        return [cut[i : i + self._length] for i in range(0, full, self._length)]
+
+    def remainder(self) -> list[list[int]]:
+        """What is not full, if it can teach anything."""
+        return [self._remainder] if len(self._remainder) > 1 else []
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of a jsonl, by "text", "article", "prompt" or the contents of "messages". Raises UsageError."""
+    for number, value in read_lines(path):
+        if IMAGE_KEYS & set(value):
+            raise UsageError(
+                f"--calibration {path}, line {number}: shows a picture, which this model does not read; leave such "
+                "lines out"
+            )
+        yield text_from_line(value, path, number)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, object) of each line of a jsonl that is not empty. Raises UsageError."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise UsageError(f"--calibration {path}: is not UTF-8 text") from None
+    except OSError as error:
+        raise UsageError(f"--calibration {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            raise UsageError(f"--calibration {path}, line {number}: is not JSON") from None
+        yield number, value if isinstance(value, dict) else {}
+
+
+def text_from_line(line: Mapping[str, Any], path: Path, line_number: int) -> str:
+    """The text of a line. Raises UsageError where it has none."""
+    text = _find_text(line)
+    if text is None:
+        raise UsageError(
+            f"--calibration {path}, line {line_number}: has no text under {', '.join(TEXT_KEYS)} or messages"
+        )
+    return text
+
+
+def _find_text(line: Mapping[str, Any]) -> str | None:
+    for key in TEXT_KEYS:
+        if isinstance(line.get(key), str):
+            return str(line[key])
+    turns = line.get("messages")
+    if not isinstance(turns, list):
+        return None
+    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
+    said = [content for content in contents if isinstance(content, str)]
+    return "\n".join(said) if said else None
+
+
+def builtin_text(seed: int = 0, num_paragraphs: int = NUM_PARAGRAPHS) -> str:
+    """Paragraphs of calibration.txt's patterns, their words drawn anew each time."""
+    lines = (resources.files("modelmill.builder") / "calibration.txt").read_text(encoding="utf-8").split("\n")
+    cut = lines.index("---")
+    words = {name: filled.split(" | ") for name, _, filled in (line.partition(": ") for line in lines[1:cut])}
+    patterns = [line.replace("\\n", "\n") for line in lines[cut + 1 :] if line]
+    source = random.Random(seed)
+    made: list[str] = []
+    while len(made) < num_paragraphs:
+        source.shuffle(patterns)
+        made += [_fill_pattern(pattern, words, source) for pattern in patterns]
+    return "\n\n".join(made[:num_paragraphs])
+
+
+def _fill_pattern(pattern: str, words: Mapping[str, list[str]], rng: random.Random) -> str:
+    text = re.sub(r"\{(\w+)\}", lambda m: rng.choice(words[m[1]]) if m[1] in words else m[0], pattern)
+    return text[:1].upper() + text[1:] if pattern.startswith("{") and text[:1].isalpha() else text

@@ -1,0 +1,57 @@
+"""Whether an engine that is there already is the one that a plan would build."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+import modelmill
+from modelmill.artifact.store import open_artifact
+from modelmill.builder.plan import BuildPlan
+from modelmill.core.config import to_dict
+from modelmill.core.errors import ArtifactError
+from modelmill.core.progress_types import StageProgress
+
+
+def differences_from_plan(
+    plan: BuildPlan, engine_path: Path, *, with_acceptance: bool = True, on_progress: StageProgress | None = None
+) -> list[str]:
+    """In what the engine at that place differs from what ``plan`` would write there, a few words each; [] in nothing.
+
+    with_acceptance: whether the new one would be judged. The checkpoint is read whole only where all else is the same.
+    """
+    try:
+        artifact = open_artifact(engine_path)
+        judged = artifact.acceptance().get("accepted")
+    except ArtifactError:
+        return ["it cannot be opened by this version"]
+    manifest = artifact.manifest
+    there, now = manifest.build, json.loads(json.dumps(to_dict(plan.config)))
+    found = [
+        f"{name.replace('_', '-')} {there.get(name)} there, {now.get(name)} now"
+        for name in sorted(there.keys() | now.keys())
+        if there.get(name) != now.get(name)
+    ]
+    if manifest.max_model_len != plan.max_model_len:
+        found.append(f"max-model-len {manifest.max_model_len} there, {plan.max_model_len} now")
+    versions = {"modelmill": modelmill.__version__, "torch": torch.__version__.split("+")[0]}
+    found += [
+        f"built by {name} {manifest.versions.get(name)}, this is {version}"
+        for name, version in versions.items()
+        if manifest.versions.get(name) != version
+    ]
+    if with_acceptance and judged is not True:
+        found.append("it was built without acceptance")
+    if manifest.source.get("calibration") != (None if plan.text_source is None else plan.text_source.to_json()):
+        found.append("calibrated on something else")
+    if found:
+        return found
+
+    def report_progress(done: int, total: int) -> None:
+        if on_progress is not None:
+            on_progress("fingerprint", done, total)
+
+    same = manifest.source.get("fingerprint") == plan.checkpoint.fingerprint(report_progress)
+    return [] if same else ["built from another checkpoint"]

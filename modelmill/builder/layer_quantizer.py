@@ -1,0 +1,152 @@
+"""Layers of a calibrated recipe: read dense, quantized on the calibration tokens that come through, written.
+
+In memory are the embedding, one layer in float32, the next one as the checkpoint stores it, and the calibration tokens.
+Layers that an interrupted build has finished are read back and only passed through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from modelmill.artifact.quantization_facts import facts_path, facts_to_bytes
+from modelmill.artifact.shard import ShardReader, ShardWriter
+from modelmill.artifact.store import Staging
+from modelmill.builder.multimodal_calibration import calibration_samples, embed_images
+from modelmill.builder.plan import BuildPlan
+from modelmill.builder.tensor_plan import PlannedTensor
+from modelmill.checkpoint.check_finite import check_finite
+from modelmill.checkpoint.rename import apply_rule
+from modelmill.nn.linear import Linear
+from modelmill.ops import registry
+from modelmill.quant.calibrate import quantize_layer
+from modelmill.quant.calibration_state import AttentionHeads, CalibrationState, QuantizableLayer
+from modelmill.weights import base
+from modelmill.weights.dense import DenseWeight as Dense
+
+TensorCheck = Callable[[torch.Tensor, PlannedTensor, BuildPlan], None]
+
+
+class LayerQuantizer:
+    """The layers of one build, from the first to the last; ``close`` has to be called.
+
+    Raises UsageError for calibration data that is no good.
+    """
+
+    def __init__(self, plan: BuildPlan, staging: Staging, check: TensorCheck) -> None:
+        assert plan.recipe is not None, "a build with a recipe"
+        assert plan.calibration is not None, "a recipe that is calibrated"
+        self.plan, self.staging, self.check = plan, staging, check
+        self.device = plan.device
+        sizes = plan.model_config
+        self.heads = AttentionHeads(sizes.heads, sizes.kv_heads, sizes.head_dim)
+        self.model = plan.family.Model(sizes)
+        for name, buffer in list(self.model.named_buffers()):
+            if not buffer.is_meta:
+                self._set_tensor(name, buffer.to(self.device))
+        files = plan.checkpoint.tokenizer_files()
+        self.samples = calibration_samples(plan.calibration, files, self.model, plan.config.seed)
+        self._calibration: CalibrationState | None = None
+        self._reader = ThreadPoolExecutor(1)
+        self._prefetched: tuple[Sequence[PlannedTensor], Future[list[dict[str, torch.Tensor]]]] | None = None
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._reader.shutdown()
+
+    def forward_finished_layer(self, layer: int, planned_tensors: Iterable[PlannedTensor], shard: str) -> None:
+        """Through a layer that is finished already."""
+        reader = ShardReader(self.staging.path / shard)
+        self._load(planned_tensors, lambda piece: {name: reader.get(name) for name in piece.stored_info})
+        self.calibration.forward_layer(QuantizableLayer(self.model.layers[layer], self.heads))
+        self._release_layer(layer)
+
+    def quantize_and_write(
+        self,
+        layer: int,
+        planned_tensors: Sequence[PlannedTensor],
+        writer: ShardWriter,
+        next_tensors: Sequence[PlannedTensor] = (),
+    ) -> None:
+        """Quantize a layer and write it, what was done to it first. next_tensors: the next one's, read meanwhile."""
+        came, self._prefetched = self._prefetched, None
+        read = came[1].result() if came is not None and came[0] is planned_tensors else self._read_all(planned_tensors)
+        del came
+        if next_tensors:
+            self._prefetched = next_tensors, self._reader.submit(self._read_all, next_tensors)
+        self._load(planned_tensors, lambda _: read.pop(0))
+        block = QuantizableLayer(self.model.layers[layer], self.heads)
+        with torch.inference_mode():
+            recipe = self.plan.recipe_for(f"layers.{layer}.")
+            facts, scales = quantize_layer(
+                block, recipe, self.calibration, dtype=self.plan.dtype, layer_name=f"layers.{layer}"
+            )
+        self.staging.write(facts_path(layer), facts_to_bytes(facts, scales))
+        for planned in planned_tensors:
+            for name, tensor in self._tensors_to_store(planned).items():
+                self.check(tensor, planned, self.plan)
+                writer.add(name, tensor)
+        self._release_layer(layer)
+
+    @property
+    def calibration(self) -> CalibrationState:
+        """The calibration tokens; embedded when the first layer asks."""
+        if self._calibration is None:
+            embed = [planned for planned in self.plan.tensors if planned.module == "embed"]
+            self._load(embed, self._read)
+            ops = registry.select_backends(self.device, self.plan.config.kernels)
+            ids = [sample.ids for sample in self.samples]
+            shown = embed_images(self.samples, self.model, self._load_prefix, ops)
+            self._calibration = CalibrationState.from_ids(self.model, ids, ops, self.device, shown)
+        return self._calibration
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _read(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
+        """One tensor of the checkpoint; norms and biases rounded as they will be stored."""
+        checkpoint = self.plan.checkpoint
+        tensor = apply_rule(planned.rule, checkpoint.get, checkpoint.info)
+        check_finite(", ".join(planned.rule.sources), tensor)
+        return {planned.rule.target: tensor if planned.weight_format is not None else tensor.to(self.plan.dtype)}
+
+    def _read_all(self, planned_tensors: Iterable[PlannedTensor]) -> list[dict[str, torch.Tensor]]:
+        return [self._read(planned) for planned in planned_tensors]
+
+    def _load_prefix(self, prefix: str) -> None:
+        self._load([planned for planned in self.plan.tensors if planned.rule.target.startswith(prefix)], self._read)
+
+    def _load(
+        self, planned_tensors: Iterable[PlannedTensor], read: Callable[[PlannedTensor], Mapping[str, torch.Tensor]]
+    ) -> None:
+        for planned in planned_tensors:
+            tensors = read(planned)
+            module = self.model.get_submodule(planned.module)
+            if planned.weight_format is None:
+                self._set_tensor(planned.rule.target, tensors[planned.rule.target].to(self.device).float())
+            elif set(tensors) == {f"{planned.module}.weight"}:
+                assert isinstance(module, Linear)
+                # as it is stored and then widened: half the bytes travel
+                module.weight = Dense(tensors[f"{planned.module}.weight"].to(self.device).float().contiguous())
+            else:
+                assert isinstance(module, Linear)
+                parts = {name.rpartition(".")[2]: t for name, t in tensors.items()}
+                module.weight = base.from_tensors(planned.weight_format, parts).to(self.device)
+
+    def _tensors_to_store(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
+        if planned.weight_format is None:
+            return {planned.rule.target: self.model.get_buffer(planned.rule.target).to("cpu", self.plan.dtype)}
+        module = self.model.get_submodule(planned.module)
+        assert isinstance(module, Linear)
+        parts = module.weight.to("cpu").tensors()
+        if planned.weight_format == "dense":
+            parts = {"weight": parts["weight"].to(self.plan.dtype)}
+        return {f"{planned.module}.{suffix}": part for suffix, part in parts.items()}
+
+    def _set_tensor(self, name: str, value: torch.Tensor) -> None:
+        module, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(module), leaf, value)
+
+    def _release_layer(self, layer: int) -> None:
+        self.model.layers[layer] = torch.nn.Identity()

@@ -1,0 +1,279 @@
+"""Calibration of a model with eyes: conversations about pictures beside texts.
+
+A line of the jsonl may name pictures ("image": a path, "images": several; paths are relative to the file) with what is
+asked or said about them ("text"), and an answer ("answer" or "caption"); or it holds "messages" with pictures as a chat
+has them. Without a file pictures of our own are drawn and talked about in our own words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from modelmill.builder.calibration_data import (
+    IMAGE_KEYS,
+    TEXT_KEYS,
+    CalibrationSource,
+    TokenChunker,
+    builtin_text,
+    load_calibration_ids,
+    read_lines,
+    text_from_line,
+)
+from modelmill.core.errors import RequestError, UsageError
+from modelmill.core.quoting import quote
+from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.registry import Ops
+from modelmill.quant.calibrate import check_calibration_ids
+from modelmill.text.image_chat import IMAGE_CHAT_FILE, ImageChat, ImagePart, load_image_chat
+from modelmill.text.tokenizer import load_tokenizer
+from modelmill.vision.image_input import decode_data_url, load_square_image
+
+ANSWER_KEYS = ("answer", "caption")
+IMAGE_BATCH_SIZE = 8  # pictures through the eyes at once
+TEXTS_PER_IMAGE = 4  # of our own sequences, one in so many is about a picture
+QUESTIONS = (
+    "Describe this image in detail.",
+    "What is in the picture?",
+    "Where was this taken, and what has happened?",
+)
+IMAGE_EMBEDDER_PREFIX = "image_embedder."
+BUILTIN_IMAGES = "drawn"  # by us
+
+
+@dataclass(frozen=True)
+class CalibrationSample:
+    """ids of one sequence; pictures [S, S, 3] uint8 by the position of their first place."""
+
+    ids: list[int]
+    images: Mapping[int, np.ndarray] = field(default_factory=dict)
+
+
+def hash_images(source: CalibrationSource) -> CalibrationSource:
+    """The source with its pictures hashed: others under the same names make another engine. Raises UsageError."""
+    if source.path is None:
+        return replace(source, image_digest=BUILTIN_IMAGES)
+    digest, any_shown = hashlib.sha256(), False
+    for number, value in read_lines(source.path):
+        for picture in _images_in_line(value, source.path, number):
+            data = (
+                picture.encode("utf-8", "surrogatepass")
+                if isinstance(picture, str)
+                else _read_image_file(picture, source.path, number)
+            )
+            digest.update(hashlib.sha256(data).digest())
+            any_shown = True
+    return replace(source, image_digest=digest.hexdigest() if any_shown else "")
+
+
+def calibration_samples(
+    source: CalibrationSource, files: Mapping[str, bytes], model: Any, seed: int
+) -> list[CalibrationSample]:
+    """Calibration sequences of a model with eyes or without. Raises UsageError for data that is no good."""
+    vocab = int(model.config.vocab)
+    if reads_images(files):
+        found = load_samples(source, files, int(model.image_size))
+    else:
+        found = [CalibrationSample(ids) for ids in load_calibration_ids(source, files, vocab, seed)]
+    name = "the calibration data" if source.path is None else f"--calibration {source.path}"
+    check_calibration_ids([sample.ids for sample in found], vocab, name)
+    return found
+
+
+def embed_images(
+    samples: Sequence[CalibrationSample], model: Any, load_prefix: Callable[[str], None], ops: Ops
+) -> list[dict[int, torch.Tensor]]:
+    """Embeddings of each sample's pictures, by their places, as ``encode_images`` makes them."""
+    pictures = [torch.as_tensor(picture) for sample in samples for picture in sample.images.values()]
+    if not pictures:
+        return [{} for _ in samples]
+    found = iter(encode_images(model, torch.stack(pictures), load_prefix, ops))
+    return [{position: next(found) for position in sample.images} for sample in samples]
+
+
+def load_samples(source: CalibrationSource, files: Mapping[str, bytes], image_size: int) -> list[CalibrationSample]:
+    """Sequences of at most ``max_length`` tokens, none of which ends inside a picture; the same on every machine.
+
+    A line with pictures is a sequence of its own, texts are joined and cut as ``load_calibration_ids`` does. Raises
+    UsageError, which names the line, for a picture that is missing or none and for a line that says nothing.
+    """
+    tokenizer = load_tokenizer(files)
+    chat = load_image_chat(files, tokenizer)
+    found: list[CalibrationSample] = []
+    texts = TokenChunker(source.max_length)
+    for where, value in builtin_lines(image_size) if source.path is None else _read_conversations(source.path):
+        if isinstance(value, str):
+            found += [CalibrationSample(ids) for ids in texts.add(tokenizer.encode(value, bos=False))]
+        else:
+            found.append(_conversation_sample(value, chat, source, image_size, where))
+        if len(found) >= source.num_samples:
+            return found[: source.num_samples]
+    return [*found, *(CalibrationSample(ids) for ids in texts.remainder())]
+
+
+def reads_images(files: Mapping[str, bytes]) -> bool:
+    """Whether conversations of a checkpoint with these files may hold pictures."""
+    return IMAGE_CHAT_FILE in files
+
+
+@torch.inference_mode()
+def encode_images(model: Any, images: torch.Tensor, load_prefix: Callable[[str], None], ops: Ops) -> torch.Tensor:
+    """Embeddings [N, 32, hidden] float32 on the CPU of pictures [N, S, S, 3] uint8, one block of the vision encoder in
+    memory.
+
+    load_prefix: fill what the prefix names; ``model.image_embedder`` is empty afterwards.
+    """
+    embedder, vision = model.image_embedder, VisionContext(ops)
+    encoder = embedder.visual_encoder
+    for name in ("cls_token", "pos_embed", "patch_embed."):
+        load_prefix(f"{IMAGE_EMBEDDER_PREFIX}visual_encoder.{name}")
+    device = encoder.pos_embed.device
+    batches = [model.normalize(some.to(device).permute(0, 3, 1, 2)) for some in images.split(IMAGE_BATCH_SIZE)]
+    image_tokens = [encoder.embed_patches(some) for some in batches]
+    for number, block in enumerate(encoder.blocks):
+        load_prefix(f"{IMAGE_EMBEDDER_PREFIX}visual_encoder.blocks.{number}.")
+        image_tokens = [block(some, vision) for some in image_tokens]
+        encoder.blocks[number] = nn.Identity()
+    for name in ("ln_vision.", "qformer.", "proj."):
+        load_prefix(IMAGE_EMBEDDER_PREFIX + name)
+    found = torch.cat([embedder.project(some, vision).float().cpu() for some in image_tokens])
+    model.image_embedder = nn.Identity()
+    return found
+
+
+def builtin_lines(image_size: int, seed: int = 0) -> Iterator[tuple[str, Any]]:
+    """(where, text or messages): our own paragraphs, every fourth about a picture drawn for it."""
+    for number, text in enumerate(builtin_text(seed).split("\n\n")):
+        if number % TEXTS_PER_IMAGE:
+            yield "our own", text
+            continue
+        asked = [
+            {"type": "image", "image": draw_image(number, image_size)},
+            {"type": "text", "text": QUESTIONS[number // TEXTS_PER_IMAGE % len(QUESTIONS)]},
+        ]
+        yield "our own", [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
+
+
+def draw_image(seed: int, image_size: int) -> np.ndarray:
+    """[side, side, 3] uint8: discs, boxes and stripes of all colours on a slope, with grain."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[:image_size, :image_size] / image_size
+    slope = random.uniform(-120, 120, (2, 3))
+    canvas = random.uniform(40, 215, 3) + x[..., None] * slope[0] + y[..., None] * slope[1]
+    for _ in range(int(random.integers(3, 9))):
+        cx, cy, size = random.uniform((0, 0, 0.03), (1, 1, 0.3)).tolist()
+        kind = int(random.integers(3))
+        inside = (
+            (x - cx) ** 2 + (y - cy) ** 2 < size**2,
+            (np.abs(x - cx) < size) & (np.abs(y - cy) < size * random.uniform(0.2, 2)),
+            np.sin((x * random.uniform(-1, 1) + y) * random.uniform(10, 90)) > 0.7,
+        )[kind]
+        canvas[inside] = random.uniform(0, 255, 3)
+    canvas += random.normal(0, random.uniform(1, 12), canvas.shape)
+    return np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
+
+
+def _read_conversations(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, text or messages) of each line."""
+    for number, value in read_lines(path):
+        where = f"--calibration {path}, line {number}"
+        shown = _images_in_line(value, path, number)
+        if not shown:
+            text = text_from_line(value, path, number)
+            if not text.strip():
+                raise UsageError(f"{where}: is empty")
+            yield where, text
+        elif isinstance(value.get("messages"), list) and not IMAGE_KEYS & set(value):
+            yield where, _absolute_paths(value["messages"], path)
+        else:
+            yield where, _conversation(value, shown, where)
+
+
+def _conversation(line: Mapping[str, Any], images: list[Any], location: str) -> list[dict[str, Any]]:
+    """A conversation of a line with pictures, a question and perhaps an answer."""
+    asked = next((line[key] for key in TEXT_KEYS if isinstance(line.get(key), str)), "").strip()
+    told = next((line[key] for key in ANSWER_KEYS if isinstance(line.get(key), str)), "").strip()
+    if not asked and not told:
+        raise UsageError(f"{location}: shows a picture and says nothing; give a text, an answer or a caption")
+    parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in images]
+    talk: list[dict[str, Any]] = [
+        {"role": "user", "content": [*parts, *([{"type": "text", "text": asked}] if asked else [])]}
+    ]
+    return [*talk, {"role": "assistant", "content": told}] if told else talk
+
+
+def _images_in_line(line: Mapping[str, Any], path: Path, line_number: int) -> list[Any]:
+    """The pictures that a line names: paths, or the texts of data URLs. Raises UsageError for what is no name."""
+    named = line.get("image", line.get("images", []))
+    listed = named if isinstance(named, list) else [named]
+    if any(not isinstance(each, str) or not each for each in listed):
+        raise UsageError(f"--calibration {path}, line {line_number}: image is a path, images a list of paths")
+    found: list[Any] = [path.parent / each for each in listed]
+    turns = line.get("messages")
+    for turn in turns if isinstance(turns, list) else []:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        for part in content if isinstance(content, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "image" and isinstance(part.get("image"), str):
+                found.append(path.parent / part["image"])
+            elif kind == "image_url":
+                url = part.get("image_url")
+                found.append(str(url.get("url") if isinstance(url, dict) else url))
+    return found
+
+
+def _absolute_paths(messages: list[Any], path: Path) -> list[Any]:
+    """The messages with the paths of their pictures beside the file."""
+
+    def part(given: Any) -> Any:
+        named = isinstance(given, dict) and given.get("type") == "image" and isinstance(given.get("image"), str)
+        return {**given, "image": path.parent / given["image"]} if named else given
+
+    return [
+        {**turn, "content": [part(each) for each in turn["content"]]}
+        if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+        else turn
+        for turn in messages
+    ]
+
+
+def _conversation_sample(
+    messages: Any, chat: ImageChat, source: CalibrationSource, image_size: int, location: str
+) -> CalibrationSample:
+    try:
+        asks = isinstance(messages[-1], Mapping) and messages[-1].get("role") == "user"
+        ids, places = chat.encode_with_images(messages, add_generation_prompt=asks)
+        shown = {position: _load_pixels(picture, image_size) for position, picture in places}
+    except RequestError as error:
+        raise UsageError(f"{location}: {error}") from None
+    # a picture is never cut: the sequence ends before one that does not fit
+    cut = min([source.max_length, *(at for at in shown if at + chat.image_tokens > source.max_length)])
+    kept = {at: picture for at, picture in shown.items() if at + chat.image_tokens <= cut}
+    if shown and not kept:
+        raise UsageError(
+            f"{location}: a picture takes {chat.image_tokens} tokens behind {min(shown)}, more than a sequence of "
+            f"{source.max_length} holds; raise --calibration-length"
+        )
+    return CalibrationSample(ids[:cut], kept)
+
+
+def _load_pixels(picture: ImagePart, image_size: int) -> np.ndarray:
+    given = decode_data_url(picture.source, picture.location) if picture.is_url else picture.source
+    return load_square_image(given, image_size, picture.location)[0]
+
+
+def _read_image_file(picture: Path, path: Path, line_number: int) -> bytes:
+    try:
+        return picture.read_bytes()
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UsageError(f"--calibration {path}, line {line_number}: {picture}: {reason}") from None
+    except ValueError:  # a NUL, or half a surrogate pair
+        raise UsageError(f"--calibration {path}, line {line_number}: {quote(str(picture))} is no path") from None

@@ -1,0 +1,56 @@
+"""What a build does beside itself: reading the next tensor while one is written, and the checkpoint's fingerprint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.core.progress_types import StageProgress
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def prefetch(load: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
+    """Each item in order and what ``load`` makes of it, the next one made while the one before is used.
+
+    Two are there at most, if the caller lets go of one before it asks for another.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        coming: tuple[Item, Future[Result]] | None = None
+        for item in items:
+            following = item, pool.submit(load, item)
+            if coming is not None:
+                yield coming[0], coming[1].result()
+            coming = following
+        if coming is not None:
+            yield coming[0], coming[1].result()
+
+
+class BackgroundFingerprint:
+    """The sha256 of a checkpoint's files, made while its weights are read anyway. ``stop`` has to be called."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._stop_event, self._callbacks = threading.Event(), list[StageProgress]()
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(checkpoint.fingerprint, self._report)
+
+    def result(self, on_progress: StageProgress | None) -> str:
+        """Wait for it; progress is told from now on."""
+        if on_progress is not None:
+            self._callbacks.append(on_progress)
+        return self._future.result()
+
+    def stop(self) -> None:
+        """Give it up where it is not there yet."""
+        self._stop_event.set()
+        self._pool.shutdown()
+
+    def _report(self, done: int, total: int) -> None:
+        if self._stop_event.is_set():
+            raise InterruptedError("the build ended")
+        for progress in self._callbacks:
+            progress("fingerprint", done, total)

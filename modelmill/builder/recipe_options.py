@@ -1,0 +1,42 @@
+"""Which options a recipe reads: one that it does not read is a mistake, and never left aside in silence."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import UsageError
+
+RECIPE_OPTIONS = {
+    "int8": ("quantize_head",),
+    "int4": ("quantize_head", "method", "group_size", "symmetric"),
+    "smoothquant": ("quantize_head", "activation_scales", "weight_scales", "alpha", "max_layer_error"),
+    "fp8": ("quantize_head", "method", "activation_scales", "weight_scales"),
+    "rptq": ("quantize_head", "bits", "mode", "splits_per_channel"),
+    "auto": ("quantize_head", "method", "max_kl", "max_ppl_increase"),
+    "keep": ("quantize_head",),
+}
+"""The options that each recipe reads; a plan leaves the others out."""
+ALL_RECIPE_OPTIONS = frozenset().union(*RECIPE_OPTIONS.values())
+
+
+VISION_ENCODER_OPTIONS = ("activation_scales", "weight_scales")
+"""What the recipes of models that read images read."""
+
+
+def check_recipe_options(config: BuildConfig, *, segmentation: bool = False) -> None:
+    """Raises UsageError for an option, other than by default, that the recipe does not read.
+
+    segmentation: the model segments images. Asked where a person gives the options; a program may hold one set for
+    many.
+    """
+    read = RECIPE_OPTIONS.get(config.quantization, ())
+    if segmentation:
+        read = VISION_ENCODER_OPTIONS if config.quantization != "none" else ()
+    elif config.tower != "none":
+        read = (*read, *VISION_ENCODER_OPTIONS)
+    for each in fields(config):
+        if each.name in ALL_RECIPE_OPTIONS and each.name not in read and getattr(config, each.name) != each.default:
+            flag = "--" + each.name.replace("_", "-")
+            readers = ", ".join(f"-q {recipe}" for recipe, names in RECIPE_OPTIONS.items() if each.name in names)
+            raise UsageError(f"{flag} is for {readers}, not for -q {config.quantization}; leave it out")

@@ -1,0 +1,96 @@
+"""What a checkpoint is, and what the options that say "auto" come to with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from modelmill.builder.calibration_data import CalibrationSource
+from modelmill.checkpoint.container import list_names
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture, UsageError
+from modelmill.core.generation_defaults import read_generation
+from modelmill.core.registry import closest_name, find_module, module_names
+from modelmill.quant.recipe import Recipe
+from modelmill.quant.rptq import resolve_splits
+
+
+def find_family(checkpoint: Checkpoint) -> ModuleType:
+    """models/<model_type>.py. Raises UnknownArchitecture with the unknown names and the nearest known family."""
+    family = find_module("modelmill.models", checkpoint.model_type or "")
+    if family is not None:
+        return family
+    known = module_names("modelmill.models")
+    named = checkpoint.config.get("architectures")
+    architectures = (
+        list_names([str(n) for n in named]) if isinstance(named, list) and named else "no architecture named"
+    )
+    near = closest_name(checkpoint.model_type or "", known)
+    guess = f"; the nearest known family is {near}" if near else ""
+    raise UnknownArchitecture(
+        f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not known{guess}; "
+        f"known are {', '.join(known)}"
+    )
+
+
+def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Defaults that no request could be answered with are the checkpoint's fault: raises CheckpointError.
+
+    vocab_size: tokens that the model knows.
+    """
+    try:
+        found = read_generation(checkpoint.generation_config, checkpoint.container)
+        outside = next((id for id in found.processors.token_ids() if id >= vocab_size), None)
+        if outside is not None:
+            raise RequestError(f"it names the token id {outside}, outside 0…{vocab_size - 1}")
+    except RequestError as error:
+        raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
+
+
+def resolve_options(
+    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, source: CalibrationSource | None
+) -> tuple[BuildConfig, dict[str, str]]:
+    """The options with no "auto" left, and why each became what it is. Raises UsageError for a file that is missing.
+
+    ``-q auto`` and ``keep`` are resolved before (``auto``, ``keep``). source: what it is calibrated or chosen on.
+    """
+    reasons = {}
+    target, dtype = config.target, config.dtype
+    if target == "auto":
+        target = "cuda" if torch.cuda.is_available() else "cpu"
+        reasons["target"] = f"{target}: what is here"
+    stored = str(checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype") or "")
+    if dtype == "auto":
+        if target == "cpu":
+            dtype, reasons["dtype"] = (
+                "float32",
+                "float32: exact, and no slower than 16 bit without special instructions",
+            )
+        elif stored in ("float16", "bfloat16"):
+            dtype, reasons["dtype"] = stored, f"{stored}: as stored"
+        else:
+            dtype, reasons["dtype"] = "bfloat16", "bfloat16: half the traffic of float32, no overflow"
+    method = getattr(recipe, "method", "nearest")
+    if config.method == "auto" and method != "nearest":
+        reasons["method"] = f"{method}: the best measured"
+    if config.quantization == "rptq":
+        splits = resolve_splits(config)
+        if config.splits_per_channel is None:
+            why = f"what keeps {config.bits}'s accuracy" if config.mode == "exact" else f"{config.mode} knows no more"
+            reasons["splits_per_channel"] = f"{splits}: {why}"
+        config = replace(config, splits_per_channel=splits)
+    if source is not None:
+        calibration = f"sha256:{source.digest}" + (f"+{source.image_digest}" if source.image_digest else "")
+        reasons["calibration"] = f"{source.to_json()['name']}, up to {source.num_samples} × {source.max_length} tokens"
+    else:
+        # its path must not make two engines of one checkpoint differ
+        if config.calibration is not None and not Path(config.calibration).is_file():
+            raise UsageError(f"--calibration {config.calibration}: there is no such file")
+        calibration = None
+        if config.calibration is not None:
+            reasons["calibration"] = f"not used: the recipe {config.quantization} needs no statistics"
+    return replace(config, target=target, dtype=dtype, method=method, calibration=calibration), reasons

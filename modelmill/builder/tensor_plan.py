@@ -1,0 +1,161 @@
+"""Every tensor that an engine will hold: where it comes from, and how it is stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.builder.keep_quantized import KEEP, KeptWeight, find_kept_weight, source_shape
+from modelmill.builder.segmentation import storage_dtype
+from modelmill.checkpoint.container import list_names
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.checkpoint.rename import ResolvedRule, Rule, plan_renames, result_info
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import TensorMismatch
+from modelmill.nn.linear import Linear
+from modelmill.quant.recipe import Recipe
+from modelmill.quant.vision_encoder import W8A8NearestRecipe
+from modelmill.weights.base import PackedInfo, packed_info
+
+UNQUANTIZED_MODULES = ("head",)
+VISION_BLOCKS_PREFIX = "image_embedder.visual_encoder.blocks."
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the model: where it comes from and how it is stored.
+
+    weight_format: of a linear's weight, None for everything else. stored_info: shape and dtype by full name.
+    kept_weight: where the checkpoint's own whole numbers are stored.
+    """
+
+    module: str
+    rule: ResolvedRule
+    weight_format: str | None
+    shape: tuple[int, ...]
+    stored_info: PackedInfo
+    kept_weight: KeptWeight | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the engine."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.stored_info.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that a tensor which no recipe changes is stored in."""
+        return next(iter(self.stored_info.values()))[1]
+
+
+def resolve_rename_rules(checkpoint: Checkpoint, family: ModuleType, model_config: Any) -> list[ResolvedRule]:
+    """The family's rules with this checkpoint's names. Raises TensorMismatch for missing and left-over tensors."""
+    rules = family.rules(model_config)
+    drops = [
+        *family.ignored_tensors(model_config),
+        *map(re.escape, _unused_zero_biases(checkpoint, rules, family.CHECKPOINT_PREFIXES)),
+    ]
+    return plan_renames(rules, drops, checkpoint.names(), family.CHECKPOINT_PREFIXES)
+
+
+def _unused_zero_biases(checkpoint: Checkpoint, rules: Sequence[Rule], prefixes: Sequence[str]) -> list[str]:
+    """Biases of zeros that nobody reads: AutoGPTQ writes one beside each packed matrix, of the model's or not.
+
+    Raises TensorMismatch where such a bias holds something else.
+    """
+    read = {source for rule in rules for source in rule.sources if source.endswith(".bias")}
+    read |= {source.removeprefix(prefix) for source in read for prefix in prefixes}
+    read |= {prefix + source for source in read for prefix in prefixes}
+    here = set(checkpoint.names())
+    found = []
+    for name in checkpoint.names():
+        matrix = name.removesuffix("bias") + "weight"
+        if not name.endswith(".bias") or name in read or matrix not in here or checkpoint.quant_layout(matrix) is None:
+            continue
+        if bool((checkpoint.get(name) != 0).any()):
+            raise TensorMismatch(
+                f"{list_names([name])} beside a packed matrix is a bias that {checkpoint.model_type} has not, and not "
+                "zero; does config.json belong to these weights (model_type, attention_bias)?"
+            )
+        found.append(name)
+    return found
+
+
+def quantized_modules(model: nn.Module, config: BuildConfig) -> set[str]:
+    """Names of the linears that the recipe changes."""
+    if config.quantization == "none":
+        return set()
+    kept = getattr(model, "unquantized_prefixes", ())
+    linears = {n for n, module in model.named_modules() if isinstance(module, Linear) and not n.startswith(kept)}
+    return linears if config.quantize_head else linears - set(UNQUANTIZED_MODULES)
+
+
+def plan_tensors(
+    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, model: nn.Module, rules: Sequence[ResolvedRule],
+    family: ModuleType,
+) -> list[PlannedTensor]:  # fmt: skip
+    """Every tensor of the model. Raises TensorMismatch where the config asks for another shape than a tensor has."""
+    quantized = quantized_modules(model, config)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    expected = {name: tuple(buffer.shape) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    expected = {n: s for n, s in expected.items() if n.rpartition(".")[2] != "inv_freq"}
+    expected |= {f"{name}.weight": module.shape for name, module in linears.items()}
+    out = []
+    for resolved in rules:
+        module, _, suffix = resolved.target.rpartition(".")
+        quantization: Recipe | str | None = None
+        if module in linears and suffix == "weight":
+            quantization = quantization_for(recipe, config, module) if module in quantized else "dense"
+            if config.tower != "none" and module.startswith(VISION_BLOCKS_PREFIX):
+                quantization = W8A8NearestRecipe(config)
+        dtype = storage_dtype(family, resolved.target, getattr(torch, config.dtype))
+        planned = plan_tensor(checkpoint, config, resolved, module, quantization, dtype)
+        if planned.shape != expected[resolved.target]:
+            raise TensorMismatch(
+                f"{', '.join(resolved.sources)}: shape {list(planned.shape)} where the config asks for "
+                f"{list(expected[resolved.target])}; config.json and weights do not belong together"
+            )
+        out.append(planned)
+    return out
+
+
+def quantization_for(recipe: Recipe | None, config: BuildConfig, module_path: str) -> Recipe | str:
+    """What to do with a weight that is quantized: the recipe, or "keep"."""
+    if recipe is not None and hasattr(recipe, "recipe_for"):
+        found: Recipe = recipe.recipe_for(module_path)
+        return found
+    return KEEP if recipe is None and config.quantization == KEEP else recipe or "dense"
+
+
+def plan_tensor(
+    checkpoint: Checkpoint, config: BuildConfig, rule: ResolvedRule, module: str, quantization: Recipe | str | None,
+    dtype: torch.dtype | None = None,
+) -> PlannedTensor:  # fmt: skip
+    """quantization: "dense", "keep" or a recipe for a linear's weight, None for everything else.
+
+    dtype: None means the activations'. What cannot be kept becomes dense. Raises TensorMismatch for whole numbers.
+    """
+    info = result_info(rule, checkpoint.info)
+    dtype = dtype or getattr(torch, config.dtype)
+    if not info.torch_dtype.is_floating_point:
+        raise TensorMismatch(f"{', '.join(rule.sources)} holds {info.dtype} where numbers with a fraction are needed")
+    if quantization is None:
+        return PlannedTensor(module, rule, None, info.shape, {rule.target: (info.shape, dtype)})
+    shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
+    if quantization == KEEP:
+        kept = find_kept_weight(rule, checkpoint)
+        if kept is not None:
+            parts = tuple(source_shape(checkpoint.info(s), f) for s, f in zip(kept.sources, kept.layouts, strict=True))
+            stored = {f"{module}.{suffix}": entry for suffix, entry in kept.stored_info(parts, dtype).items()}
+            return PlannedTensor(module, rule, kept.weight_format, info.shape, stored, kept)
+        quantization = "dense"
+    kind, layout = (
+        (quantization, {}) if isinstance(quantization, str) else (quantization.weight_format, quantization.pack_options)
+    )
+    stored = {f"{module}.{suffix}": entry for suffix, entry in packed_info(kind, shape, dtype, **layout).items()}
+    return PlannedTensor(module, rule, kind, info.shape, stored)

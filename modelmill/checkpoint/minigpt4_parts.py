@@ -1,0 +1,225 @@
+"""MiniGPT-4 as it is published: a LLaMA checkpoint and the eyes in files of their own, seen as one container.
+
+The eyes are EVA's ViT-g (``blocks.*``), BLIP-2's Q-Former (``Qformer.*``, ``query_tokens``, ``ln_vision.*``) and
+MiniGPT-4's own projection (``llama_proj.*``). They are told apart by what they hold, not by their names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor
+from modelmill.checkpoint.pth import PthFiles
+from modelmill.checkpoint.safetensors import SafetensorsFiles
+from modelmill.checkpoint.side_files import read_json
+from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
+from modelmill.core.quoting import quote
+
+MODEL_TYPE = "minigpt4"
+SETTINGS_FILE = "minigpt4.json"
+CHAT_FILE = "image_chat.json"
+LANGUAGE_PREFIX = "llama_model."
+"""In front of the language model's tensors, as in upstream's own state dict."""
+VISION_ENCODER_PREFIX = "visual_encoder."
+# what upstream generates with: its demo's settings
+GENERATION_DEFAULTS = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "max_new_tokens": 300}
+PROMPTS = ("first", "current")
+_VISION_PARTS = (
+    ("vision_encoder", "EVA's ViT-g (blocks.0.attn.qkv.weight)", r"(visual_encoder\.)?blocks\.0\.attn\.qkv\.weight"),
+    ("qformer", "BLIP-2's Q-Former (query_tokens)", r"query_tokens"),
+    ("projection", "MiniGPT-4's projection (llama_proj.weight)", r"llama_proj\.weight"),
+)
+
+
+class MiniGpt4Container:
+    """A language model's tensors behind ``llama_model.``, and those of the eyes' files.
+
+    A name that several of the eyes' files hold is taken from the last: vision encoder, Q-Former, projection is the
+    order in which upstream loads them. Raises CheckpointError where a part is missing or a file is none of them.
+    """
+
+    def __init__(self, language: Container, files: Sequence[Path]) -> None:
+        self._language = language
+        self._vision_tensors: dict[str, tuple[Container, str]] = {}
+        opened = sorted((_open_part(path) for path in files), key=lambda part: part[0])
+        found = {kind for part_numbers, _ in opened for kind in part_numbers}
+        missing = [what for number, (_, what, _) in enumerate(_VISION_PARTS) if number not in found]
+        if missing:
+            given = ", ".join(path.name for path in files) or "no file"
+            raise CheckpointError(f"the eyes of this model are incomplete: {' and '.join(missing)} not in {given}")
+        for _, container in opened:
+            bare = any(name.startswith("blocks.") for name in container.names())
+            for name in container.names():
+                self._vision_tensors[VISION_ENCODER_PREFIX + name if bare else name] = (container, name)
+        self._files = [file for _, container in opened for file in container.files()]
+        self.metadata: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        return [LANGUAGE_PREFIX + name for name in self._language.names()] + list(self._vision_tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        container, theirs = self._locate(name)
+        info = container.info(theirs)
+        return TensorInfo(name, info.shape, info.dtype, info.nbytes)
+
+    def get(self, name: str) -> torch.Tensor:
+        container, theirs = self._locate(name)
+        return container.get(theirs)
+
+    def files(self) -> list[Path]:
+        return [*self._language.files(), *self._files]
+
+    def _locate(self, name: str) -> tuple[Container, str]:
+        if name.startswith(LANGUAGE_PREFIX):
+            return self._language, name.removeprefix(LANGUAGE_PREFIX)
+        if name not in self._vision_tensors:
+            raise no_such_tensor(self._files[0], name)
+        return self._vision_tensors[name]
+
+
+def is_minigpt4_folder(folder: Path) -> bool:
+    """Whether a folder holds the published parts side by side, or says in minigpt4.json where they are."""
+    if (folder / SETTINGS_FILE).is_file():
+        return True
+    plain = any((folder / name).exists() for name in ("config.json", "model.safetensors", "pytorch_model.bin"))
+    return not plain and bool(_weight_files(folder)) and len(_language_folders(folder)) == 1
+
+
+def find_parts(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
+    """(the language model, the eyes' files, minigpt4.json's settings) of such a folder. Raises CheckpointError."""
+    settings = read_json(folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else {}
+    check_settings(settings, folder / SETTINGS_FILE)
+    languages = [folder / settings["language"]] if "language" in settings else _language_folders(folder)
+    if len(languages) != 1:
+        raise CheckpointError(
+            f"{folder}: holds {len(languages)} folders with a config.json; the language model is one, or is named "
+            f'in {SETTINGS_FILE} as "language"'
+        )
+    files = [folder / name for name in settings["vision"]] if "vision" in settings else _weight_files(folder)
+    return languages[0], files, settings
+
+
+def check_settings(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a minigpt4.json that says something else than it may."""
+    tables = ("vision_encoder", "tower", "qformer")
+    known = {"language", "vision", "prompt", *tables}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise CheckpointError(f"{path}: {quote(unknown[0])} is no setting; known are {', '.join(sorted(known))}")
+    vision = settings.get("vision", [])
+    sizes = [value for table in tables for value in _settings_table(settings, table).values()]
+    fine = (
+        isinstance(settings.get("language", ""), str)
+        and isinstance(vision, list)
+        and all(isinstance(name, str) for name in vision)
+        and settings.get("prompt", "first") in PROMPTS
+        and all(isinstance(settings.get(table, {}), dict) for table in tables)
+        and all(type(value) is int and value > 0 for value in sizes)
+    )
+    if not fine:
+        raise CheckpointError(
+            f'{path}: "language" is a folder, "vision" a list of files, "prompt" first or current, '
+            '"vision_encoder" and "qformer" whole numbers by name'
+        )
+
+
+def config_from_parts(
+    language: Mapping[str, Any], vision: MiniGpt4Container, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The language model's config with the eyes' sizes under "image_embedder".
+
+    Sizes follow from the tensors, but for those that no tensor tells: how many blocks are used (39, as published) and
+    the numbers of heads. Raises UnknownArchitecture for a language model that is no LLaMA, CheckpointError.
+    """
+    if language.get("model_type") != "llama":
+        found = quote(language.get("model_type"))
+        raise UnknownArchitecture(
+            f"the language model behind the eyes is of model_type {found}; MiniGPT-4's is a llama"
+        )
+    width, _, _, patch = _shape(vision, VISION_ENCODER_PREFIX + "patch_embed.proj.weight", 4)
+    _, places, _ = _shape(vision, VISION_ENCODER_PREFIX + "pos_embed", 3)
+    _, queries, asking = _shape(vision, "query_tokens", 3)
+    vision_encoder = {
+        "width": width,
+        "depth": 39,
+        "heads": 16,
+        "inner": _shape(vision, VISION_ENCODER_PREFIX + "blocks.0.mlp.fc1.weight", 2)[0],
+        "image": patch * round((places - 1) ** 0.5),
+        "patch": patch,
+    }
+    qformer = {
+        "width": asking,
+        "depth": _count_layers(vision.names(), r"Qformer\.bert\.encoder\.layer\.(\d{1,6})\..*"),
+        "heads": 12,
+        "inner": _shape(vision, "Qformer.bert.encoder.layer.0.intermediate_query.dense.weight", 2)[0],
+        "image_width": width,
+        "cross_attention_frequency": 2,
+        "queries": queries,
+    }
+    return {
+        **language,
+        "model_type": MODEL_TYPE,
+        "image_embedder": {
+            "vision_encoder": vision_encoder
+            | _settings_table(settings, "tower")
+            | _settings_table(settings, "vision_encoder"),
+            "qformer": qformer | _settings_table(settings, "qformer"),
+        },
+    }
+
+
+def chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> bytes:
+    """What the chat format of the engine is, as a file of its tokenizer's folder."""
+    content = {"format": MODEL_TYPE, "prompt": settings.get("prompt", "first"), "tokens": num_query_tokens}
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _open_part(path: Path) -> tuple[list[int], Container]:
+    """(which of the kinds a file holds, the file)."""
+    if path.suffix == ".safetensors":
+        container: Container = SafetensorsFiles([path])
+    elif path.suffix in (".pth", ".pt", ".bin"):
+        container = PthFiles([path])
+    else:
+        raise CheckpointError(f"{path}: the eyes are .pth, .pt, .bin or .safetensors files")
+    names = container.names()
+    part_numbers = [
+        number
+        for number, (_, _, pattern) in enumerate(_VISION_PARTS)
+        if any(re.fullmatch(pattern, name) for name in names)
+    ]
+    if not part_numbers:
+        raise CheckpointError(f"{path}: holds neither {', nor '.join(what for _, what, _ in _VISION_PARTS)}")
+    return part_numbers, container
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The weight files that lie in the folder itself."""
+    return sorted(f for f in folder.iterdir() if f.suffix in (".pth", ".pt", ".bin", ".safetensors") and f.is_file())
+
+
+def _language_folders(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.iterdir() if f.is_dir() and (f / "config.json").is_file())
+
+
+def _settings_table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = settings.get(name, {})
+    return found if isinstance(found, dict) else {}
+
+
+def _shape(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
+    shape = vision.info(name).shape
+    if len(shape) != dims or 0 in shape:
+        raise TensorMismatch(f"{name} has shape {list(shape)} where {dims} dimensions above 0 are needed")
+    return shape
+
+
+def _count_layers(names: Sequence[str], pattern: str) -> int:
+    found = [int(match[1]) for match in (re.fullmatch(pattern, name) for name in names) if match]
+    return max(found, default=-1) + 1

@@ -1,0 +1,134 @@
+"""A matrix as a checkpoint stores it in few bits: whole numbers, scales, and where scales lie, without expanding it.
+
+weight[n, k] = scale[n, g] · code[n, k] + offset[n, g], where g is the group of column k. Containers that hold such
+matrices offer ``form(name)`` (known before a value is read) and ``packed(name)``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.core.errors import CorruptCheckpoint
+
+GROUP_SIZE_MULTIPLE = 32
+"""Columns share their scale in multiples of this where a matrix can be kept as it is."""
+
+
+@dataclass(frozen=True)
+class QuantLayout:
+    """How a matrix [rows, columns] is stored.
+
+    label: for people. bits: 4 (codes 0…15) or 8 (−128…127). group_size: columns that share a scale. has_offset: whether
+    there are offsets; without them 4-bit codes lie around 8, 8-bit ones around 0. scale_dtype: the type that holds
+    scales and offsets exactly. perm_digest: a digest of the columns' order where they are not held in the order of the
+    inputs. transposed: the name means the transpose, [columns, rows].
+    """
+
+    label: str
+    bits: int
+    rows: int
+    columns: int
+    group_size: int
+    has_offset: bool
+    scale_dtype: torch.dtype
+    perm_digest: str | None = None
+    transposed: bool = False
+
+    @property
+    def weight_format(self) -> str:
+        """The kind of weight that holds it (weights/<kind>.py)."""
+        if self.bits == 4:
+            return "int4"
+        plain = self.group_size >= self.columns and not self.has_offset and self.perm_digest is None
+        return "int8" if plain else "int8_group"
+
+    @property
+    def merge_key(self) -> tuple[object, ...]:
+        """What two matrices must have in common to be held as one, rows above rows."""
+        return self.weight_format, self.columns, self.group_size, self.has_offset, self.scale_dtype, self.perm_digest
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """The values: codes [N, K] uint8 (4 bits) or int8; scale, offset [N, G]; perm [K] int32.
+
+    Columns stand in ``perm``; None: as the inputs come.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor | None
+    perm: torch.Tensor | None = None
+
+    def dequantize(self, group_size: int) -> torch.Tensor:
+        """[N, K] float32, columns as the inputs come."""
+        four = self.codes.dtype is torch.uint8
+        columns = self.codes.shape[1]
+        scale = self.scale.float().repeat_interleave(group_size, 1)[:, :columns]
+        if self.offset is None:
+            wide = (self.codes.float() - (8 if four else 0)) * scale
+        else:
+            wide = self.codes.float() * scale + self.offset.float().repeat_interleave(group_size, 1)[:, :columns]
+        return wide if self.perm is None else wide[:, self.perm.argsort()]
+
+
+def packed_words_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
+    """[R, C] of a matrix of packed words. Raises CorruptCheckpoint where it is none of int32."""
+    return _matrix_shape(info, path, info.dtype == "int32", "int32")
+
+
+def scales_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
+    """[R, C] of a matrix of scales. Raises CorruptCheckpoint where it is none of floating-point numbers."""
+    return _matrix_shape(info, path, info.torch_dtype.is_floating_point, "floating-point")
+
+
+def _matrix_shape(info: TensorInfo, path: Path, fits: bool, number_type: str) -> tuple[int, int]:
+    if not fits or len(info.shape) != 2 or 0 in info.shape:
+        raise CorruptCheckpoint(
+            f"{path}: {info.name} is {info.dtype} {list(info.shape)} where a matrix of {number_type} numbers is "
+            "needed; download the checkpoint again"
+        )
+    return info.shape[0], info.shape[1]
+
+
+def read_group_index(raw: Container, name: str, num_columns: int, path: Path) -> torch.Tensor:
+    """The group number [K] of each column. Raises CorruptCheckpoint unless these are ``num_columns`` integers."""
+    info = raw.info(name)
+    if info.shape != (num_columns,):
+        count = info.shape[0] if len(info.shape) == 1 else list(info.shape)
+        raise CorruptCheckpoint(f"{path}: {name} has {count} entries for {num_columns} columns")
+    if info.dtype not in ("int32", "int64"):
+        raise CorruptCheckpoint(f"{path}: {name} is {info.dtype} where whole numbers are needed")
+    return raw.get(name)
+
+
+def unpack_fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [R, C] → uint8 [R, C · 32/bits]: the fields of each word, the lowest first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    fields = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
+    return fields.flatten(1).to(torch.uint8)
+
+
+def perm_from_group_index(group_index: torch.Tensor, group_size: int) -> torch.Tensor | None:
+    """The order [K] int32 that puts columns of equal group number side by side; None where they are so already.
+
+    Raises ValueError where some group has another number of columns than ``group_size`` (the last may be shorter).
+    """
+    columns = len(group_index)
+    expected = torch.arange(columns) // group_size
+    if torch.equal(group_index.long(), expected):
+        return None
+    order = torch.argsort(group_index.long(), stable=True)
+    if not torch.equal(group_index.long()[order], expected):
+        raise ValueError("groups of uneven size")
+    return order.to(torch.int32)
+
+
+def perm_digest(perm: torch.Tensor | None) -> str | None:
+    """A name for an order, to tell equal ones."""
+    return None if perm is None else hashlib.sha256(perm.numpy().tobytes()).hexdigest()[:16]

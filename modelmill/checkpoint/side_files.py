@@ -1,0 +1,87 @@
+"""Small files beside the weights: configs, tokenizers and shard indexes, read with limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.quoting import quote
+
+MAX_SIDE_FILE_BYTES = 128 << 20
+"""Bytes a side file may have: the largest real tokenizer.json and shard indexes have some 35 MB."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "pieces.json",
+)
+"""What a tokenizer or a chat format may be made of; anything else in the folder is not looked at."""
+
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "pieces.json")
+"""Files of which a tokenizer has one; the others, which any save_pretrained may write, only describe it."""
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files that a folder holds, by name: the known names and any *.tiktoken.
+
+    Empty where no vocabulary is among them: such a checkpoint has no tokenizer.
+    """
+    tiktoken = sorted(file.name for file in folder.glob("*.tiktoken"))
+    if not tiktoken and not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        return {}
+    return {name: read_side_file(folder / name) for name in (*TOKENIZER_FILES, *tiktoken) if (folder / name).is_file()}
+
+
+def read_side_file(path: Path) -> bytes:
+    """A side file's bytes; raises CheckpointError where it is missing or larger than any real one."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is missing; a checkpoint's folder has it beside the weights")
+    size = path.stat().st_size
+    if size > MAX_SIDE_FILE_BYTES:
+        raise CorruptCheckpoint(f"{path}: has {size} bytes, more than the {MAX_SIDE_FILE_BYTES} such a file may have")
+    return path.read_bytes()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises CorruptCheckpoint where it is something else."""
+    try:
+        value = json.loads(read_side_file(path))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: is not valid JSON ({error}); fetch the file again") from None
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{path}: holds no JSON object at its top")
+    return value
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The weight_map of a shard index: tensor name -> shard file name.
+
+    Shards must be plain names in the index's own folder (a hub cache may link them elsewhere, an index may
+    not point elsewhere). Raises CorruptCheckpoint otherwise, and where a shard is missing.
+    """
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptCheckpoint(f"{path}: has no weight_map")
+    checked: set[str] = set()
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CorruptCheckpoint(f"{path}: names no file for {quote(name)}")
+        if shard in checked:
+            continue
+        if shard in ("", ".", "..") or any(c in shard for c in "/\\\0:"):
+            raise CorruptCheckpoint(f"{path}: points outside its folder: {quote(shard)}; refusing to follow")
+        if not (path.parent / shard).is_file():
+            raise CorruptCheckpoint(f"{path}: names the shard {shard}, which is missing; finish the download")
+        checked.add(shard)
+    return weight_map

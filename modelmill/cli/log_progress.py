@@ -1,0 +1,55 @@
+"""Progress where there is no terminal: a plain line now and then, so that a log of minutes does not look dead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+MIN_INTERVAL_SECONDS = 10.0
+"""Seconds to the next line at least."""
+INTERVAL_FRACTION = 0.1
+"""Of the time gone by so far: an hour's build is told of every six minutes."""
+MAX_COUNT = 10_000
+"""Totals up to here are counts of something, above they are bytes."""
+
+
+class LogProgress:
+    """Keeps what was told last and prints it from a thread of its own: a stage may take minutes between two reports.
+
+    write_line: prints a line. A block that ends before ``every`` seconds prints nothing.
+    """
+
+    def __init__(self, label: str, write_line: Callable[[str], None], every: float = MIN_INTERVAL_SECONDS) -> None:
+        self._write_line, self._every, self._start_time = write_line, every, time.monotonic()
+        self._stage, self._done, self._total = label, 0.0, 0.0
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(target=self._print, name="progress", daemon=True)
+        self._thread.start()
+
+    def update(self, stage: str, done: float, total: float) -> None:
+        """What is done now."""
+        self._stage, self._done, self._total = stage, done, total
+
+    def close(self) -> None:
+        """No more lines."""
+        self._stop_event.set()
+        self._thread.join()
+
+    def _print(self) -> None:
+        while not self._stop_event.wait(seconds_to_next_line(time.monotonic() - self._start_time, self._every)):
+            self._write_line(format_progress(self._stage, self._done, self._total, time.monotonic() - self._start_time))
+
+
+def seconds_to_next_line(seconds: float, every: float = MIN_INTERVAL_SECONDS) -> float:
+    """Until the next line, so many seconds after the beginning."""
+    return max(every, INTERVAL_FRACTION * seconds)
+
+
+def format_progress(stage: str, done: float, total: float, seconds: float) -> str:
+    """'quantizing layers: 7 of 32 done, 41 s'"""
+    if total > MAX_COUNT:
+        stage += f": {100 * done / total:.0f} %"
+    elif total > 1:
+        stage += f": {done:.0f} of {total:.0f} done"
+    return f"{stage}, {seconds:.0f} s"

@@ -1,0 +1,76 @@
+"""An engine at the other end of a URL, as ``chat`` talks with one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from modelmill.core.types import SamplingParams
+from modelmill.eval.openai_client import OpenAIClient
+from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+
+RENAMED_FIELDS = {"include_stop": "include_stop_str_in_output"}
+OMITTED_FIELDS = (
+    "n",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
+    "logprobs",
+    "prompt_logprobs",
+    "logits_processors",
+)
+
+
+class RemoteChat:
+    """Any server that speaks OpenAI's API. model: the first that it lists where none is named."""
+
+    def __init__(self, remote: OpenAIClient, model: str | None = None) -> None:
+        self._client = remote
+        self._loop = asyncio.new_event_loop()
+        self.model = model or self._loop.run_until_complete(remote.first_model())
+
+    def stream(self, messages: Sequence[dict[str, Any]], params: SamplingParams) -> Iterator[OutputDelta]:
+        """Deltas of one answer. Closing it leaves the server, which ends the request. Raises ModelmillError."""
+        body = {"model": self.model, "messages": list(messages), **explicit_fields(params)}
+        events = self._client.stream("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+        output = CompletionOutput(0)
+        answer = RequestOutput("", None, [], [output])
+        began = time.perf_counter()
+        try:
+            while (found := self._loop.run_until_complete(anext(events, None))) is not None:
+                when, event = found
+                usage = event.get("usage") or {}
+                # only their number is known
+                output.token_ids = [0] * usage.get("completion_tokens", len(output.token_ids))
+                answer.prompt_token_ids = [0] * usage.get("prompt_tokens", len(answer.prompt_token_ids))
+                for choice in event.get("choices") or ():
+                    text = (choice.get("delta") or {}).get("content") or ""
+                    if text and answer.first_token_seconds is None:
+                        answer.first_token_seconds = when - began
+                    output.text += text
+                    output.finish_reason = choice.get("finish_reason") or output.finish_reason
+                    yield OutputDelta(0, text, (), output.finish_reason, answer)
+            answer.seconds = time.perf_counter() - began
+        finally:
+            self._loop.run_until_complete(events.aclose())  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Leave."""
+        self._loop.close()
+
+
+def explicit_fields(params: SamplingParams) -> dict[str, Any]:
+    """What of ``params`` was set, as a server takes it."""
+    neutral = SamplingParams()
+    out: dict[str, Any] = {}
+    for each in fields(SamplingParams):
+        value = getattr(params, each.name)
+        if each.name in OMITTED_FIELDS or value == getattr(neutral, each.name):
+            continue
+        if each.name == "logit_bias":
+            value = {str(id): bias for id, bias in value.items()}
+        out[RENAMED_FIELDS.get(each.name, each.name)] = list(value) if isinstance(value, tuple) else value
+    return out

@@ -1,0 +1,242 @@
+"""How answers are drawn where a request does not say: the one place that decides.
+
+What the checkpoint's generation_config says is taken by every door, with the meaning that transformers gives it:
+without ``do_sample: true`` the likeliest token is taken. Where it says nothing (a GGUF, as a rule) people and Python
+get ``OWN``, clients of the HTTP API and of Triton get OpenAI's temperature 1 and top_p 1, which is what their requests
+were written against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelmill.core.errors import RequestError
+from modelmill.core.logits_processors import PROCESSOR_FIELDS, LogitsProcessors
+from modelmill.core.quoting import quote
+from modelmill.core.types import DEFAULTED_FIELDS, SamplingParams
+
+MODELMILL_DEFAULTS: Mapping[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
+"""llama.cpp's filters at the temperature that Llama 3, Qwen3 and DeepSeek-R1 ask for: at 1 small models write
+gibberish, at llama.cpp's 0.8 SmolLM2-135M had 31 of 60 facts right, at 0.6 42. For a request that sets none of them."""
+OPENAI_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0}
+CHECKPOINT_SOURCE, MODELMILL_SOURCE, OPENAI_SOURCE = "checkpoint", "modelmill", "openai"
+MAX_KEYS_SHOWN = 20
+"""Keys that one line names."""
+_NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": (0, 50), "min_p": 0.0}
+"""What changes a draw alone, and values of transformers' own that say nothing."""
+_LENGTH_KEYS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+_USED_KEYS = {*DEFAULTED_FIELDS, *PROCESSOR_FIELDS, *_LENGTH_KEYS, "do_sample", "stop_strings", "eos_token_id"}
+# ids of other uses, Qwen v1's chat format, and what makes transformers faster or lets it tell more
+_IGNORED_KEYS = frozenset((
+    "bos_token_id", "pad_token_id", "decoder_start_token_id", "chat_format", "max_window_size", "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "remove_invalid_values",
+    "transformers_version", "_from_model_config", "is_assistant", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "speculation_type", "use_mtp", "compile_config", "disable_compile",
+    "continuous_batching_config", "low_memory", "prefill_chunk_size", "use_model_defaults",
+))  # fmt: skip
+_ON_REQUEST = "is for a request that asks for it"
+_NOT_OFFERED = "is not offered"
+# key → (values that change nothing, why it is not taken)
+_UNSUPPORTED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((1,), _ON_REQUEST),
+    "num_return_sequences": ((1,), f"{_ON_REQUEST} (n)"),
+    "length_penalty": ((1,), _ON_REQUEST),
+    "early_stopping": ((False,), _ON_REQUEST),
+    "typical_p": ((1,), _NOT_OFFERED),
+    "epsilon_cutoff": ((0,), _NOT_OFFERED),
+    "eta_cutoff": ((0,), _NOT_OFFERED),
+    "top_h": ((), _NOT_OFFERED),
+    "penalty_alpha": ((0,), f"(contrastive search) {_NOT_OFFERED}"),
+    "dola_layers": ((), _NOT_OFFERED),
+    "num_beam_groups": ((1,), _NOT_OFFERED),
+    "diversity_penalty": ((0,), _NOT_OFFERED),
+    "constraints": ((), _NOT_OFFERED),
+    "force_words_ids": ((), _NOT_OFFERED),
+    "guidance_scale": ((1,), _NOT_OFFERED),
+    "watermarking_config": ((), _NOT_OFFERED),
+    "token_healing": ((False,), _NOT_OFFERED),
+    "max_time": ((), _NOT_OFFERED),
+}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """The defaults of an engine's requests.
+
+    sampling: SamplingParams fields that describe a draw, and the repetition penalty. greedy: nothing is drawn unless a
+    request asks for it. max_length, min_length: in tokens, the prompt's included; max_tokens, min_tokens: of the
+    answer. unused: keys of generation_config without effect here, and why. source: who says so, for people.
+    """
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    greedy: bool = False
+    max_tokens: int | None = None
+    max_length: int | None = None
+    min_tokens: int | None = None
+    min_length: int | None = None
+    stop: tuple[str, ...] = ()
+    processors: LogitsProcessors = field(default_factory=LogitsProcessors)
+    unused: Mapping[str, str] = field(default_factory=dict)
+    source: str = CHECKPOINT_SOURCE
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """SamplingParams fields of a request that sets none, but for what depends on the prompt's length."""
+        found = dict(self.sampling)
+        if self.greedy:
+            found["temperature"] = 0.0
+        for name in ("max_tokens", "min_tokens", "stop"):
+            if getattr(self, name):
+                found[name] = getattr(self, name)
+        if self.processors:
+            found["logits_processors"] = self.processors
+        return found
+
+    @property
+    def has_max_length(self) -> bool:
+        """Whether answers have a longest length where a request sets none."""
+        return self.max_tokens is not None or self.max_length is not None
+
+    def resolve(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
+        """``params`` with every unset field filled. prompt_length: of its prompt in tokens.
+
+        A prompt that reaches the checkpoint's max_length is bounded by the context alone.
+        """
+        found = self.values
+        if self.source == MODELMILL_SOURCE and any(getattr(params, name) is not None for name in MODELMILL_DEFAULTS):
+            # who says how to draw gets just that, not filters that nobody spoke of
+            found = {name: value for name, value in found.items() if name not in MODELMILL_DEFAULTS}
+        if self.greedy and requests_sampling(params):
+            found["temperature"] = self.sampling.get("temperature", 1.0)
+        bounded = self.max_length is not None and self.max_tokens is None and params.max_tokens is None
+        # Llama 3's is half its context: a longer prompt is answered, as far as the context goes
+        if bounded and self.max_length is not None and prompt_length < self.max_length:
+            found["max_tokens"] = self.max_length - prompt_length
+        if self.min_length is not None and self.min_tokens is None:
+            found["min_tokens"] = max(self.min_length - prompt_length, 0)
+        return params.with_defaults(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The defaults as JSON has them: ``values``, the same as ``text``, who says so, and what is not used."""
+        return {
+            "values": self._display_values(),
+            "text": self.summary(),
+            "source": self.source,
+            "unused": dict(self.unused),
+        }
+
+    def _display_values(self) -> dict[str, Any]:
+        found = {name: value for name, value in self.values.items() if name != "logits_processors"}
+        found |= {name: getattr(self, name) for name in ("max_length", "min_length") if getattr(self, name)}
+        return found | self.processors.non_default()
+
+    def summary(self) -> str:
+        """How an answer is drawn, in one line for people."""
+        told = self._display_values()
+        if self.greedy:
+            told = {name: value for name, value in told.items() if name not in _NEUTRAL_SAMPLING}
+            told = {"greedy": "", **told}
+        said = ", ".join(f"{name} {_abbreviate(value)}".strip() for name, value in told.items()) or "temperature 1.0"
+        why = {
+            CHECKPOINT_SOURCE: "of the checkpoint's generation_config",
+            MODELMILL_SOURCE: "modelmill's own: the checkpoint says nothing",
+            OPENAI_SOURCE: "OpenAI's: the checkpoint says nothing",
+        }
+        return f"{said} ({why[self.source]})"
+
+    def warning(self) -> str | None:
+        """One line on what of the checkpoint's generation_config has no effect; None where all has."""
+        if not self.unused:
+            return None
+        listed = [f"{name} {why}" for name, why in self.unused.items()]
+        more = [f"and {len(listed) - MAX_KEYS_SHOWN} more"] if len(listed) > MAX_KEYS_SHOWN else []
+        return f"without effect in generation_config: {'; '.join(listed[:MAX_KEYS_SHOWN] + more)}"
+
+
+def _abbreviate(value: Any) -> str:
+    """A value for people; of lists and texts their length is no matter for a line."""
+    return str(value) if isinstance(value, int | float) else ""
+
+
+def requests_sampling(params: SamplingParams) -> bool:
+    """Whether a request that sets no temperature asks for a draw all the same."""
+    if params.num_beams > 1 or params.temperature is not None:
+        return False
+    filtered = params.top_p not in (None, 1.0) or params.top_k not in (None, 0, -1, 1) or bool(params.min_p)
+    return filtered or params.n > 1
+
+
+def read_generation(raw: Mapping[str, Any], container: str = "", *, openai: bool = False) -> GenerationDefaults:
+    """What a checkpoint's generation_config asks for. Raises RequestError naming a key with a senseless value.
+
+    container: of the checkpoint; a GGUF's generation_config is made of its keys, and holds the ids in any case.
+    openai: for clients of an API.
+    """
+    processors = LogitsProcessors.from_config(raw)
+    lengths = {name: _check_count(name, raw.get(name)) for name in _LENGTH_KEYS}
+    draws = {name: raw[name] for name in DEFAULTED_FIELDS if raw.get(name) is not None}
+    SamplingParams(**draws)
+    greedy, source = raw.get("do_sample") is not True, CHECKPOINT_SOURCE
+    if _is_absent(raw, container):
+        source = OPENAI_SOURCE if openai else MODELMILL_SOURCE
+        draws, greedy = dict(OPENAI_DEFAULTS if openai else MODELMILL_DEFAULTS), False
+    limit, least = lengths["max_new_tokens"] or None, lengths["min_new_tokens"]
+    return GenerationDefaults(
+        sampling=draws,
+        greedy=greedy,
+        max_tokens=limit,
+        max_length=lengths["max_length"] or None,
+        min_tokens=least if least is None or limit is None else min(least, limit),
+        min_length=lengths["min_length"],
+        stop=_check_strings(raw.get("stop_strings")),
+        processors=processors,
+        unused=_unused(raw, greedy),
+        source=source,
+    )
+
+
+def _is_absent(raw: Mapping[str, Any], container: str) -> bool:
+    """Whether the checkpoint has no generation_config of its own, or one that was made of a GGUF's ids."""
+    return not raw or (container.rpartition("/")[2].startswith("gguf") and "do_sample" not in raw)
+
+
+def _unused(raw: Mapping[str, Any], greedy: bool) -> dict[str, str]:
+    """Keys that change an answer in transformers, or are not known there, and have no effect here."""
+    found: dict[str, str] = {}
+    for name, value in raw.items():
+        if value is None or name in _IGNORED_KEYS:
+            continue
+        if greedy and name in _NEUTRAL_SAMPLING and not _is_neutral(value, _NEUTRAL_SAMPLING[name]):
+            found[name] = "counts where a request asks for a draw (do_sample is not true)"
+        elif name in _UNSUPPORTED_KEYS and not _is_neutral(value, _UNSUPPORTED_KEYS[name][0]):
+            found[name] = _UNSUPPORTED_KEYS[name][1]
+        elif name not in _USED_KEYS and name not in _UNSUPPORTED_KEYS:
+            found[quote(name, 60).strip("'\"")] = "is not known"
+    return found
+
+
+def _is_neutral(value: Any, neutral: Any) -> bool:
+    return value in (neutral if isinstance(neutral, tuple) else (neutral,)) or value in ([], {})
+
+
+def _check_count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RequestError(f"{name} must be an integer of at least 0, not {quote(value, 60)}")
+    # some files say "no limit" with a very large number
+    return min(value, 2**31 - 1)
+
+
+def _check_strings(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    try:
+        return SamplingParams(stop=value).stop
+    except RequestError:
+        raise RequestError(f"stop_strings must be a text or a list of texts, not {quote(value, 60)}") from None

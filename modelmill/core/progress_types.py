@@ -1,0 +1,10 @@
+"""What functions that take long report to: how far they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+StageProgress = Callable[[str, int, int], None]
+"""Called with (stage, done, total)."""
+AmountProgress = Callable[[int, int], None]
+"""Called with (done, total)."""

@@ -1,0 +1,123 @@
+"""EVA-CLIP's ViT-g without its last block, the eyes of BLIP-2 and MiniGPT-4 (Fang et al. 2022, arXiv:2211.07636)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from modelmill.nn.conv import Conv2d
+from modelmill.nn.linear import Linear
+from modelmill.nn.vision_context import VisionContext
+from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks
+from modelmill.ops.quant_types import QuantizedInput
+
+
+@dataclass(frozen=True)
+class EvaSpec:
+    """Sizes."""
+
+    width: int = 1408
+    depth: int = 39
+    heads: int = 16
+    inner: int = 6144
+    image: int = 224
+    patch: int = 14
+    eps: float = 1e-6
+
+    @property
+    def grid(self) -> int:
+        """Patches a side."""
+        return self.image // self.patch
+
+
+class EvaAttention(VitBranch):
+    """Every token to every token. The keys have no bias: the middle third of qkv's is zero."""
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.heads = spec.heads
+        self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
+        self.proj = Linear(spec.width, spec.width, bias=True)
+
+    @property
+    def input_proj(self) -> Linear:
+        return self.qkv
+
+    def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
+        """[B, T, C], the same shape."""
+        qkv = vision.linear(self.qkv, x)
+        batch, tokens, width = qkv.shape
+        # a picture one token high: no windows, no positions
+        qkv = qkv.view(batch, 1, tokens, 3, self.heads, width // (3 * self.heads))
+        mixed = vision.ops.image_attention(qkv, self.heads, None, None)
+        return vision.linear(self.proj, mixed.view(batch, tokens, width // 3))
+
+
+class EvaMLP(VitBranch):
+    """Up, GELU, down."""
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.fc1 = Linear(spec.width, spec.inner, bias=True)
+        self.fc2 = Linear(spec.inner, spec.width, bias=True)
+
+    @property
+    def input_proj(self) -> Linear:
+        return self.fc1
+
+    def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
+        """[…, C], the same shape."""
+        return vision.linear(self.fc2, vision.gelu(self.fc1, x, self.fc2))
+
+
+class EvaPatchEmbed(nn.Module):
+    """The image cut into patches, each made a token."""
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.proj = Conv2d(3, spec.width, spec.patch, stride=spec.patch)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 3, S, S] → [B, T, C]."""
+        return F.linear(patchify(x, self.proj.stride).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
+
+
+class EvaVisionEncoder(nn.Module):
+    """An image to tokens; the first is the class token. There is no norm at the end."""
+
+    cls_token: torch.Tensor
+    pos_embed: torch.Tensor
+
+    def __init__(self, spec: EvaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.patch_embed = EvaPatchEmbed(spec)
+        self.register_buffer("cls_token", torch.empty(1, 1, spec.width, device="meta"))
+        self.register_buffer("pos_embed", torch.empty(1, spec.grid**2 + 1, spec.width, device="meta"))
+        self.blocks = nn.ModuleList(
+            VitBlock(spec.width, spec.eps, EvaAttention(spec), EvaMLP(spec)) for _ in range(spec.depth)
+        )
+
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[B, 3, S, S] → [B, 1 + (S / patch)², C]; for another S the positions are interpolated."""
+        return run_blocks(self.blocks, self.embed_patches(x), vision)
+
+    def embed_patches(self, x: torch.Tensor) -> torch.Tensor:
+        """What the first block reads: [B, 3, S, S] → [B, 1 + (S / patch)², C]."""
+        tokens = self.patch_embed(x)
+        x = torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), 1)
+        return x + interpolate_positions(self.pos_embed, tokens.shape[1])
+
+
+def interpolate_positions(table: torch.Tensor, num_patches: int) -> torch.Tensor:
+    """Learned positions [1, 1 + G², C] for a square of ``num_patches`` patches, bicubic where it is another size."""
+    grid, side = round((table.shape[1] - 1) ** 0.5), round(num_patches**0.5)
+    assert side * side == num_patches, "images are square here"
+    if grid == side:
+        return table
+    square = table[:, 1:].float().view(1, grid, grid, -1).permute(0, 3, 1, 2)
+    larger = F.interpolate(square, (side, side), mode="bicubic", align_corners=False)
+    return torch.cat((table[:, :1], larger.permute(0, 2, 3, 1).reshape(1, num_patches, -1).to(table.dtype)), 1)

@@ -1,0 +1,181 @@
+"""Reading a foreign config.json: a missing or wrong value is the checkpoint's fault, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.config_view import ConfigView
+from modelmill.core.errors import CheckpointError
+from modelmill.core.quoting import quote
+from modelmill.nn.rotary import RopeSpec
+
+MAX_SIZE = 1 << 24
+"""Above every real width, vocabulary and context; keeps nonsense from taking memory before weights are looked at."""
+
+MAX_LAYERS = 4096
+MAX_FLOAT = 1e12
+"""Above every real base, factor and epsilon; keeps float32 arithmetic on them finite."""
+
+
+def positive_int(raw: Mapping[str, Any], *keys: str, default: int | None = None, max_value: int = MAX_SIZE) -> int:
+    """The first of ``keys`` that is set, as a whole number from 1 to ``max_value``."""
+    value = _first_value(raw, keys, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max_value:
+        raise CheckpointError(
+            f"config.json: {keys[0]} must be a whole number from 1 to {max_value}, not {quote(value, 60)}"
+        )
+    return value
+
+
+def num_layers(raw: Mapping[str, Any], *keys: str) -> int:
+    """The number of layers."""
+    return positive_int(raw, *keys, max_value=MAX_LAYERS)
+
+
+def non_negative_float(raw: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
+    """The first of ``keys`` that is set, as a number from 0 up."""
+    value = _first_value(raw, keys, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < MAX_FLOAT:
+        raise CheckpointError(f"config.json: {keys[0]} must be a number from 0 up, not {quote(value, 60)}")
+    return float(value)
+
+
+def positive_float(raw: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
+    """The first of ``keys`` that is set, as a number above 0."""
+    value = non_negative_float(raw, *keys, default=default)
+    if value == 0:
+        raise CheckpointError(f"config.json: {keys[0]} must be above 0")
+    return value
+
+
+def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A true/false key."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {key} must be true or false, not {quote(value, 60)}")
+    return value
+
+
+def require_value(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any) -> None:
+    """Refuse a value that would change the arithmetic and that we do not compute."""
+    value = raw.get(key, default)
+    if value not in allowed:
+        raise CheckpointError(
+            f"config.json: {key}={quote(value, 60)} is not supported (supported: {', '.join(map(repr, allowed))})"
+        )
+
+
+TRAINED_LEN_KEY = "original_max_position_embeddings"
+
+SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", TRAINED_LEN_KEY), ()),
+    "yarn": (
+        ("factor",),
+        (
+            TRAINED_LEN_KEY,
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        ),
+    ),
+}
+"""Rope scalings by name: the numbers each needs, and those it may bring."""
+
+ROPE_KEYS = ("rope_theta", "rope_type", "type")
+"""What any rope scaling may hold beside its numbers."""
+
+
+def rope_spec(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
+    """The rotation, from ``rope_theta`` and ``rope_scaling`` or from the newer ``rope_parameters``."""
+    name, scaling = _rope_scaling(raw)
+    base = positive_float(raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=10000.0)
+    if base == 1.0:
+        raise CheckpointError("config.json: rope_theta=1 rotates nothing")
+    scaling_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(scaling_type, str) or scaling_type not in SCALINGS:
+        raise CheckpointError(
+            f"config.json: {name}: rope scaling {quote(scaling_type, 60)} is not supported (known: linear, dynamic, "
+            "llama3, yarn)"
+        )
+    if scaling_type != "default":
+        # transformers turns such a fraction of each head only where it scales, and then no decoder of ours fits it
+        part = "partial_rotary_factor"
+        require_value(scaling if part in scaling else raw, part, (1, None), None)
+    if scaling_type in ("llama3", "yarn") and raw.get(TRAINED_LEN_KEY) is not None:
+        scaling[TRAINED_LEN_KEY] = positive_float(raw, TRAINED_LEN_KEY)
+    if scaling_type == "llama3" and scaling.get(TRAINED_LEN_KEY) is None:
+        scaling[TRAINED_LEN_KEY] = max_positions
+    needed, optional = SCALINGS[scaling_type]
+    for key in needed:
+        positive_float(scaling, key)
+    for key in optional:
+        if scaling.get(key) is not None:
+            non_negative_float(scaling, key)
+    if scaling_type == "yarn":
+        boolean(scaling, "truncate", True)
+        fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+        if fast < slow:
+            raise CheckpointError(
+                f"config.json: {name}: yarn needs beta_fast (now {fast:g}) of at least beta_slow (now {slow:g}); "
+                "are the two exchanged?"
+            )
+    if isinstance(raw, ConfigView):
+        read = {*ROPE_KEYS, *needed, *optional, *(["truncate"] if scaling_type == "yarn" else [])}
+        raw.ignore({f"{name}.{key}": value for key, value in scaling.items() if key not in read})
+    if scaling_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise CheckpointError(f"config.json: {name}: llama3 needs low_freq_factor below high_freq_factor")
+    return RopeSpec(dim, base, max_positions, scaling)
+
+
+def _rope_scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Its key and ``rope_scaling``, or ``rope_parameters`` where there is none: never a mixture, as in transformers."""
+    first, second = (raw.get(key) for key in ("rope_scaling", "rope_parameters"))
+    for key, found in (("rope_scaling", first), ("rope_parameters", second)):
+        if found is None:
+            continue
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"config.json: {key} must be an object, not {quote(found, 60)}")
+        nested = [name for name, value in found.items() if isinstance(value, Mapping)]
+        if nested:
+            raise CheckpointError(
+                f"config.json: {key} has an object of its own for {quote(nested[0], 60)}; "
+                "a rotation that differs by layer is not supported"
+            )
+        if found:
+            return key, dict(found)
+    return "rope_scaling", {}
+
+
+def max_sequence_len(spec: RopeSpec, max_positions: int) -> int:
+    """Longest sequence a scaled rotation is meant for."""
+    factor = float(spec.scaling.get("factor") or 1.0)
+    if spec.scaling_type in ("linear", "dynamic"):
+        return max(1, min(int(max_positions * factor), MAX_SIZE))
+    if spec.scaling_type == "yarn":
+        trained = float(spec.scaling.get(TRAINED_LEN_KEY) or 0)
+        return max(max_positions, min(int(trained * factor), MAX_SIZE))
+    return max_positions
+
+
+def _first_value(raw: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:
+    """The value of keys that mean the same. Raises CheckpointError where two of them contradict each other."""
+    named = [key for key in keys if raw.get(key) is not None]
+    if not named:
+        if default is None:
+            raise CheckpointError(f"config.json: {keys[0]} is missing")
+        return default
+    value = raw[named[0]]
+    for other in named[1:]:
+        if raw[other] != value:
+            raise CheckpointError(
+                f"config.json: {named[0]}={quote(value, 60)} and {other}={quote(raw[other], 60)} mean the same and "
+                "contradict each other; correct one of them"
+            )
+    return value

@@ -1,0 +1,163 @@
+"""Sizes and tensor names that LLaMA, Mistral, Qwen2 and Qwen3 have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.core.quoting import quote
+from modelmill.models._hf_config import (
+    boolean,
+    max_sequence_len,
+    non_negative_float,
+    num_layers,
+    positive_int,
+    require_value,
+    rope_spec,
+)
+from modelmill.nn.decoder import DecoderConfig
+
+IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+CHECKPOINT_PREFIXES = ("model.",)
+DEFAULT_WINDOW = 4096
+"""``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name it."""
+
+
+def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: Any) -> DecoderConfig:
+    """The decoder's sizes from a config.json; ``switches`` are what the family adds.
+
+    positions: ``max_position_embeddings`` of the family where config.json is silent.
+    """
+    require_value(raw, "hidden_act", ("silu", "swish"), "silu")
+    hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
+    kv_heads = positive_int(raw, "num_key_value_heads", default=heads)
+    head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs")
+    positions = positive_int(raw, "max_position_embeddings", default=positions)
+    spec = rope_spec(raw, head_dim, positions)
+    return DecoderConfig(
+        hidden=hidden,
+        inner=positive_int(raw, "intermediate_size"),
+        layers=num_layers(raw, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=positive_int(raw, "vocab_size"),
+        eps=non_negative_float(raw, "rms_norm_eps", default=1e-6),
+        max_len=max_sequence_len(spec, positions),
+        rope=spec,
+        tied=boolean(raw, "tie_word_embeddings", False),
+        **switches,
+    )
+
+
+def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Per layer the sliding window or None, from ``layer_types`` or from Qwen2's ``max_window_layers``.
+
+    A ``sliding_window`` of null means none; one that is absent is the original classes' DEFAULT_WINDOW. Raises
+    CheckpointError for layers of a kind that is not computed, and for windows without a size.
+    """
+    raw = overlay_config(raw, {"sliding_window": DEFAULT_WINDOW})
+    sized = raw["sliding_window"] is not None
+    on = boolean(raw, "use_sliding_window", True) and sized
+    types, first = layer_types(raw, layers), raw.get("max_window_layers")
+    if not on:
+        if types is not None and SLIDING_ATTENTION in types:
+            raise CheckpointError(
+                f"config.json: layer_types names {SLIDING_ATTENTION}, but sliding_window or use_sliding_window is off"
+            )
+        return ()
+    size = positive_int(raw, "sliding_window")
+    if types is not None:
+        return tuple(size if layer_type == SLIDING_ATTENTION else None for layer_type in types)
+    first = non_negative_float(raw, "max_window_layers", default=0)
+    return tuple(size if layer >= first else None for layer in range(layers))
+
+
+def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
+    """``layer_types``: FULL_ATTENTION or SLIDING_ATTENTION for each layer; None where it is absent. Raises
+    CheckpointError for others."""
+    types = raw.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list):
+        raise CheckpointError(f"config.json: layer_types must be a list, not {quote(types, 60)}")
+    types = [
+        FULL_ATTENTION if layer_type == "attention" else layer_type for layer_type in types
+    ]  # its name before transformers 5
+    unknown = next((layer_type for layer_type in types if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION)), None)
+    if unknown is not None:
+        raise CheckpointError(
+            f"config.json: layer_types names {quote(unknown, 60)}, which is not computed (known: {FULL_ATTENTION}, "
+            f"{SLIDING_ATTENTION})"
+        )
+    if len(types) != layers:
+        raise CheckpointError(
+            f"config.json: layer_types names {len(types)} layers where num_hidden_layers={layers}; correct one of them"
+        )
+    return types
+
+
+def refuse_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+    """The sizes of a family without windows. Raises CheckpointError for a config that asks for some.
+
+    Runtimes differ in what they make of these keys (transformers' cache keeps the window, its mask does not know it).
+    """
+    on, size = boolean(raw, "use_sliding_window", True), raw.get("sliding_window")
+    types = layer_types(raw, config.layers)
+    if types is not None and SLIDING_ATTENTION in types:
+        raise CheckpointError(
+            f"config.json: layer_types names {SLIDING_ATTENTION}, which a {raw.get('model_type', 'llama')} does not "
+            f"have; take {FULL_ATTENTION} for every layer, or the model_type that these weights were trained as"
+        )
+    if on and size is not None and positive_int(raw, "sliding_window") < config.max_len:
+        raise CheckpointError(
+            f"config.json: sliding_window={size} is not supported for a {raw.get('model_type', 'llama')}; set it to "
+            "null for full attention, or model_type to mistral for windows"
+        )
+    return config
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor of the decoder under its Hugging Face names."""
+    out = [Rule("embed.weight", ("model.embed_tokens.weight",)), Rule("norm.weight", ("model.norm.weight",))]
+    if not config.tied:
+        out.append(Rule("head.weight", ("lm_head.weight",)))
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        attention = f"{theirs}.self_attn"
+        qkv = tuple(f"{attention}.{n}_proj" for n in "qkv")
+        gate_up = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj")
+        out += [
+            Rule(f"{ours}.attn_norm.weight", (f"{theirs}.input_layernorm.weight",)),
+            Rule(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",)),
+            *_linear(f"{ours}.attn.qkv_proj", qkv, config.qkv_bias),
+            *_linear(f"{ours}.attn.o_proj", (f"{attention}.o_proj",), config.out_bias),
+            *_linear(f"{ours}.mlp.gate_up_proj", gate_up, config.mlp_bias),
+            *_linear(f"{ours}.mlp.down_proj", (f"{theirs}.mlp.down_proj",), config.mlp_bias),
+        ]
+        if config.qk_norm:
+            out += [Rule(f"{ours}.attn.rope_cache.{n}_norm.weight", (f"{attention}.{n}_norm.weight",)) for n in "qk"]
+    return out
+
+
+def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
+    """Tensors that nobody needs: buffers, and the copy of a tied head."""
+    return (*IGNORED_BUFFERS, r"lm_head\.weight") if config.tied else IGNORED_BUFFERS
+
+
+def _linear(target: str, sources: tuple[str, ...], bias: bool) -> list[Rule]:
+    how = "cat0" if len(sources) > 1 else "copy"
+    out = [Rule(f"{target}.weight", tuple(f"{s}.weight" for s in sources), how)]
+    if bias:
+        out.append(Rule(f"{target}.bias", tuple(f"{s}.bias" for s in sources), how))
+    return out

@@ -1,0 +1,174 @@
+"""MobileSAM's encoder (Zhang et al. 2023, arXiv:2306.14289): TinyViT (Wu et al. 2022, arXiv:2207.10666).
+
+Batch norms are folded into their convolutions when the engine is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from modelmill.models._sam_vit import make_neck
+from modelmill.nn.conv import Conv2d, PlainNorm
+from modelmill.nn.linear import Linear
+from modelmill.nn.vision_context import VisionContext
+
+
+@dataclass(frozen=True)
+class TinyVitSpec:
+    """Sizes of the four stages; the first is convolutions only, and the last does not halve the image."""
+
+    widths: tuple[int, ...] = (64, 128, 160, 320)
+    depths: tuple[int, ...] = (2, 2, 6, 2)
+    heads: tuple[int, ...] = (2, 4, 5, 10)
+    windows: tuple[int, ...] = (7, 7, 14, 7)
+    strides: tuple[int, ...] = (2, 2, 1)
+    out: int = 256
+    image: int = 1024
+    eps: float = 1e-5
+
+    @property
+    def grid(self) -> int:
+        """Tokens a side of the embedding."""
+        return self.image // 16
+
+
+class MBConv(nn.Module):
+    """1×1 → 3×3 by channel → 1×1, added to its input; a convolution of 1×1 is a linear layer of each pixel."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = 4 * width
+        self.conv1 = Linear(width, inner, bias=True)
+        self.conv2 = Conv2d(inner, inner, 3, padding=1, groups=inner)
+        self.conv3 = Linear(inner, width, bias=True)
+
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[B, H, W, C], the same shape."""
+        inner = F.gelu(conv_channels_last(self.conv2, F.gelu(vision.linear(self.conv1, x))))
+        return F.gelu(x + vision.linear(self.conv3, inner))
+
+
+class PatchMerging(nn.Module):
+    """To the next stage's channels, at half the size or the same."""
+
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = Linear(width, out, bias=True)
+        self.conv2 = Conv2d(out, out, 3, stride=stride, padding=1, groups=out)
+        self.conv3 = Linear(out, out, bias=True)
+
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[B, H, W, C] → [B, H', W', C']."""
+        inner = F.gelu(conv_channels_last(self.conv2, F.gelu(vision.linear(self.conv1, x))))
+        return vision.linear(self.conv3, inner)
+
+
+class TinyVitAttention(nn.Module):
+    """Windows with a table of biases by offset. q, k and v lie head by head."""
+
+    attention_biases: torch.Tensor
+
+    def __init__(self, width: int, heads: int, window: int, eps: float) -> None:
+        super().__init__()
+        self.heads, self.window = heads, window
+        self.norm = PlainNorm(width, eps)
+        self.qkv = Linear(width, 3 * width, bias=True)
+        self.proj = Linear(width, width, bias=True)
+        self.register_buffer("attention_biases", torch.empty(heads, window * window, device="meta"))
+
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[B, H, W, C], the same shape. Windows over the edge hold zeros there, put in before the norm."""
+        batch, height, width, channels = x.shape
+        qkv = self._qkv(self.norm(x), vision)
+        fill = None
+        if height % self.window or width % self.window:
+            # a norm of zeros is its bias
+            fill = self._qkv(self.norm.bias[None, None, None], vision)[0, 0, 0].contiguous()
+        mixed = vision.ops.image_attention(qkv, self.heads, self.window, fill, bias=self.attention_biases)
+        return vision.linear(self.proj, mixed.view(batch, height, width, channels))
+
+    def _qkv(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        batch, height, width, channels = x.shape
+        by_head = vision.linear(self.qkv, x).view(batch, height, width, self.heads, 3, channels // self.heads)
+        return by_head.transpose(3, 4)
+
+
+class TinyVitMLP(nn.Module):
+    """norm → up → GELU → down."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.norm = PlainNorm(width, eps)
+        self.fc1 = Linear(width, 4 * width, bias=True)
+        self.fc2 = Linear(4 * width, width, bias=True)
+
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[…, C], the same shape."""
+        return vision.linear(self.fc2, F.gelu(vision.linear(self.fc1, self.norm(x))))
+
+
+class TinyVitBlock(nn.Module):
+    """Attention, added; a convolution by channel, in its place; MLP, added. [B, H, W, C], the same shape."""
+
+    def __init__(self, width: int, heads: int, window: int, eps: float) -> None:
+        super().__init__()
+        self.attn = TinyVitAttention(width, heads, window, eps)
+        self.local_conv = Conv2d(width, width, 3, padding=1, groups=width)
+        self.mlp = TinyVitMLP(width, eps)
+
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[B, H, W, C], the same shape."""
+        x = conv_channels_last(self.local_conv, x + self.attn(x, vision))
+        return x + self.mlp(x, vision)
+
+
+class TinyVitStage(nn.Module):
+    """Blocks, and the merge to the next stage."""
+
+    def __init__(self, spec: TinyVitSpec, index: int) -> None:
+        super().__init__()
+        width = spec.widths[index]
+        blocks = (
+            MBConv(width) if index == 0 else TinyVitBlock(width, spec.heads[index], spec.windows[index], spec.eps)
+            for _ in range(spec.depths[index])
+        )
+        self.blocks = nn.ModuleList(blocks)
+        last = index + 1 == len(spec.widths)
+        self.downsample = None if last else PatchMerging(width, spec.widths[index + 1], spec.strides[index])
+
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[B, H, W, C] → [B, H', W', C']."""
+        for block in self.blocks:
+            x = block(x, vision)
+        return x if self.downsample is None else self.downsample(x, vision)
+
+
+class TinyVitEncoder(nn.Module):
+    """An image to its embedding. Inside, a pixel's channels lie side by side (channels last)."""
+
+    def __init__(self, spec: TinyVitSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        first = spec.widths[0]
+        self.patch_embed = nn.ModuleDict(
+            {"0": Conv2d(3, first // 2, 3, stride=2, padding=1), "2": Conv2d(first // 2, first, 3, stride=2, padding=1)}
+        )
+        self.layers = nn.ModuleList(TinyVitStage(spec, i) for i in range(len(spec.widths)))
+        self.neck = make_neck(spec.widths[-1], spec.out)
+
+    def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+        """[B, 3, S, S] → [B, 256, S/16, S/16]."""
+        x = x.contiguous(memory_format=torch.channels_last)
+        x = self.patch_embed["2"](F.gelu(self.patch_embed["0"](x))).permute(0, 2, 3, 1)
+        for layer in self.layers:
+            x = layer(x, vision)
+        return self.neck(x.permute(0, 3, 1, 2))
+
+
+def conv_channels_last(conv: Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """A convolution on [B, H, W, C]: what lies channels last is a view of what it reads, and of what it puts out."""
+    return conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

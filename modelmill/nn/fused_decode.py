@@ -1,0 +1,93 @@
+"""A decoder's modules as the one op that runs all layers: the weights that ``ops.decode`` asks for, gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+from typing import cast
+
+import torch
+from torch import nn
+
+from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.linear import Linear
+from modelmill.nn.mlp import GatedMLP
+from modelmill.nn.norm import RMSNorm
+from modelmill.nn.step import Step
+from modelmill.ops.decode import DecodeInputs, DecodeLayerWeights, DecodeLinearWeights, DecoderStackWeights
+
+# Tokens of a step up to which one call is worth it: beyond, the time goes into the products.
+MAX_FUSED_TOKENS = 16
+# The weight formats that the op reads.
+_SUPPORTED_FORMATS = ("dense", "int8", "int4", "int8_group")
+
+
+class StackedWeights:
+    """The stack of a list of layers; gathered again where a linear layer has come to hold another weight."""
+
+    def __init__(self, layers: nn.ModuleList, norm: RMSNorm, head: Linear) -> None:
+        self._modules = (layers, norm, head)
+        self._linears = [m for part in self._modules for m in part.modules() if isinstance(m, Linear)]
+        self._weights: list[object] = []
+        self._stack: DecoderStackWeights | None = None
+
+    def stack(self) -> DecoderStackWeights | None:
+        """None where a weight is held in a form that the op does not read."""
+        weights: list[object] = [m.weight for m in self._linears]
+        if len(weights) != len(self._weights) or not all(map(is_, weights, self._weights)):
+            self._weights = weights
+            readable = all(
+                m.weight.format in _SUPPORTED_FORMATS and "perm" not in m.weight.tensors() for m in self._linears
+            )
+            self._stack = _stack_weights(*self._modules) if readable else None
+        return self._stack
+
+
+def run_fused_decode(
+    op: Callable[..., torch.Tensor], stack: DecoderStackWeights, x: torch.Tensor, rope: RopeCosSin, step: Step
+) -> torch.Tensor:
+    """x: [T, H] embeddings → logits [R, V] float32 of the rows that the step asks for."""
+    tokens = DecodeInputs(
+        step.kv.k,
+        step.kv.v,
+        step.slots,
+        step.block_tables,
+        step.query_start,
+        step.context_lens,
+        step.max_query,
+        step.max_context,
+        step.logit_rows,
+        rope.cos,
+        rope.sin,
+        rope.q_scale,
+    )
+    return op(x, stack, tokens)
+
+
+def _stack_weights(layers: nn.ModuleList, norm: RMSNorm, head: Linear) -> DecoderStackWeights:
+    found = tuple(_layer_weights(layer) for layer in layers)
+    heads = cast(Attention, layers[0].attn).rope_cache.heads
+    return DecoderStackWeights(found, norm.weight, _matrix_weights(head), heads, norm.eps)
+
+
+def _layer_weights(layer: nn.Module) -> DecodeLayerWeights:
+    attn, mlp = cast(Attention, layer.attn), cast(GatedMLP, layer.mlp)
+    q_norm, k_norm = attn.rope_cache.q_norm, attn.rope_cache.k_norm
+    return DecodeLayerWeights(
+        cast(RMSNorm, layer.attn_norm).weight,
+        _matrix_weights(attn.qkv_proj),
+        _matrix_weights(attn.o_proj),
+        cast(RMSNorm, layer.mlp_norm).weight,
+        _matrix_weights(mlp.gate_up_proj),
+        _matrix_weights(mlp.down_proj),
+        None if q_norm is None else q_norm.weight,
+        None if k_norm is None else k_norm.weight,
+        attn.core.window,
+    )
+
+
+def _matrix_weights(linear: Linear) -> DecodeLinearWeights:
+    parts = linear.weight.tensors()
+    sizes = parts.pop("sizes", None)
+    columns, group = (0, 0) if sizes is None else (int(n) for n in sizes.tolist())
+    return DecodeLinearWeights(**parts, bias=linear.bias, group_size=group, in_features=columns)

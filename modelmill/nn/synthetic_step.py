@@ -1,0 +1,116 @@
+"""A step without an engine around it, for measuring: weights and keys drawn at random, sequences of given lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.linear import Linear
+from modelmill.nn.step import Step
+from modelmill.ops.registry import Ops
+from modelmill.weights import base
+from modelmill.weights.base import WeightFormat
+
+PAGE_SIZE = 16
+
+
+PackWeight = Callable[[torch.Tensor, torch.dtype], WeightFormat]
+
+
+def fill_random_weights(
+    model: nn.Module, weight_formats: Mapping[str, str | PackWeight], dtype: torch.dtype, device: str
+) -> nn.Module:
+    """Fill a model that has no memory yet; never with zeros, which run faster than values do.
+
+    weight_formats: linear module → how its weight is held ("dense" where it is not named): a format, rounded to
+    nearest, or what makes the weight of a drawn one and the activations' dtype.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device).normal_(0, scale, generator=generator)
+
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            how = weight_formats.get(name, "dense")
+            drawn = draw(*module.shape, scale=module.shape[1] ** -0.5)
+            module.weight = base.pack(how, drawn, dtype) if isinstance(how, str) else how(drawn, dtype)
+    for name, buffer in list(model.named_buffers()):
+        parent, _, leaf = name.rpartition(".")
+        value = draw(*buffer.shape) if buffer.is_meta else buffer.to(device)
+        norm = leaf == "weight" and buffer.dim() == 1
+        setattr(model.get_submodule(parent), leaf, value * 0.1 + 1 if norm else value)
+    return model.eval().requires_grad_(False)
+
+
+def synthetic_step(
+    model: nn.Module,
+    ops: Ops,
+    sequences: tuple[int, int, int] | Sequence[tuple[int, int, int]],
+    *,
+    max_context: int | None = None,
+    kv: KVCache | None = None,
+) -> Step:
+    """sequences: (how many, new tokens of each, tokens of each with the new ones), or several of these, for prompts
+    beside answers; their pages in shuffled order.
+
+    max_context: the launch bound of their lengths, as a graph has one; default: the longest. kv: pages to use, which
+    are overwritten with random values; default: as many as are needed, of the activations' dtype.
+    """
+    several = not isinstance(sequences[0], int)
+    groups = cast(list[tuple[int, int, int]], list(sequences) if several else [sequences])
+    # two tensors, not columns of one: a length alone would keep that one's stride
+    each = zip(*((new, context) for count, new, context in groups for _ in range(count)), strict=True)
+    new, contexts = (torch.tensor(numbers) for numbers in each)
+    batch, longest, widest = len(new), int(contexts.max()), int(new.max())
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    shape, device = model.kv, weight.device
+    assert isinstance(shape, KVShape)
+    max_context = max_context or longest
+    page_size = PAGE_SIZE if kv is None else kv.page_size
+    columns, num_pages = -(-max_context // page_size), -(-contexts // page_size)
+    pages = int(num_pages.sum())
+    if kv is None:
+        kv = KVCache.allocate(shape, pages + 1, page_size, weight.dtype, str(device))
+    _fill_kv_random(kv, pages)
+    page_order = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    tables = torch.zeros(batch, columns, dtype=torch.int32)
+    tables[torch.arange(columns) < num_pages[:, None]] = page_order
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), new.cumsum(0)]).int()
+    sequence = torch.arange(batch).repeat_interleave(new)
+    positions = torch.arange(len(sequence)) - starts[sequence] + (contexts - new)[sequence]
+    slots = tables[sequence, positions // page_size].long() * page_size + positions % page_size
+    ids = torch.randint(int(model.config.vocab), (len(sequence),))  # type: ignore[union-attr, arg-type]
+    return Step(
+        ids=ids.to(device),
+        positions=positions.to(device),
+        slots=slots.to(device),
+        rope_keys=torch.tensor([model.rope_key(int(c)) for c in contexts])[sequence].to(device),  # type: ignore[operator]
+        block_tables=tables.to(device),
+        query_start=starts.to(device),
+        context_lens=contexts.int().to(device),
+        logit_rows=None if widest == 1 else (starts[1:] - 1).long().to(device),
+        max_query=widest,
+        max_context=max_context,
+        kv=kv,
+        ops=ops,
+        fuse=True,
+    )
+
+
+def _fill_kv_random(kv: KVCache, pages: int) -> None:
+    """Random values in the first pages: no arithmetic is easier than in an answer. 8-bit pages get scales as well."""
+    for cache in (each[:pages] for each in (*kv.k, *kv.v)):
+        if cache.dtype == torch.int8:
+            cache.random_(-127, 128)
+        elif cache.dtype.itemsize == 1:
+            cache.copy_(torch.randn(cache.shape, dtype=torch.float16, device=cache.device))
+        else:
+            cache.normal_()
+    for scale in (*kv.k_scale, *kv.v_scale):
+        scale[:pages].fill_(1 / 64)

@@ -1,0 +1,221 @@
+// Products with weights of 4 or 8 bits in groups along K (ops/int4_linear.py and ops/int8_group_linear.py tell the
+// layouts). The codes become floats in registers; scales come in once a group, offsets meet the groups' sums of x.
+#pragma once
+#include "gemm_small_m.h"
+
+namespace mill {
+
+constexpr int64_t kPackColumns = 32;
+
+// W bytes → the floats of their low and high halves.
+#if defined(MILL_AVX512)
+inline void halves(const uint8_t* p, vf& low, vf& high) {
+    const vf table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    low = _mm512_permutexvar_ps(wide, table);  // reads the lowest four bits of each index alone
+    high = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table);
+}
+#elif defined(MILL_AVX2)
+inline void halves(const uint8_t* p, vf& low, vf& high) {
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    low = _mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
+    high = _mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4));
+}
+#else
+inline void halves(const uint8_t* p, vf& low, vf& high) {
+    for (int i = 0; i < W; i++) {
+        low.lane[i] = static_cast<float>(p[i] & 15);
+        high.lane[i] = static_cast<float>(p[i] >> 4);
+    }
+}
+#endif
+
+// 32 columns of a row in 16 bytes: the low halves are the first 16. Without offsets the codes lie around 8.
+struct FourBits {
+    static constexpr int64_t kBytes = 16;
+    static constexpr float kZero = 8.0f;
+    static void pair(const uint8_t* run, int b, vf& low, vf& high) { halves(run + b, low, high); }
+};
+
+// 32 columns in 32 bytes, signed.
+struct EightBits {
+    static constexpr int64_t kBytes = 32;
+    static constexpr float kZero = 0.0f;
+    static void pair(const uint8_t* run, int b, vf& low, vf& high) {
+        low = load(reinterpret_cast<const int8_t*>(run) + b);
+        high = load(reinterpret_cast<const int8_t*>(run) + 16 + b);
+    }
+};
+
+// A weight [n, k]: rows of `bytes` bytes, `groups` scales and offsets a row, in f16 (half) or float; offset may be null.
+template <class Code> struct Grouped {
+    const uint8_t* codes;
+    const void* scale;
+    const void* offset;
+    bool half;
+    int64_t bytes, groups, runs;  // runs: of 32 columns, in a group
+
+    // `count` rows' scales, then their offsets, in float.
+    float* grids(int64_t row, int64_t count, Scratch& scratch) const {
+        float* out = scratch.get<float>(2 * count * groups);
+        const int64_t from = row * groups, all = count * groups;
+        copy(out, scale, from, all);
+        if (offset) copy(out + all, offset, from, all);
+        else each(all, [&](int64_t i, int c) { put(out + all + i, mul(set1(-Code::kZero), take(out + i, c)), c); });
+        return out;
+    }
+    void copy(float* out, const void* source, int64_t from, int64_t count) const {
+        if (half) each(count, [&](int64_t i, int c) { put(out + i, take(static_cast<const f16*>(source) + from + i, c), c); });
+        else std::memcpy(out, static_cast<const float*>(source) + from, static_cast<size_t>(count) * sizeof(float));
+    }
+};
+
+// sums[MB][NB] of MB rows of x (stride floats apart) and NB rows of the weight from n0.
+template <class Code, int MB, int NB>
+__attribute__((noinline)) void group_block(float* sums, const float* x, int64_t stride, const float* total_x,
+                                          const Grouped<Code>& w, const float* grids, int64_t n0) {
+    vf all[MB][NB];
+    for (int m = 0; m < MB; m++)
+        for (int n = 0; n < NB; n++) all[m][n] = zero();
+    const uint8_t* rows = w.codes + n0 * w.bytes;
+    const int64_t distance = prefetch_distance<MB>(NB * w.bytes), last = w.bytes / Code::kBytes;
+    for (int64_t g = 0, run = 0; g < w.groups; g++) {
+        const int64_t end = run + w.runs < last ? run + w.runs : last;
+        vf acc[MB][NB];
+        for (int m = 0; m < MB; m++)
+            for (int n = 0; n < NB; n++) acc[m][n] = zero();
+        for (; run < end; run++) {
+            if (run * Code::kBytes % 64 == 0)
+                for (int n = 0; n < NB; n++) prefetch_line<MB>(rows + n * w.bytes + run * Code::kBytes + distance);
+            for (int b = 0; b < 16; b += W) {
+                const float* at = x + run * kPackColumns + b;
+                for (int n = 0; n < NB; n++) {
+                    vf low, high;
+                    Code::pair(rows + n * w.bytes + run * Code::kBytes, b, low, high);
+                    for (int m = 0; m < MB; m++) {
+                        acc[m][n] = fma(low, load(at + m * stride), acc[m][n]);
+                        acc[m][n] = fma(high, load(at + m * stride + 16), acc[m][n]);
+                    }
+                }
+            }
+        }
+        for (int n = 0; n < NB; n++) {
+            const vf s = set1(grids[n * w.groups + g]);
+            for (int m = 0; m < MB; m++) all[m][n] = fma(s, acc[m][n], all[m][n]);
+        }
+    }
+    sums_of(sums, &all[0][0], MB * NB);
+    for (int m = 0; m < MB; m++)
+        for (int n = 0; n < NB; n++) {
+            float rest = 0;
+            const float* offset = grids + (NB + n) * w.groups;
+            for (int64_t g = 0; g < w.groups; g++) rest += offset[g] * total_x[m * w.groups + g];
+            sums[m * NB + n] += rest;
+        }
+}
+
+template <class Code, int MB, int NB, class Put>
+inline void group_columns(const float* x, const float* total_x, int64_t stride, const Grouped<Code>& w, const float* grids,
+                         int64_t m0, int64_t n0, const Put& put_out) {
+    float sums[MB * NB];
+    group_block<Code, MB, NB>(sums, x + m0 * stride, stride, total_x + m0 * w.groups, w, grids, n0);
+    for (int m = 0; m < MB; m++) put_out(m0 + m, n0, sums + m * NB, NB);
+}
+
+template <class Code, int NB, class Put>
+inline void group_rows(const float* x, const float* total_x, int64_t stride, const Grouped<Code>& w, int64_t m, int64_t last,
+                      int64_t n0, const Put& put_out) {
+    thread_local Scratch scratch;
+    const float* grids = w.grids(n0, NB, scratch);
+    if constexpr (W == 16)
+        for (; m + 6 <= last; m += 6) group_columns<Code, 6, NB>(x, total_x, stride, w, grids, m, n0, put_out);
+    for (; m + 4 <= last; m += 4) group_columns<Code, 4, NB>(x, total_x, stride, w, grids, m, n0, put_out);
+    for (; m + 2 <= last; m += 2) group_columns<Code, 2, NB>(x, total_x, stride, w, grids, m, n0, put_out);
+    if (m < last) group_columns<Code, 1, NB>(x, total_x, stride, w, grids, m, n0, put_out);
+}
+
+// A run: out[32] = scale · code + offset.
+template <class Code, class T> inline void dequant_run(T* out, const uint8_t* p, vf s, vf o, int64_t count) {
+    float wide[kPackColumns];
+    for (int b = 0; b < 16; b += W) {
+        vf low, high;
+        Code::pair(p, b, low, high);
+        store(wide + b, fma(low, s, o));
+        store(wide + 16 + b, fma(high, s, o));
+    }
+    each(count, [&](int64_t i, int c) { put(out + i, take(wide + i, c), c); });
+}
+
+// out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias. scale, offset: [n, groups]; group: columns, a multiple of 32.
+template <class Code>
+void group_linear(void* out, const void* x, const uint8_t* codes, const void* scale, const void* offset,
+                            const void* bias, int64_t rows, int64_t k, int64_t n, int64_t group, int dtype, int half) {
+    const int64_t runs = (k + kPackColumns - 1) / kPackColumns, stride = runs * kPackColumns, groups = (k + group - 1) / group;
+    const Grouped<Code> w{codes, scale, offset, half != 0, runs * Code::kBytes, groups, group / kPackColumns};
+    by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        thread_local Scratch scratch;
+        float* input = scratch.get<float>(rows * (stride + groups));
+        float* total_x = input + rows * stride;
+        const T* given = static_cast<const T*>(x);
+        for (int64_t m = 0; m < rows; m++) {
+            float* row = input + m * stride;
+            each(k, [&](int64_t i, int c) { put(row + i, take(given + m * k + i, c), c); });
+            std::memset(row + k, 0, static_cast<size_t>(stride - k) * sizeof(float));
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t end = (g + 1) * group < stride ? (g + 1) * group : stride;
+                vf total = zero();
+                for (int64_t i = g * group; i < end; i += W) total = add(total, load(row + i));
+                total_x[m * groups + g] = sum(total);
+            }
+        }
+        T* target = static_cast<T*>(out);
+        const T* added = static_cast<const T*>(bias);
+        const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
+            each(count, [&](int64_t i, int c) {
+                const vf some = take(sums + i, c);
+                put(target + m * n + j + i, added ? add(some, take(added + j + i, c)) : some, c);
+            });
+        };
+        const int64_t block = (kInputBlock / (stride * 4) / 12 + 1) * 12, blocks = (rows + block - 1) / block;
+        int64_t piece = rows > 16 ? 128 << 10 : 32 << 10;
+        const int64_t even = n * w.bytes * blocks / 16;
+        if (piece > even) piece = even;
+        const int64_t step = (piece / (w.bytes > 0 ? w.bytes : 1) / 8 + 1) * 8, cuts = (n + step - 1) / step;
+        share(blocks * cuts, 1, n * w.bytes * (rows + 3) / 4, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) {
+                const int64_t m = i / cuts * block, from = i % cuts * step;
+                const int64_t m1 = m + block < rows ? m + block : rows, to = from + step < n ? from + step : n;
+                int64_t j = from;
+                for (; j + 4 <= to; j += 4) group_rows<Code, 4>(input, total_x, stride, w, m, m1, j, put_out);
+                for (; j < to; j++) group_rows<Code, 1>(input, total_x, stride, w, m, m1, j, put_out);
+            }
+        });
+    });
+}
+
+// Rounded copies of `n` rows, [n, k], for products large enough that a library's blocked kernel wins.
+template <class Code>
+void group_dequant(void* out, const uint8_t* codes, const void* scale, const void* offset, int64_t k,
+                           int64_t n, int64_t group, int dtype, int half) {
+    const UseTorchThreads team(true);
+    const int64_t runs = (k + kPackColumns - 1) / kPackColumns, groups = (k + group - 1) / group;
+    const Grouped<Code> w{codes, scale, offset, half != 0, runs * Code::kBytes, groups, group / kPackColumns};
+    by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        parallel_for_rows(n, k * static_cast<int64_t>(sizeof(T)), [&](int64_t from, int64_t to) {
+            for (int64_t j = from; j < to; j++) {
+                T* row = static_cast<T*>(out) + j * k;
+                thread_local Scratch scratch;
+                const float* grids = w.grids(j, 1, scratch);
+                for (int64_t r = 0; r < runs; r++) {
+                    const int64_t g = r / w.runs, rest = k - r * kPackColumns;
+                    dequant_run<Code>(row + r * kPackColumns, codes + (j * runs + r) * Code::kBytes, set1(grids[g]), set1(grids[groups + g]),
+                              rest < kPackColumns ? rest : kPackColumns);
+                }
+            }
+        });
+    });
+}
+
+}  // namespace mill

@@ -1,0 +1,56 @@
+"""Products of clustered integers in C++ (rptq_linear.cpp): VNNI where the CPU has it, plain integers elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.cpu import build
+from modelmill.ops.rptq_linear import rptq_linear
+
+available = build.available
+_DTYPES = build.DTYPES
+_MAX_GROUP = 1 << 16  # columns whose sum of 255 · 128 stays below 2³¹
+
+
+def run(
+    q: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    step: torch.Tensor,
+    constant: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As the reference."""
+    grids = [t for t in (scale, offset) if t is not None]
+    packed = weight.dtype is torch.uint8
+    held = (q, weight, step, *grids, *(t for t in (constant, bias) if t is not None))
+    fits = all(t.is_contiguous() for t in held) and group % 32 == 0 and group <= _MAX_GROUP and q.dim() == 2
+    fits = fits and all(t.dtype is scale.dtype and t.dtype in (torch.float16, torch.float32) for t in grids)
+    fits = fits and step.dtype is torch.float32 and (constant is None or constant.dtype is torch.float32)
+    if not fits or dtype not in _DTYPES or (bias is not None and bias.dtype is not dtype):
+        return rptq_linear(q, weight, scale, offset, group, step, constant, bias, dtype)
+    rows, columns = q.shape
+    n = weight.shape[0]
+    out = torch.empty(rows, n, dtype=dtype)
+    pointers = [None if t is None else t.data_ptr() for t in (out, q, weight, scale, offset, step, constant, bias)]
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    flags = (_DTYPES[dtype], scale.dtype is torch.float16, packed, step.dim() == 2)
+    kernel(*pointers, rows, columns, n, group, *flags)
+    return out
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    return build.function("rptq_linear", "ppppppppqqqqiiii")
+
+
+@functools.cache
+def _long_kernel() -> Callable[..., Any]:
+    return build.function("rptq_linear", "ppppppppqqqqiiii", release_gil=True)

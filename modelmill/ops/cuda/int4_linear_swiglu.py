@@ -1,0 +1,21 @@
+"""The gated pair of products with 4-bit weights: eight rows of the gate and the same of the other half to a warp."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cuda.int4_linear import available as available
+from modelmill.ops.cuda.int4_linear import int4_gemm
+from modelmill.ops.cuda.int4_linear import supports as supports
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference; sums in float32."""
+    return int4_gemm(x, weight, scale, offset, group, bias, gated=True)

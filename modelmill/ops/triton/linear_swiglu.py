@@ -1,0 +1,38 @@
+"""The gated pair for decoding: a program computes rows of the gate and the same rows of the other half."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.triton import launch_configs, silu_mul
+from modelmill.ops.triton.device import available as available
+from modelmill.ops.triton.launch_configs import GemmKey, LaunchConfig, TunedConfigs
+from modelmill.ops.triton.launch_configs import gemm_key as gemm_key
+from modelmill.ops.triton.linear import MAX_ROWS, gemm_small_m, gemv
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """16 bit, or one row in float32; rows of x and weight contiguous."""
+    if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype != weight.dtype:
+        return False
+    return x.dtype != torch.float32 or x.shape[0] == 1
+
+
+def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
+    """The launch sizes that may be chosen for a product; none where it is cuBLAS's work."""
+    return launch_configs.candidates(key, key[3].itemsize, gated=True) if key[0] <= MAX_ROWS else ()
+
+
+def run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, configs: TunedConfigs | None = None
+) -> torch.Tensor:
+    """As the reference, sums in float32; more than a few rows are cuBLAS's work and a kernel for the gate."""
+    if x.shape[0] > MAX_ROWS:
+        return silu_mul.run(F.linear(x, weight, bias))
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    if x.shape[0] == 1:
+        gemv(x, weight, None, bias, out, configs)
+    else:
+        gemm_small_m(x, weight, None, bias, out, configs)
+    return out

@@ -1,0 +1,73 @@
+"""Memory of one GPU that the processes of other GPUs map into their own address space (CUDA's IPC).
+
+The four calls of the CUDA runtime that torch does not offer, made in the library that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+
+
+class _IpcMemHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+def allocate(size: int) -> int:
+    """Address of ``size`` zeroed bytes on the current device, an allocation of their own. Raises RuntimeError."""
+    address = ctypes.c_void_p()
+    _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
+    _call("cudaMemset", address, 0, ctypes.c_size_t(size))
+    _call("cudaDeviceSynchronize")
+    assert address.value is not None
+    return address.value
+
+
+def export_handle(address: int) -> bytes:
+    """What another process needs to map an allocation. Raises RuntimeError where the system does not share memory."""
+    handle = _IpcMemHandle()
+    _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+    return bytes(handle)
+
+
+def map_handle(handle: bytes) -> int:
+    """Address of another process's allocation. Raises RuntimeError where this GPU cannot reach that one."""
+    address = ctypes.c_void_p()
+    found = _IpcMemHandle.from_buffer_copy(handle)
+    _call("cudaIpcOpenMemHandle", ctypes.byref(address), found, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    assert address.value is not None
+    return address.value
+
+
+def release(own_address: int, mapped_addresses: list[int]) -> None:
+    """Unmap the others' allocations and free this process's own."""
+    library = _library()
+    for address in mapped_addresses:
+        library.cudaIpcCloseMemHandle(ctypes.c_void_p(address))
+    library.cudaFree(ctypes.c_void_p(own_address))
+    library.cudaGetLastError()
+
+
+def _call(name: str, *arguments: Any) -> None:
+    library = _library()
+    code = getattr(library, name)(*arguments)
+    if code:
+        # taken back, so that the next call of torch does not find it
+        library.cudaGetLastError()
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"{name}: {library.cudaGetErrorString(code).decode()}")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    major = (torch.version.cuda or "0").split(".")[0]
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}")
+    except OSError as error:
+        raise RuntimeError(f"libcudart.so.{major}: {error}") from None

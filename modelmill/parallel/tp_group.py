@@ -1,0 +1,146 @@
+"""The tensor-parallel group: the ranks that compute one model together, as an object that is passed along.
+
+``TPGroup`` is a single rank: its all_reduce returns its input, and it imports nothing. ``DistributedTPGroup`` is one of
+several processes, each with a GPU of one host (NCCL, and a custom all-reduce for the small messages of a decode step)
+or with the CPU (gloo). Every rank makes the same calls in the same order, and all ranks receive identical values, so
+that norms, logits and sampled ids are identical too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from modelmill.core import log
+from modelmill.core.errors import MissingDependency
+from modelmill.parallel.peer_buffers import PeerBuffers
+
+AddRmsNormOp = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+_log = log.get_logger(__name__)
+_NO_TIMEOUT = timedelta(days=30)  # who watches the processes ends a wait, not a clock
+
+
+class TPGroup:
+    """One rank alone; with another rank and size only to learn what the part of such a rank would be."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:  # noqa: ARG002
+        """The sum of x over the ranks, the same on all; x may be overwritten. decode: of a step that may be a graph."""
+        return x
+
+    def all_reduce_add_rms_norm(
+        self,
+        op: AddRmsNormOp,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        decode: bool = False,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``op`` (add_rms_norm) of the sum of x [T, H] over the ranks."""
+        return op(x, residual, weight, eps)
+
+    def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
+        """x: [T, widths[rank]] → [T, sum(widths)], the columns of all ranks in their order."""
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """x of rank 0; the others give a tensor of its shape, which is overwritten."""
+        return x
+
+    def all_reduce_min(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        return value
+
+    def abort(self) -> None:
+        """A rank is gone: every exchange that waits, and every later one, ends without a result."""
+
+
+SINGLE_RANK = TPGroup()
+
+
+class DistributedTPGroup(TPGroup):
+    """One of several ranks. ``rendezvous``: a torch store that all ranks reach."""
+
+    def __init__(self, rank: int, size: int, rendezvous: Any, device: str, seconds: float = 120.0) -> None:
+        """Meets the others, at most ``seconds`` long. Raises RuntimeError where they do not come."""
+        import torch.distributed as dist
+
+        super().__init__(rank, size)
+        self.device = torch.device(device)
+        self.peer_buffers: PeerBuffers | None = None
+        store = dist.PrefixStore("group", rendezvous)
+        store.set_timeout(timedelta(seconds=seconds))
+        self._min_options = dist.AllreduceOptions()
+        self._min_options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        if self.device.type == "cuda":
+            if not dist.is_nccl_available():
+                raise MissingDependency("--tp on GPUs needs a torch that is built with NCCL; use one GPU")
+            torch.cuda.set_device(self.device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _NO_TIMEOUT
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            self.all_reduce_min(0)  # the communicator is made at the first use, which must not be in a graph
+            self.peer_buffers = PeerBuffers.connect(
+                rank, size, rendezvous, self.device, lambda yes: bool(self.all_reduce_min(int(yes)))
+            )
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+            self._group.set_timeout(_NO_TIMEOUT)
+
+    def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
+        if self.peer_buffers is not None and self.peer_buffers.supports_all_reduce(x, decode=decode):
+            return self.peer_buffers.all_reduce(x)
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_reduce_add_rms_norm(
+        self,
+        op: AddRmsNormOp,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        decode: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        alike = residual.is_contiguous() and residual.dtype == weight.dtype == x.dtype
+        if self.peer_buffers is not None and alike and self.peer_buffers.supports_all_reduce(x, decode=decode):
+            return self.peer_buffers.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return op(self.all_reduce(x, decode=decode), residual, weight, eps)
+
+    def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        if self.peer_buffers is not None and self.peer_buffers.supports_all_gather(x, widths):
+            return self.peer_buffers.all_gather(x, widths)
+        widest = max(widths)
+        mine = torch.nn.functional.pad(x, (0, widest - x.shape[1])).contiguous()
+        every = torch.empty((self.size, *mine.shape), dtype=x.dtype, device=x.device)
+        if x.is_cuda:
+            self._group._allgather_base(every, mine).wait()
+        else:
+            self._group.allgather([list(every)], [mine]).wait()
+        return torch.cat([part[:, :width] for part, width in zip(every, widths, strict=True)], 1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._group.broadcast(x, 0).wait()
+        return x
+
+    def all_reduce_min(self, value: int) -> int:
+        found = torch.tensor([value], dtype=torch.int64, device=self.device)
+        self._group.allreduce([found], self._min_options).wait()
+        return int(found.item())
+
+    def abort(self) -> None:
+        if self.peer_buffers is not None:
+            self.peer_buffers.abort()
+        try:
+            self._group.abort()
+        except RuntimeError as error:
+            _log.debug("the group could not be ended: %s", error)

@@ -1,0 +1,99 @@
+"""Which layer bears how few bits: choosing the smallest forms whose errors together stay within a limit.
+
+What one rounded layer does to the model's next-token distributions (mean KL, measured with all other layers whole) adds
+up over layers as long as it is small. So the choice is a budget: every layer begins in its smallest form, and the step
+that saves most KL for its bytes is taken until the sum fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modelmill.quant.calibration_state import SITES, QuantizableLayer
+from modelmill.quant.group_grid import QUICK_SEARCH, find_grid
+from modelmill.weights.base import WeightFormat, pack
+from modelmill.weights.dense import DenseWeight as Dense
+from modelmill.weights.int4 import Int4Weight as Int4
+from modelmill.weights.int4 import resolve_group_size
+
+UNQUANTIZED = "none"
+BIT_CHOICES = ("int4-g128", "int4-g64", "int4-g32", "int8")
+"""From the smallest to the largest; behind them a layer stays whole."""
+
+
+@dataclass(frozen=True)
+class LayerOption:
+    """One form of one layer: its bytes, and the KL that it costs alone."""
+
+    bit_choice: str
+    nbytes: int
+    kl: float
+
+
+def quantize_quickly(weight: torch.Tensor, bit_choice: str, importance: torch.Tensor) -> WeightFormat:
+    """A weight [N, K] float32 as ``bit_choice``, quickly: ranges clipped by the inputs' energy [K], rounded to
+    nearest.
+    """
+    if bit_choice == UNQUANTIZED:
+        return Dense(weight)
+    if bit_choice == "int8":
+        return pack("int8", weight, torch.float32)
+    group = resolve_group_size(int(bit_choice.rpartition("g")[2]), weight.shape[1])
+    grid = find_grid(weight, group, importance=importance, search=QUICK_SEARCH)
+    return Int4.from_codes(grid.quantize(weight), grid.scale, grid.offset, group)
+
+
+def quantize_linears(
+    block: QuantizableLayer,
+    bit_choice: str,
+    importance: Mapping[str, torch.Tensor],
+    dense_weights: Mapping[str, WeightFormat],
+) -> int:
+    """Put a layer's linears into one bit choice; returns their bytes. dense_weights: the whole ones, by site."""
+    total = 0
+    for site in SITES:
+        quantized = quantize_quickly(dense_weights[site].dense(), bit_choice, importance[site])
+        block.linear(site).weight = quantized
+        total += sum(t.numel() * t.element_size() for t in quantized.tensors().values())
+    return total
+
+
+def allocate_bits(layer_options: Sequence[Sequence[LayerOption]], kl_budget: float) -> list[LayerOption]:
+    """One option a layer, their KL within ``kl_budget``. layer_options: by layer, UNQUANTIZED with a KL of 0 among
+    them.
+    """
+    ordered = [sorted(each, key=lambda option: option.nbytes) for each in layer_options]
+    chosen = [each[0] for each in ordered]
+    while sum(option.kl for option in chosen) > kl_budget:
+        best: tuple[float, int, LayerOption] | None = None
+        for layer, (now, each) in enumerate(zip(chosen, ordered, strict=True)):
+            for option in each:
+                if option.kl >= now.kl or option.nbytes <= now.nbytes:
+                    continue
+                worth = (now.kl - option.kl) / (option.nbytes - now.nbytes)
+                if best is None or worth > best[0]:
+                    best = (worth, layer, option)
+        if best is None:
+            break  # everything is as good as it gets
+        chosen[best[1]] = best[2]
+    return _revert_needless_upgrades(chosen, ordered, kl_budget)
+
+
+def _revert_needless_upgrades(
+    chosen: list[LayerOption], layer_options: Sequence[Sequence[LayerOption]], kl_budget: float
+) -> list[LayerOption]:
+    """Steps that turned out not to be needed are taken back, the one that saves most bytes first."""
+    while True:
+        spare = kl_budget - sum(option.kl for option in chosen)
+        best: tuple[int, int, LayerOption] | None = None
+        for layer, (now, each) in enumerate(zip(chosen, layer_options, strict=True)):
+            for option in each:
+                saved = now.nbytes - option.nbytes
+                if saved > 0 and option.kl - now.kl <= spare and (best is None or saved > best[0]):
+                    best = (saved, layer, option)
+        if best is None:
+            return chosen
+        chosen[best[1]] = best[2]

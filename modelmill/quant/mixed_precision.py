@@ -1,0 +1,97 @@
+"""A recipe for each layer: int4 in some group size, int8, or whole; ``-q auto`` chooses, ``--layer-recipe`` says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import UsageError
+from modelmill.quant.bit_allocation import BIT_CHOICES, UNQUANTIZED
+from modelmill.quant.calibration_state import QuantizableLayer
+from modelmill.quant.int4 import Int4Recipe as Int4
+from modelmill.quant.int8 import Int8Recipe as Int8
+from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
+from modelmill.weights.base import WeightFormat
+from modelmill.weights.dense import DenseWeight as Dense
+
+
+class UnquantizedRecipe:
+    """A layer that stays as it is, rounded to what it is stored in."""
+
+    weight_format = "dense"
+    needs_calibration = needs_prepare = False
+    pack_options: Mapping[str, Any] = {}
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def prepare(
+        self,
+        block: QuantizableLayer,  # noqa: ARG002
+        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PrepareResult:
+        """Nothing."""
+        return PrepareResult()
+
+    def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
+        """In float32, as it will be read back."""
+        return Dense(weight.to(self.dtype).float())
+
+
+class MixedPrecisionRecipe:
+    """Layers by number. The head, where it is quantized too, is int8."""
+
+    weight_format = "int4"
+    pack_options: Mapping[str, Any] = {}
+    needs_prepare = False
+
+    def __init__(self, config: BuildConfig, num_layers: int) -> None:
+        """Raises UsageError for a layer or a bit choice that is not there."""
+        forms = {str(i): UNQUANTIZED for i in range(num_layers)} | dict(config.layer_recipes)
+        for layer, form in forms.items():
+            if not (layer.isdigit() and int(layer) < num_layers):
+                raise UsageError(f"--layer-recipe {layer}={form}: the layers are 0 to {num_layers - 1}")
+            if form not in (*BIT_CHOICES, UNQUANTIZED):
+                raise UsageError(
+                    f"--layer-recipe {layer}={form}: {form} is not one of {', '.join(BIT_CHOICES)}, {UNQUANTIZED}"
+                )
+        made = {form: _recipe_for_bits(form, config) for form in sorted(set(forms.values()))}
+        self.bit_choices = {int(layer): form for layer, form in forms.items()}
+        self._recipes = {layer: made[form] for layer, form in self.bit_choices.items()}
+        self._head_recipe = Int8(config)
+        self.needs_calibration = any(recipe.needs_calibration for recipe in made.values())
+        methods = {recipe.method for recipe in made.values() if isinstance(recipe, Int4)}
+        self.method = methods.pop() if methods else "nearest"
+
+    def recipe_for(self, module_path: str) -> Recipe:
+        """The recipe of a linear module, by its name in the model."""
+        parts = module_path.split(".")
+        return self._recipes[int(parts[1])] if parts[0] == "layers" else self._head_recipe
+
+    def prepare(
+        self,
+        block: QuantizableLayer,  # noqa: ARG002
+        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PrepareResult:
+        """Its layers' recipes do it."""
+        return PrepareResult()
+
+    def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
+        """Its layers' recipes do it; this is the head's."""
+        return self._head_recipe.quantize(weight, statistics)
+
+
+def _recipe_for_bits(bit_choice: str, config: BuildConfig) -> Recipe:
+    if bit_choice == UNQUANTIZED:
+        return UnquantizedRecipe(
+            getattr(torch, config.dtype, torch.float32)
+        )  # "auto" is resolved before anything is held
+    if bit_choice == "int8":
+        return Int8(config)
+    return Int4(replace(config, group_size=int(bit_choice.rpartition("g")[2]), symmetric=False))

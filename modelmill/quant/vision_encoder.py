@@ -1,0 +1,64 @@
+"""Recipes for the encoders of models that read images: 8-bit weights and activations, nothing to calibrate.
+
+Weights have a scale for each output channel, activations one for each token (a window's pixel, in TinyViT). Here int8
+means both: an encoder computes thousands of tokens at a time, and weights alone would save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from modelmill.core.config import BuildConfig
+from modelmill.quant import fp8, int8
+from modelmill.quant.calibration_state import QuantizableLayer
+from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
+from modelmill.weights.base import WeightFormat, pack
+from modelmill.weights.w8a8 import PER_TOKEN_SCALE
+
+VISION_QUANTIZATIONS = ("none", "int8", "fp8")
+
+
+class W8A8NearestRecipe:
+    """int8: round to nearest, activations by token. Options of BuildConfig: weight_scales."""
+
+    weight_format = "w8a8"
+    needs_calibration = needs_prepare = needs_hessian = False
+
+    def __init__(self, config: BuildConfig) -> None:
+        self.pack_options: Mapping[str, Any] = {
+            "per_channel": config.weight_scales == "channel",
+            "input_scale": PER_TOKEN_SCALE,
+        }
+
+    def prepare(
+        self,
+        block: QuantizableLayer,  # noqa: ARG002
+        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PrepareResult:
+        """Nothing."""
+        return PrepareResult()
+
+    def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
+        """Rounded to nearest."""
+        return pack(self.weight_format, weight, torch.float32, **self.pack_options)
+
+
+def vision_encoder_recipe(config: BuildConfig) -> Recipe | None:
+    """The recipe of a build whose model reads images; None for "none". config: one of ``VISION_QUANTIZATIONS``,
+    checked before.
+    """
+    if config.quantization == "int8":
+        weights_alone = config.activation_scales == "none"
+        return int8.Int8Recipe(config) if weights_alone else W8A8NearestRecipe(config)
+    return fp8.Fp8Recipe(replace(config, method="nearest")) if config.quantization == "fp8" else None
+
+
+def describe_vision_recipe(config: BuildConfig) -> str:
+    """What a recipe does to an encoder, for the plan."""
+    inputs = "as they are" if config.activation_scales == "none" else "too, scaled by token"
+    return f"{config.quantization}: weights of the encoder's linear layers in 8 bits, activations {inputs}"

@@ -1,0 +1,153 @@
+"""Between ids and text for one request: detokenization, stop strings, and the answer as it grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+from modelmill.core.types import FinishReason, Request, TokenOutput
+from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+from modelmill.text.detokenizer import Detokenizer
+from modelmill.text.stop import StopMatcher
+from modelmill.text.tokenizer import Tokenizer
+
+
+class RequestState:
+    """Turns the Tokens of one request into text. An ids-only engine has no tokenizer: its text stays empty."""
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        shown_special: Collection[int] = (),
+        continues_prompt: bool = False,
+    ) -> None:
+        """shown_special: special tokens that the text shows, since they tell something (that a call begins).
+
+        continues_prompt: the answer goes on with the prompt's text (a completion); else it is a text of its own (a
+        chat's).
+        """
+        self.request, self.continues_prompt, self.echo_text = request, continues_prompt, ""
+        params = request.params
+        self.start_time = time.perf_counter()  # answer.seconds are counted from here
+        self._prompt_computed = False
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            skip = params.skip_special_tokens
+            self._detokenizer = Detokenizer(
+                tokenizer, skip_special=skip, shown_special=shown_special, continues_prompt=continues_prompt
+            )
+        self._sequences = self._make_detokenizers()
+        outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+        self.output = RequestOutput(request.id, prompt, list(request.prompt), outputs)
+
+    def _make_detokenizers(self) -> list[SequenceDetokenizer]:
+        params, tokens = self.request.params, self._detokenizer
+        return [SequenceDetokenizer(None if tokens is None else tokens.fork(), params.stop) for _ in range(params.n)]
+
+    def echo(self) -> None:
+        """The prompt's text (``echo_text``) will be shown before the answers'; to be called once, before any ``push``.
+
+        Where ids leave a character unfinished, it is not in there: the answers' texts begin with what becomes of it.
+        """
+        if self.output.prompt is not None or self._detokenizer is None:
+            self.echo_text = self.output.prompt or ""
+            return
+        self.echo_text = "".join(map(self._detokenizer.push_prompt, self.request.prompt))
+        self._sequences = self._make_detokenizers()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, once it was computed; who counts what was asked for counts it then, and once."""
+        return len(self.output.prompt_token_ids) if self._prompt_computed else 0
+
+    def token_counts(self, index: int) -> tuple[int, int, int]:
+        """Tokens so far: of the prompt, of the answer ``index``, and of the prompt from the prefix cache."""
+        return self.prompt_tokens, len(self.output.outputs[index].token_ids), self.output.cached_tokens
+
+    def process(self, token: TokenOutput) -> tuple[OutputDelta, bool]:
+        """Take one piece of news. Returns what it adds and whether a stop string ended that sequence just now."""
+        now = time.perf_counter() - self.start_time
+        answer, voice = self.output, self._sequences[token.index]
+        output = answer.outputs[token.index]
+        self._prompt_computed = self._prompt_computed or token.finish_reason is not FinishReason.ABORT
+        if token.prompt_logprobs is not None:
+            answer.prompt_logprobs = token.prompt_logprobs
+        if token.embedding is not None:
+            answer.embedding = token.embedding
+        answer.cached_tokens = max(answer.cached_tokens, token.cached_tokens)
+        if output.finish_reason is not None:
+            return OutputDelta(token.index, "", (), output.finish_reason, answer), False
+        ids = (
+            token.replayed_ids
+            if token.replayed_ids is not None
+            else (() if token.token_id is None else (token.token_id,))
+        )
+        if ids and answer.first_token_seconds is None:
+            answer.first_token_seconds = now
+        text, stopped = "", False
+        for id in ids:
+            output.token_ids.append(id)
+            piece, stopped = voice.push(id, check_stops=len(output.token_ids) > (self.request.params.min_tokens or 0))
+            text += piece
+            if stopped:
+                break
+        if token.logprobs is not None and output.logprobs is not None:
+            output.logprobs.append(token.logprobs)
+        if token.score is not None:
+            output.score = token.score
+        text += self._set_finish(output, voice, token, stopped)
+        output.text += text
+        if answer.finished:
+            answer.seconds = now
+        return OutputDelta(
+            token.index, text, tuple(ids), output.finish_reason, answer
+        ), stopped and token.finish_reason is None
+
+    def _set_finish(
+        self, output: CompletionOutput, detokenizer: SequenceDetokenizer, token: TokenOutput, stopped: bool
+    ) -> str:
+        """Set the finish of a sequence; returns the text that was held back until now."""
+        if stopped:
+            output.finish_reason, output.stop_reason = FinishReason.STOP.value, detokenizer.matched
+            return (detokenizer.matched or "") if self.request.params.include_stop else ""
+        if token.finish_reason is None:
+            return ""
+        output.finish_reason = token.finish_reason.value
+        if token.stop_token_id is not None:
+            output.stop_reason = token.stop_token_id
+            if token.token_id is None:
+                output.token_ids.append(token.stop_token_id)
+        return detokenizer.flush()
+
+
+class SequenceDetokenizer:
+    """One sequence's way from ids to text."""
+
+    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self.matched: str | None = None
+
+    def push(self, id: int, check_stops: bool) -> tuple[str, bool]:
+        """(text to give out, whether a stop string ended it). check_stops: whether stop strings count yet
+        (min_tokens)."""
+        if self._detokenizer is None:
+            return "", False
+        text = self._detokenizer.push(id)
+        return self._match(text) if check_stops else (text, False)
+
+    def flush(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        text, stopped = self._match(self._detokenizer.flush())
+        return text if stopped or self._stops is None else text + self._stops.flush()
+
+    def _match(self, text: str) -> tuple[str, bool]:
+        if self._stops is None:
+            return text, False
+        emit, stopped, matched = self._stops.push(text)
+        if stopped:
+            self.matched = matched
+        return emit, stopped

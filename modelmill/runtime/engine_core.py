@@ -1,0 +1,359 @@
+"""The engine core: requests in, tokens out, one step at a time.
+
+On a GPU the next step is launched before the tokens of the last one are read, so that the GPU never waits for Python.
+What the host does not know yet (the last token) stays on the device; what it decides (who runs, where pages are)
+follows from counts alone. A sequence that turns out to have ended costs one wasted row.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.artifact.manifest import check_engine_type
+from modelmill.artifact.store import Artifact, open_artifact
+from modelmill.artifact.verify import verify
+from modelmill.core.config import RunConfig
+from modelmill.core.types import FinishReason, Request, TokenOutput
+from modelmill.nn.kv import KVCache, kv_cache_dtype
+from modelmill.ops.launch_configs import Tuning
+from modelmill.ops.registry import select_backends, with_heartbeat
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
+from modelmill.runtime import capacity, kv_memory
+from modelmill.runtime.autotune_load import load_tuning
+from modelmill.runtime.batch import Packer
+from modelmill.runtime.device import pick_device as pick_device
+from modelmill.runtime.device import rank_devices, use_threads
+from modelmill.runtime.forward_hooks import PostHook, PreHook
+from modelmill.runtime.input_processor import InputProcessor
+from modelmill.runtime.kv_pages import PagePool
+from modelmill.runtime.model_loader import build_rank_model, load_model
+from modelmill.runtime.model_runner import ModelRunner
+from modelmill.runtime.output_processor import OutputProcessor
+from modelmill.runtime.pending_step import PendingStep
+from modelmill.runtime.request_limits import RequestLimits
+from modelmill.runtime.sampler import Sampler
+from modelmill.runtime.scheduler import Schedule, Scheduler
+from modelmill.runtime.scorer import TokenScorer
+from modelmill.runtime.sequence import RopeRule
+from modelmill.runtime.stats import Stats
+from modelmill.runtime.tp_workers import TPWorkers
+from modelmill.runtime.unpack_weights import unpack_cpu_weights
+from modelmill.runtime.vision_runner import VisionEncoderRunner
+
+OUT_OF_MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
+_BUDGET_RETRY_STEPS = 100
+
+
+class EngineCore:
+    """One model on one device with its KV pages. Not thread-safe: one thread calls ``add`` and ``step``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RunConfig | None = None,
+        *,
+        max_model_len: int | None = None,
+        digest: str = "",
+        artifact: Artifact | None = None,
+        overlap: bool | None = None,
+        tuning: Tuning | None = None,
+        tp_group: TPGroup = SINGLE_RANK,
+    ) -> None:
+        """An engine core around a loaded model. digest: identifies the weights in prefix keys. overlap: launch steps
+        ahead.
+
+        tuning: launch sizes for this device. tp_group: of which rank this is; above 0 only its model_runner is used.
+        """
+        self.config = config = config or RunConfig()
+        self.artifact = artifact
+        self.model = model
+        self.device = kv_memory.model_device(model)
+        self.dtype = kv_memory.activation_dtype(model)
+        self.kv_dtype = kv_cache_dtype(config.kv_cache_dtype, self.dtype)
+        self.ops = select_backends(self.device, config.kernels, tuning)
+        unpack_cpu_weights(model, self.ops, self.dtype, self.device, tp_group)
+        self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
+        self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
+        self.page_size = config.page_size
+        self._rope_rule = RopeRule.from_model(model)
+        self.num_pages = kv_memory.num_kv_pages(model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group)
+        max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        num_slots = self.num_pages * self.page_size
+        self.request_limits = RequestLimits(self.vocab, self.max_model_len, num_slots, max_seqs)
+        cuda = self.device.startswith("cuda")
+        width = -(-self.max_model_len // self.page_size)
+        limits = capacity.scheduler_limits(model, config, on_gpu=cuda)
+        max_idle_pages = kv_memory.max_idle_pages(config, self.num_pages, self.page_bytes, self.device)
+        self.scheduler = Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width)
+        # the last page is scrap: some variants write padding there
+        kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
+        packer = Packer(self.scheduler.tables, self.page_size, self.device)
+        self.vision_runner = VisionEncoderRunner(model, self.ops, self.device, graphs=cuda and config.cuda_graphs)
+        self.sampler = Sampler(self.vocab, self.device, self.ops)
+        self.model_runner = ModelRunner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs, tp_group)
+        self._overlap = cuda if overlap is None else overlap
+        self.model_runner.keep_last_ids = self._overlap or cuda
+        if cuda:
+            capacity.set_up_gpu(self.model_runner, config, width)
+        self.output_processor = OutputProcessor(self.scheduler, self.sampler)
+        self._finalizer: Callable[[], Any] | None = None
+        parts = (self.output_processor, self.vision_runner, self._rope_rule, self.request_limits)
+        self.input_processor = InputProcessor(*parts, seed=config.seed, digest=digest)
+        self._events: list[TokenOutput] = []
+        self._pending: PendingStep | None = None
+        self._steps_since_oom = self._num_steps = 0
+        self._last_output_time = 0.0
+        # seconds that steps take, of which the pieces of prompts follow
+        self.clock: Callable[[], float] = time.perf_counter
+
+    @classmethod
+    def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> EngineCore:
+        """Load an engine; a path's files are checked against their sha256 first (``artifact.verify``).
+
+        Kernels switched at build stay switched, and its default for the KV cache stays, unless ``config`` says
+        otherwise. Raises ArtifactError, CapacityError, MissingDependency, UsageError, RankError.
+        """
+        config = config or RunConfig()
+        artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
+        check_engine_type(artifact.path, artifact.manifest.engine_type, "language")
+        check = verify if not isinstance(engine, Artifact) else lambda _: None
+        config = replace(config, kernels={**artifact.manifest.build["kernels"], **config.kernels})
+        if config.kv_cache_dtype == "auto":
+            config = replace(config, kv_cache_dtype=artifact.manifest.build.get("kv_cache_dtype", "auto"))
+        device = pick_device(config.device)
+        if config.tp == 1:
+            check(artifact)
+            return cls.for_rank(artifact, config, device)
+        build_rank_model(artifact, TPGroup(size=config.tp))  # before processes are started: whether it can be split so
+        workers = TPWorkers(artifact.path, config, rank_devices(device, config.tp))
+        try:
+            with workers.guard():
+                check(artifact)
+                core = cls.for_rank(artifact, config, device, workers.connect())
+        except BaseException:
+            workers.close()
+            raise
+        core.model_runner.tp_workers = workers
+        core._finalizer = weakref.finalize(core, _close, workers, core.model_runner)
+        return core
+
+    @classmethod
+    def for_rank(
+        cls, artifact: Artifact, config: RunConfig, device: str, tp_group: TPGroup = SINGLE_RANK
+    ) -> EngineCore:
+        """The engine core of one rank."""
+        if device == "cpu":
+            use_threads(config.threads, tp_group.size)
+        model = load_model(artifact, device, tp_group)
+        manifest = artifact.manifest
+        length, digest, tuning = manifest.max_model_len, manifest.digest(), load_tuning(artifact.path, device)
+        return cls(
+            model, config, max_model_len=length, digest=digest, artifact=artifact, tuning=tuning, tp_group=tp_group
+        )
+
+    def close(self) -> None:
+        """End the other ranks, where there are any; the engine core is of no use then. Called when it is forgotten,
+        too."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one KV page, on this rank."""
+        return int(self.model.kv.page_bytes(self.page_size, self.kv_dtype))  # type: ignore[operator, union-attr]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to return."""
+        return bool(self._events or self._pending or self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError where it can never be served."""
+        self.input_processor.add(request)
+
+    def add_all(self, requests: Iterable[Request]) -> None:
+        """Queue requests that were handed in together: those that may get the longest answers are served first.
+
+        All of them are done when the last one is, and a long answer that begins late ends alone, at the price of a
+        whole step for each token. What is drawn at random does not depend on this order. Raises RequestError where one
+        can never be served; those before it in this order stay queued.
+        """
+        self.input_processor.add_all(requests)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; the next step tells ABORT for each of its sequences. Unknown ids are ignored."""
+        seqs = list(self.output_processor.live_sequences.get(request_id, ()))
+        beams = bool(seqs) and seqs[0].beam_search is not None
+        ended = range(seqs[0].request.params.n) if beams else [s.index for s in seqs if s.finish_reason is None]
+        self._events += [TokenOutput(request_id, index, None, finish_reason=FinishReason.ABORT) for index in ended]
+        for seq in seqs:
+            self.output_processor.finish_sequence(seq, FinishReason.ABORT)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one sequence (of a beam search: all of it) quietly: a stop string was found in its text."""
+        for seq in list(self.output_processor.live_sequences.get(request_id, ())):
+            if seq.index == index or seq.beam_search is not None:
+                self.output_processor.finish_sequence(seq, FinishReason.STOP)
+
+    def step(self) -> list[TokenOutput]:
+        """Schedule, run, sample, and tell what came of it. Raises RankError where another rank has ended."""
+        with self.model_runner.guard_ranks():
+            return self._step()
+
+    def _step(self) -> list[TokenOutput]:
+        events, self._events = self._events, []
+        # what was launched ahead runs since the step before it has been told
+        began = self.clock() if self._pending is None else self._last_output_time
+        pending = self._pending or self._launch(self.scheduler.schedule())
+        self._pending = self._launch_ahead(pending)
+        if pending is not None:
+            events += self.output_processor.process(pending)
+            self._last_output_time = self.clock()
+            self.scheduler.observe_step(pending.schedule, self._last_output_time - began)
+        return events
+
+    def ping(self) -> None:
+        """Wait until every other rank has answered that it lives. Raises RankError where one has ended."""
+        if self.model_runner.tp_workers is not None:
+            with self.model_runner.guard_ranks():
+                self.model_runner.tp_workers.ping()
+
+    def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
+        """Call ``heartbeat`` after every operation from now on, so that who watches a long step sees that it goes on.
+
+        Replayed graphs have no operations to see.
+        """
+        self.ops = self.model_runner.ops = self.sampler.ops = with_heartbeat(self.ops, heartbeat)
+        self.vision_runner.set_ops(self.ops)
+
+    def stats(self) -> Stats:
+        """Counters and gauges of this moment."""
+        pool, scheduler = self.scheduler.pool, self.scheduler
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages=self.num_pages,
+            free_pages=pool.num_available,
+            cached_pages=pool.num_cached,
+            steps=self._num_steps,
+            prompt_tokens=self.output_processor.prompt_tokens,
+            output_tokens=self.output_processor.output_tokens,
+            cached_tokens=self.output_processor.cached_tokens,
+            preemptions=scheduler.preemptions,
+            idle_pages=pool.num_idle,
+            kept_pages=pool.max_idle,
+            # a GPU's are there from the start
+            touched_pages=pool.num_touched if self.device == "cpu" else self.num_pages,
+            page_bytes=self.page_bytes * self.model_runner.tp_group.size,
+        )
+
+    def warm_up(self, max_seqs: int | None = None, *, all_specializations: bool = False) -> None:
+        """Capture the graphs for decoding up to ``max_seqs`` sequences now, not when they are first needed.
+
+        all_specializations: meet every kernel that steps with prompts may take as well (``runtime.warmup``) and capture
+        those of short prompts (``runtime.prefill_graphs``), for who serves people: compiling takes half a minute, once
+        a machine.
+        """
+        self.vision_runner.warm_up()
+        if self.model_runner.decode_graphs is not None:
+            sequences = min(max_seqs or self.config.max_num_seqs, self.model_runner.decode_graphs.max_seqs)
+            self.model_runner.warm_up(
+                sequences, self.config.max_num_batched_tokens, all_specializations=all_specializations
+            )
+
+    def scorer(self) -> TokenScorer:
+        """Runs given tokens through the engine's own pages, for measuring; see ``TokenScorer``."""
+        return TokenScorer(self.model_runner, self.scheduler, self._rope_rule, self.config.max_num_batched_tokens)
+
+    def score(self, ids: list[list[int]], decode_from: int | None = None) -> list[torch.Tensor]:
+        """Logits [T, V] float32 on the CPU of each list of ids; from ``decode_from`` on token by token."""
+        return self.scorer().logits(ids, decode_from)
+
+    def trace(
+        self,
+        ids: list[list[int]],
+        pattern: str = "*",
+        *,
+        decode_from: int | None = None,
+        before: PreHook | None = None,
+        after: PostHook | None = None,
+    ) -> dict[str, list[Any]]:
+        """Score ``ids`` and keep the outputs of the modules whose names match ``pattern``, one per step, on the CPU.
+
+        before and after are called for every module, as in ``ModelRunner.forward_hooks``.
+        """
+        return self.scorer().trace(ids, pattern, decode_from, before=before, after=after)
+
+    def _launch(self, schedule: Schedule | None) -> PendingStep | None:
+        if schedule is None or not (schedule.work or schedule.out_of_pages):
+            return None
+        try:
+            pending = self.model_runner.launch(schedule)
+        except OUT_OF_MEMORY_ERRORS:
+            if self.model_runner.tp_workers is not None:
+                raise  # the other ranks are in this step: it cannot be made smaller
+            return self._shrink_after_oom(schedule)
+        self._count_step(schedule)
+        return pending
+
+    def _launch_ahead(self, pending: PendingStep | None) -> PendingStep | None:
+        """The next step, before the last one's tokens are read; None where it depends on them."""
+        if (
+            not self._overlap
+            or pending is None
+            or self.output_processor.num_beam_searches
+            or self.output_processor.num_guided
+            or pending.schedule.forks
+            or pending.schedule.out_of_pages
+        ):
+            return None
+        schedule = self.scheduler.schedule(overlapped=True)
+        if schedule is None or not schedule.work:
+            return None
+        try:
+            launched = self.model_runner.launch(schedule)
+        except OUT_OF_MEMORY_ERRORS:
+            if self.model_runner.tp_workers is not None:
+                raise
+            return None
+        self._count_step(schedule)
+        return launched
+
+    def _count_step(self, schedule: Schedule) -> None:
+        self.scheduler.advance(schedule)
+        self._num_steps += 1
+        full = self.config.max_num_batched_tokens
+        if self.scheduler.step_token_budget < full:
+            # memory was short: try larger steps again after a while
+            self._steps_since_oom += 1
+            if self._steps_since_oom >= _BUDGET_RETRY_STEPS:
+                self._steps_since_oom = 0
+                self.scheduler.step_token_budget = min(2 * self.scheduler.step_token_budget, full)
+
+    def _shrink_after_oom(self, schedule: Schedule) -> PendingStep:
+        """A step did not fit: try a smaller one; a sequence that does not fit alone is given up."""
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        seqs = [seq for seq, _ in schedule.work]
+        widest = max((s.request.params.num_beams for s in seqs), default=1)
+        self._steps_since_oom = 0
+        if schedule.num_tokens // 2 >= widest:
+            self.scheduler.step_token_budget = schedule.num_tokens // 2
+        else:
+            self.abort(max(seqs, key=lambda s: s.priority).request.id)
+            self.scheduler.step_token_budget = self.config.max_num_batched_tokens
+        return PendingStep(Schedule(out_of_pages=schedule.out_of_pages))
+
+
+def _close(tp_workers: TPWorkers, runner: ModelRunner) -> None:
+    """Graphs go first: a communicator that one of them has recorded waits for it."""
+    runner.decode_graphs = None
+    tp_workers.close()

@@ -1,0 +1,199 @@
+"""How many KV pages there are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from modelmill.core import memory_limits
+from modelmill.core.byte_size import format_bytes
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import CapacityError
+from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
+from modelmill.nn.linear import Linear
+from modelmill.nn.step import Step
+from modelmill.ops.registry import Ops
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
+from modelmill.runtime import prefill_graphs
+from modelmill.weights.base import unpacked_tensors
+
+CPU_MEMORY_FRACTION = 0.3
+_GIB = 1 << 30
+
+
+def num_kv_pages(
+    model: nn.Module,
+    ops: Ops,
+    config: RunConfig,
+    kv_dtype: torch.dtype,
+    max_model_len: int,
+    tp_group: TPGroup = SINGLE_RANK,
+) -> int:
+    """Pages of the KV cache of a loaded model: what was asked for, or what its device has free.
+
+    Raises CapacityError where not even one sequence, or one step, fits, or where more is asked for than there is.
+    """
+    weights, device = weight_bytes(model), model_device(model)
+    if config.kv_cache_bytes is not None:
+        free = config.kv_cache_bytes
+    elif device.startswith("cuda"):
+        try:
+            free = free_cuda_bytes(model, ops, config, device, config.max_num_seqs, tp_group)
+        except torch.OutOfMemoryError:
+            raise CapacityError(
+                f"a step of {config.max_num_batched_tokens} tokens does not fit beside {weights / _GIB:.2f} GiB of "
+                "weights; lower --max-num-batched-tokens or --max-num-seqs"
+            ) from None
+    else:
+        free = free_cpu_bytes(tp_group.size)
+    shape = model.kv
+    assert isinstance(shape, KVShape)
+    pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
+    if device == "cpu":
+        _check_fits_in_ram((pages + 1) * shape.page_bytes(config.page_size, kv_dtype) * tp_group.size)
+    return pages
+
+
+def kv_pages_for_bytes(
+    shape: KVShape,
+    dtype: torch.dtype,
+    config: RunConfig,
+    max_model_len: int,
+    free_bytes: int,
+    weights: int = 0,
+    tp_group: TPGroup = SINGLE_RANK,
+) -> int:
+    """Pages for ``free_bytes`` bytes, or for ``config.kv_cache_bytes``; no more than the limits can ever use.
+
+    tp_group: the page of a sequence has the same number on every rank, so all have as many as the one with the fewest.
+    Raises CapacityError where not even one sequence of ``max_model_len`` tokens fits.
+    """
+    size = shape.page_bytes(config.page_size, dtype)
+    per_seq = -(-max_model_len // config.page_size)
+    given = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
+    # one page is the scrap page that padding is written to
+    pages = min(tp_group.all_reduce_min(given // size) - 1, per_seq * config.max_num_seqs)
+    if pages < per_seq:
+        max_len = max(pages, 0) * config.page_size
+        source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
+        advice = f"--max-model-len {max_len} would fit" if max_len else "free memory or use a smaller model or dtype"
+        beside_weights = f" beside {format_bytes(weights)} of weights" if weights else ""
+        raise CapacityError(
+            f"one sequence of {max_model_len} tokens needs {format_bytes((per_seq + 1) * size)} of KV cache, "
+            f"{source} {format_bytes(max(given, 0))}{beside_weights}; {advice}"
+        )
+    return pages
+
+
+def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) -> int:
+    """Of ``pages``, those that may be taken for kept prefixes before older ones give theirs up."""
+    if not config.enable_prefix_caching:
+        return 0
+    if config.prefix_cache_bytes is not None:
+        return min(config.prefix_cache_bytes // page_bytes, pages)
+    if device == "cpu" and config.kv_cache_bytes is None:
+        return memory_limits.prefix_cache_bytes(pages * page_bytes) // page_bytes
+    return pages
+
+
+def _check_fits_in_ram(required_bytes: int) -> None:
+    """Pages in RAM are backed as they are written: too many would end the process in the middle of an answer."""
+    total = memory_limits.available_memory().total
+    if required_bytes > total:
+        raise CapacityError(
+            f"the KV cache would take {format_bytes(required_bytes)}, and this process may have {format_bytes(total)}; "
+            "lower --kv-cache-bytes"
+        )
+
+
+def free_cpu_bytes(ranks: int = 1, reserved_bytes: int = 0) -> int:
+    """Bytes of RAM that a KV cache may take: a share, since pages are only backed by memory once they are written.
+
+    reserved_bytes: bytes that are for others.
+    """
+    return int(max(memory_limits.available_memory().free - reserved_bytes, 0) * CPU_MEMORY_FRACTION) // ranks
+
+
+def free_cuda_bytes(
+    model: nn.Module, ops: Ops, config: RunConfig, device: str, max_logit_rows: int, tp_group: TPGroup = SINGLE_RANK
+) -> int:
+    """Bytes left for KV pages after weights and the largest step, measured by running one.
+
+    max_logit_rows: most rows of logits that a step samples.
+    """
+    index = torch.device(device)
+    torch.cuda.synchronize(index)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(index)
+    torch.cuda.reset_peak_memory_stats(index)
+    _run_largest_step(model, ops, config, device, max_logit_rows, tp_group)
+    torch.cuda.synchronize(index)
+    peak = torch.cuda.max_memory_allocated(index) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(index)
+    # graphs of decode steps and of prompts, the sampler's tables and fragmentation
+    reserve = (
+        _GIB // 2
+        + peak // 8
+        + (prefill_graphs.MAX_GRAPH_BYTES if prefill_graphs.prefill_graphs_enabled(config, tp_group) else 0)
+    )
+    return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
+
+
+@torch.inference_mode()
+def _run_largest_step(
+    model: nn.Module, ops: Ops, config: RunConfig, device: str, max_logit_rows: int, tp_group: TPGroup
+) -> None:
+    """As many tokens as a step may hold, in sequences of one page that all write to the same page."""
+    size, shape = config.page_size, model.kv
+    assert isinstance(shape, KVShape)
+    dtype = kv_cache_dtype(config.kv_cache_dtype, activation_dtype(model))
+    count = max(config.max_num_batched_tokens // size, 1)
+    kv = KVCache.allocate(shape, 1, size, dtype, device)
+    positions = torch.arange(size, device=device).repeat(count)
+    starts = torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
+    step = Step(
+        ids=torch.zeros_like(positions),
+        positions=positions,
+        slots=positions.clone(),
+        rope_keys=torch.zeros_like(positions),
+        block_tables=torch.zeros(count, 1, dtype=torch.int32, device=device),
+        query_start=starts,
+        context_lens=torch.full((count,), size, dtype=torch.int32, device=device),
+        logit_rows=torch.zeros(max_logit_rows, dtype=torch.int64, device=device),
+        max_query=size,
+        max_context=size,
+        kv=kv,
+        ops=ops,
+        tp_group=tp_group,
+    )
+    logits = model(step)
+    # what a sampling step holds beside the logits
+    torch.empty_like(logits)
+
+
+def model_device(model: nn.Module) -> str:
+    """Where a model is: its embedding's device."""
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    return str(weight.device)
+
+
+def activation_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's activations, and of its KV cache unless that is kept in 8 bits: the embedding's."""
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    return weight.dtype
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, shared ones counted once, and of what they were expanded to."""
+    size_by_address: dict[int, int] = {}
+    for module in model.modules():
+        tensors = [*module.buffers(recurse=False)]
+        weight = getattr(module, "weight", None) if isinstance(module, Linear) else None
+        if weight is not None:
+            tensors += [*weight.tensors().values(), *unpacked_tensors(weight)]
+        for t in tensors:
+            size_by_address[t.data_ptr()] = t.numel() * t.element_size()
+    return sum(size_by_address.values())

@@ -1,0 +1,189 @@
+"""From an artifact to a model: modules are built without memory, then filled tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.artifact.store import Artifact
+from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
+from modelmill.core.registry import find_module, module_names
+from modelmill.nn.linear import Linear
+from modelmill.nn.shard_model import shard_model
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
+from modelmill.weights import base
+
+TIED_HEAD_ALIASES = {"head.weight": "embed.weight"}
+"""What an engine with a tied head shares."""
+
+
+def build_model(model_type: str, config: Mapping[str, object]) -> nn.Module:
+    """The model of a family, its weights without memory. Raises IncompatibleArtifact for an unknown family."""
+    module = find_module("modelmill.models", model_type)
+    if module is None:
+        known = ", ".join(module_names("modelmill.models"))
+        raise IncompatibleArtifact(f"the engine is of family {model_type!r}, known here are {known}; update modelmill")
+    return module.Model(module.config_from_hf(config))
+
+
+def load_model(artifact: Artifact, device: str, tp_group: TPGroup = SINGLE_RANK) -> nn.Module:
+    """The engine's model with its weights on ``device``; on the CPU they stay views of the files.
+
+    tp_group: only this rank's part is read. Raises CorruptArtifact where tensors are missing, left over or of a wrong
+    shape, UsageError where the model cannot be split so often.
+    """
+    model, manifest = build_rank_model(artifact, tp_group), artifact.manifest
+    if manifest.aliases not in ({}, TIED_HEAD_ALIASES):
+        raise CorruptArtifact(f"{artifact.path} shares other tensors than head and embedding; rebuild the engine")
+    computed = {name for name, buffer in model.named_buffers() if not buffer.is_meta}
+    fill_weights(model, artifact.tensor, artifact.names(), manifest.weight_formats, manifest.aliases, device)
+    _check_dtypes(model, artifact, computed)
+    return model
+
+
+def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> None:
+    """Raise CorruptArtifact for a tensor of another dtype than the build's: kernels read what they are told to.
+
+    computed: buffers that come from no file.
+    """
+    manifest = artifact.manifest
+    float32_tensors = getattr(find_module("modelmill.models", manifest.model_type), "FLOAT32_TENSORS", ())
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in base.FLOAT_DTYPES}
+    build_dtype = dtypes.get(str(manifest.build.get("dtype")))
+    stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            parts: tuple[Any, ...] = getattr(module.weight, "parts", (module.weight,))
+            stored |= {f"{name}.weight": part.weight for part in parts if part.format == "dense"}
+    for name, tensor in stored.items():
+        expected = torch.float32 if any(re.fullmatch(pattern, name) for pattern in float32_tensors) else build_dtype
+        if tensor.dtype != expected:
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise CorruptArtifact(
+                f"{artifact.path}: {name} is stored as {found} in an engine of {manifest.build.get('dtype')!r}; "
+                "rebuild the engine"
+            )
+
+
+def build_rank_model(artifact: Artifact, tp_group: TPGroup) -> nn.Module:
+    """What a rank computes of the engine's model, without memory. Raises UsageError where it cannot be split so."""
+    manifest = artifact.manifest
+    model = build_model(manifest.model_type, manifest.config)
+    shard_model(model, tp_group, lambda name: _column_alignment(artifact, name))
+    return model
+
+
+def _column_alignment(artifact: Artifact, linear: str) -> int:
+    """At which multiples the columns of a stored weight may be cut."""
+    prefix = linear + "."
+    suffixes = [n.removeprefix(prefix) for n in artifact.names() if n.startswith(prefix) and n != f"{linear}.bias"]
+    views = {s: artifact.tensor(prefix + s) for s in suffixes}
+    weight_format = artifact.manifest.weight_formats.get(linear, "dense")
+    try:
+        return base.from_tensors(weight_format, views).alignment if views else 1
+    except KeyError as missing:
+        raise CorruptArtifact(f"the engine lacks the tensor {prefix}{missing.args[0]}; rebuild it") from None
+
+
+def fill_weights(
+    model: nn.Module,
+    read_tensor: Callable[[str], torch.Tensor],
+    names: Iterable[str],
+    weight_formats: Mapping[str, str],
+    aliases: Mapping[str, str],
+    device: str,
+) -> None:
+    """Put every tensor in its place, one at a time.
+
+    read_tensor: tensor by name. names: all that there are. weight_formats: linear module → how its weight is held
+    ("dense" where it is not named). aliases: tensor name → the tensor whose memory it shares.
+    """
+    store = _TensorStore(read_tensor, set(names), aliases, device)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            _fill_linear(name, module, store, weight_formats.get(name, "dense"))
+    for name, buffer in list(model.named_buffers()):
+        _fill_buffer(model, name, buffer, store)
+    left = sorted(store.names - store.used)
+    if left:
+        raise CorruptArtifact(f"the engine holds tensors that the model does not know: {_join_first(left)}; rebuild it")
+    model.eval().requires_grad_(False)
+
+
+class _TensorStore:
+    """Tensors by name on the device; those that others share are kept to be handed out again."""
+
+    def __init__(
+        self, read_tensor: Callable[[str], torch.Tensor], names: set[str], aliases: Mapping[str, str], device: str
+    ) -> None:
+        self.read_tensor, self.names, self.aliases, self.device = read_tensor, names, aliases, device
+        self.used: set[str] = set()
+        self._shared: dict[str, torch.Tensor] = {}
+        self._alias_targets = set(aliases.values())
+
+    def suffixes(self, module: str) -> list[str]:
+        """What is stored for a module, without its bias."""
+        prefix = module + "."
+        all_names = [*self.names, *(a for a in self.aliases if a not in self.names)]
+        found = [n.removeprefix(prefix) for n in all_names if n.startswith(prefix)]
+        return [s for s in found if s != "bias" and "." not in s]
+
+    def get(self, name: str, *, lazy: bool = False) -> torch.Tensor:
+        """lazy: leave a tensor that nobody shares where it is stored."""
+        source = name if name in self.names else self.aliases.get(name, name)
+        if source in self._shared:
+            return self._shared[source]
+        if source not in self.names:
+            raise CorruptArtifact(f"the engine lacks the tensor {name}; rebuild it")
+        self.used.add(source)
+        tensor = self.read_tensor(source)
+        if lazy and source not in self._alias_targets:
+            return tensor
+        tensor = tensor.to(self.device)
+        if source in self._alias_targets:
+            self._shared[source] = tensor
+        return tensor
+
+
+def _fill_linear(name: str, module: Linear, store: _TensorStore, weight_format: str) -> None:
+    shard = module.weight_shard
+    tensors = {s: store.get(f"{name}.{s}", lazy=shard is not None) for s in store.suffixes(name)}
+    if "weight" not in tensors and weight_format != "mixed_rows":
+        raise CorruptArtifact(f"the engine lacks the tensor {name}.weight; rebuild it")
+    try:
+        module.weight = weight = base.from_tensors(weight_format, tensors)
+    except KeyError as missing:
+        raise CorruptArtifact(f"the engine lacks the tensor {name}.{missing.args[0]}; rebuild it") from None
+    full_shape = tuple(module.shape if shard is None else shard.full_shape)
+    if tuple(weight.shape) != full_shape:
+        raise CorruptArtifact(f"{name} has shape {tuple(weight.shape)} instead of {full_shape}; rebuild the engine")
+    if shard is not None:
+        if not shard.has_bias:
+            store.used.add(f"{name}.bias")  # another rank adds it
+        module.weight = weight.slice(shard.rows, shard.columns).to(store.device)
+
+
+def _fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, store: _TensorStore) -> None:
+    parent, _, leaf = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if not buffer.is_meta:
+        # computed, not stored: rotary frequencies
+        setattr(module, leaf, buffer.to(store.device))
+        return
+    tensor = store.get(name)
+    shard = module.weight_shard if isinstance(module, Linear) else None
+    if shard is not None and len(tensor) == shard.full_shape[0]:
+        tensor = base.slice_tensor(tensor, shard.rows)
+    if tensor.shape != buffer.shape:
+        raise CorruptArtifact(
+            f"{name} has shape {tuple(tensor.shape)} instead of {tuple(buffer.shape)}; rebuild the engine"
+        )
+    setattr(module, leaf, tensor)
+
+
+def _join_first(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,371 @@
+"""Runs steps: model, KV pages and ops together, by graph where one serves.
+
+``launch`` starts a scheduled step and returns without waiting; its ``PendingStep`` is read later. Sampled ids stay on
+the device as well (``last_ids``), from where the next step may take them before the host has seen them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from modelmill.core import log
+from modelmill.core.errors import UsageError
+from modelmill.nn.kv import KVCache
+from modelmill.nn.step import Step
+from modelmill.ops.registry import Ops
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
+from modelmill.runtime import logprobs, warmup
+from modelmill.runtime.batch import LogitRows, PackedBatch, Packer
+from modelmill.runtime.decode_graphs import GREEDY, LOGITS, SAMPLED, DecodeGraphs, NotCapturable
+from modelmill.runtime.forward_hooks import PostHook, PreHook, attach_forward_hooks
+from modelmill.runtime.pending_step import PendingStep, PromptLogprobs, StepRows, assign_rows, pool_states
+from modelmill.runtime.prefill_graphs import CAPTURE_AFTER_USES, PrefillGraphs
+from modelmill.runtime.sampler import Sampler, SamplingBatch
+from modelmill.runtime.scheduler import Schedule
+from modelmill.runtime.sequence import Sequence
+from modelmill.runtime.step_commands import COPY, FORWARD, StepCommand
+
+_log = log.get_logger(__name__)
+# widths of chunks and numbers of sequences between which kernels change their tiles
+WARMUP_QUERY_LENS, WARMUP_BATCH_SIZES = (16, 64, 512), (1, 2, 17)
+# and such as prompts beside answers give: kernels may be compiled anew for counts that are no multiple of 16
+WARMUP_ODD_STEPS = ((37, 9), (137, 9), (501, 17))
+
+
+class TPBroadcaster(Protocol):
+    """The other ranks, as rank 0 reaches them (``tp_workers.TPWorkers``)."""
+
+    def broadcast(self, command: StepCommand, payload: memoryview) -> None: ...
+
+    def ping(self) -> None: ...
+
+    def guard(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class ModelRunner:
+    """What is needed to run a step. ``decode_graphs`` and ``prefill_graphs`` are None where there are none (CPU, or
+    switched off; of prompts also where there are several ranks).
+
+    Of several ranks, rank 0 launches; through ``tp_workers`` every step reaches the others, where ``tp_worker`` runs
+    it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ops: Ops,
+        kv: KVCache,
+        packer: Packer,
+        sampler: Sampler,
+        max_seqs: int,
+        tp_group: TPGroup = SINGLE_RANK,
+    ) -> None:
+        self.tp_group = tp_group
+        self.tp_workers: TPBroadcaster | None = None
+        self.model, self.ops, self.kv = model, ops, kv
+        self.packer, self.sampler = packer, sampler
+        self.device = packer.device
+        # one place more than rows: where padding writes
+        self.last_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
+        self.hooked = False
+        # whether a step may take ids that the host has not seen
+        self.keep_last_ids = False
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> torch.Tensor:
+        """Logits [R, V] float32 of one step."""
+        return self.model(step)
+
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits of a packed batch, its ids completed from the device where they are pending."""
+        return self.model(self._step(batch))
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: PackedBatch, num_state_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits of the wanted rows but the last ``num_state_rows``, hidden states [num_state_rows, H] of those)."""
+        step = self._step(batch)
+        x = self.model.hidden_states(step)  # type: ignore[operator]
+        rest = len(x) - num_state_rows
+        logits = self.model.head(x[:rest], step) if rest else x[:0]  # type: ignore[operator]
+        return logits, x[rest:]
+
+    def _step(self, batch: PackedBatch) -> Step:
+        views = batch.views
+        ids = views.ids
+        if batch.uses_last_ids:
+            ids = torch.where(views.last_id_rows >= 0, self.last_ids[views.last_id_rows], ids)
+        return batch.step(self.kv, self.ops, ids, fuse=not self.hooked, tp_group=self.tp_group)
+
+    def guard_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, what goes wrong because another rank has ended is a RankError."""
+        return contextlib.nullcontext() if self.tp_workers is None else self.tp_workers.guard()
+
+    def forward_all_ranks(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits of a packed batch, for measuring."""
+        self._broadcast_step(batch, FORWARD)
+        return self.forward(batch)
+
+    @torch.inference_mode()
+    def run_command(self, command: StepCommand, batch: PackedBatch) -> None:
+        """Run what rank 0 runs after it has sent ``command``."""
+        if command.embed_width:
+            batch = self._broadcast_embeds(batch, command.embed_width)
+        if command.command == FORWARD and command.num_state_rows:
+            self.hidden_states(batch, command.num_state_rows)
+        elif command.command == FORWARD:
+            self.forward(batch)
+        elif self.decode_graphs is not None:
+            try:
+                self.decode_graphs.replay(batch, command.command)
+            except NotCapturable as error:
+                # rank 0 meets the same and tells the step again
+                self._disable_graphs(error)
+                return
+        if command.num_kept_ids:
+            self._store_last_ids(batch, torch.empty(command.num_kept_ids, dtype=torch.int64, device=self.device))
+
+    def _broadcast_step(self, batch: PackedBatch, command: str, num_kept_ids: int = 0, num_state_rows: int = 0) -> None:
+        """Have the other ranks, where there are any, run this batch, which was packed last."""
+        if self.tp_workers is None:
+            return
+        message = StepCommand.from_batch(batch, command, num_kept_ids, num_state_rows)
+        self.tp_workers.broadcast(message, self.packer.packed_bytes(batch))
+        if message.embed_width:
+            self._broadcast_embeds(batch, message.embed_width)
+
+    def _broadcast_embeds(self, batch: PackedBatch, width: int) -> PackedBatch:
+        """Foreign embeddings go from rank 0 to all."""
+        size = (batch.tokens, width)
+        embeds, mask = batch.embeds, batch.embed_mask
+        if embeds is None or mask is None:
+            embeds = torch.empty(size, dtype=torch.float32, device=self.device)
+            mask = torch.empty(size[0], dtype=torch.uint8, device=self.device)
+        embeds = self.tp_group.broadcast(embeds.float())
+        mask = self.tp_group.broadcast(mask.to(torch.uint8))
+        return replace(batch, embeds=embeds, embed_mask=mask.bool())
+
+    def _store_last_ids(self, batch: PackedBatch, ids: torch.Tensor) -> torch.Tensor:
+        """Sampled ids stay on the device, by row, on every rank."""
+        ids = self.tp_group.broadcast(ids)
+        self.last_ids[batch.views.keep_slots[: len(ids)]] = ids
+        return ids
+
+    @torch.inference_mode()
+    def launch(self, schedule: Schedule) -> PendingStep:
+        """Start a scheduled step."""
+        pending = PendingStep(schedule)
+        self.copy_pages(schedule.page_copies)
+        if not schedule.work:
+            return pending
+        work = schedule.work
+        pending.computed_after = [seq.computed + count for seq, count in work]
+        rows = assign_rows(schedule)
+        pending.seqs = rows.seqs
+        sampling = pending.sampling = self.sampler.prepare(rows.seqs)
+        if not (self._can_replay(schedule, rows) and self._replay_graph(pending, sampling)):
+            logit_rows = [*rows.sample_rows]
+            logit_rows += [row for members in rows.beam_rows.values() for _, row in members]
+            logit_rows += [r for _, start, count, _ in rows.prompt_rows for r in range(start, start + count)]
+            logit_rows += [r for _, start, count in rows.pooled_rows for r in range(start, start + count)]
+            keep_slots = [s.table_row for s in rows.seqs]
+            for leader, siblings in schedule.forks.items():
+                at = rows.seqs.index(leader)
+                # forks get their rows only when they join: their first id is read by the host
+                keep_slots[at + 1 : at + 1 + len(siblings)] = [-1] * len(siblings)
+            keep_slots += [-1] * (len(logit_rows) - len(keep_slots))
+            prefill_pad = self._prefill_pad(schedule, rows)
+            batch = self.packer.pack(
+                work,
+                LogitRows(logit_rows or [0], keep_slots or [-1], sampling.sampling_inputs()),
+                prefill_pad=prefill_pad,
+            )
+            self._forward_and_sample(
+                pending, rows, sampling, batch, self.forward if prefill_pad is None else self._forward_prefill
+            )
+        if self.packer.cuda:
+            pending.ids = None if pending.ids is None else pending.ids.to("cpu", non_blocking=True)
+            pending.logprob_table = (
+                None if pending.logprob_table is None else pending.logprob_table.to("cpu", non_blocking=True)
+            )
+            for pooled in pending.pooled_states:
+                pooled.state_sum = pooled.state_sum.to("cpu", non_blocking=True)
+            pending.ready_event = torch.cuda.Event()
+            pending.ready_event.record()
+        return pending
+
+    @torch.inference_mode()
+    def warm_up(self, max_seqs: int, max_tokens: int, *, all_specializations: bool = False) -> None:
+        """Record the greedy decode graphs of every size up to ``max_seqs``, for the shortest contexts.
+
+        Before that, steps with prompts of every kind that kernels know apart: some are compiled when first met.
+        all_specializations: attention, and products of up to ``max_tokens`` tokens, in all of their forms, too, and
+        graphs of short prompts.
+        """
+        for query in WARMUP_QUERY_LENS:
+            for seqs in WARMUP_BATCH_SIZES:
+                self.forward_all_ranks(self.packer.dummy_batch(query, seqs))
+        attention = warmup.AttentionRecorder(self.ops.paged_attention)
+        recording_ops, gemms = warmup.record_gemms(self.ops)
+        usual_ops, self.ops = self.ops, replace(recording_ops, paged_attention=attention)
+        for tokens, seqs in WARMUP_ODD_STEPS:
+            self.forward_all_ranks(self.packer.dummy_batch(tokens, seqs))
+        self.ops = usual_ops
+        if all_specializations:
+            columns = self.packer.tables.table.shape[1]
+            warmup.warm_up_attention(self.ops, attention, max_seqs, columns * self.packer.page_size, columns)
+            warmup.warm_up_gemms(self.ops, gemms, max_tokens)
+            self._capture_prefill_graphs()
+        for size in [s for s in self.decode_graphs.sizes if s <= max_seqs] if self.decode_graphs is not None else []:
+            assert self.decode_graphs is not None
+            batch = self.packer.pack([], LogitRows([], []), self.decode_graphs.padded_size(size, 1))
+            try:
+                for graph_output in (GREEDY, SAMPLED):
+                    self._broadcast_step(batch, graph_output)
+                    self.decode_graphs.replay(batch, graph_output)
+            except NotCapturable as error:
+                self._disable_graphs(error)
+                return
+
+    def _capture_prefill_graphs(self) -> None:
+        """Graphs of prompts of every size."""
+        for size, bound in self.prefill_graphs.all_sizes() if self.prefill_graphs is not None else ():
+            for _ in range(CAPTURE_AFTER_USES):
+                self._forward_prefill(self.packer.dummy_batch(size, 1, bound))
+
+    def _disable_graphs(self, error: NotCapturable) -> None:
+        _log.warning("decoding without CUDA graphs: %s", error)
+        self.decode_graphs = None
+
+    def copy_pages(self, page_pairs: list[tuple[int, int]]) -> None:
+        """Copy whole pages, all layers, with their scales."""
+        if not page_pairs:
+            return
+        pairs = torch.tensor(page_pairs, dtype=torch.int64)
+        if self.tp_workers is not None:
+            self.tp_workers.broadcast(StepCommand(COPY, pairs.numel()), pairs.numpy().data.cast("B"))
+        pairs = pairs.to(self.device)
+        source, target = pairs[:, 0], pairs[:, 1]
+        for cache in self.kv.tensors:
+            cache[target] = cache[source]
+
+    @contextlib.contextmanager
+    def forward_hooks(self, before: PreHook | None = None, after: PostHook | None = None) -> Iterator[None]:
+        """See every module at work, by its name in the model; graphs and fused layers are off meanwhile.
+
+        before: (name, args) → other arguments, or None to keep them. after: (name, args, output). Raises UsageError
+        where a module is spread over several ranks, none of which sees the whole of it.
+        """
+        if self.tp_group.size > 1:
+            raise UsageError("single modules can be watched on one rank only; use --tp 1")
+        was, self.hooked = self.hooked, True
+        try:
+            with attach_forward_hooks(self.model, before, after):
+                yield
+        finally:
+            self.hooked = was
+
+    def _can_replay(self, schedule: Schedule, rows: StepRows) -> bool:
+        work = schedule.work
+        if (
+            self.decode_graphs is None
+            or self.hooked
+            or len(rows.seqs) != len(work)
+            or schedule.forks
+            or rows.prompt_rows
+        ):
+            return False
+        if any(count != 1 for _, count in work) or any(_needs_embeds(s) for s, _ in work):
+            return False
+        return len(work) <= self.decode_graphs.max_seqs
+
+    def _replay_graph(self, pending: PendingStep, sampling: SamplingBatch) -> bool:
+        """False where graphs turn out not to work with the chosen ops; they are given up then."""
+        assert self.decode_graphs is not None
+        work = pending.schedule.work
+        n = len(work)
+        pad = self.decode_graphs.padded_size(n, max(s.computed for s, _ in work) + 1)
+        rows = [s.table_row for s in pending.seqs]
+        batch = self.packer.pack(work, LogitRows(range(n), rows, sampling.sampling_inputs()), pad)
+        inside = sampling.unprocessed and sampling.logprob_rows is None
+        graph_output = (GREEDY if sampling.greedy else SAMPLED) if inside else LOGITS
+        self._broadcast_step(batch, graph_output, 0 if inside else n)
+        try:
+            found = self.decode_graphs.replay(batch, graph_output)
+        except NotCapturable as error:
+            self._disable_graphs(error)
+            return False
+        if inside:
+            pending.ids = found[:n]
+            return True
+        pending.ids = self.sampler.sample(found[:n], sampling, batch.views.sampling_inputs(n))
+        pending.logprob_table = self.sampler.logprob_table(found[:n], sampling, pending.ids)
+        self._store_last_ids(batch, pending.ids)
+        return True
+
+    def _prefill_pad(self, schedule: Schedule, rows: StepRows) -> tuple[int, int] | None:
+        """What a step of one prompt alone is filled up to (``prefill_graphs``); None for all others."""
+        if self.prefill_graphs is None or self.hooked or len(schedule.work) != 1 or schedule.forks:
+            return None
+        seq, count = schedule.work[0]
+        reach = seq.computed + count
+        if (
+            rows.beam_rows
+            or rows.prompt_rows
+            or rows.pooled_rows
+            or seq.request.embedding_spans
+            or reach > len(seq.tokens)
+        ):
+            return None
+        return self.prefill_graphs.padded_size(count, reach)
+
+    def _forward_prefill(self, batch: PackedBatch) -> torch.Tensor:
+        assert self.prefill_graphs is not None
+        return self.prefill_graphs.run(batch)
+
+    def _forward_and_sample(
+        self,
+        pending: PendingStep,
+        step_rows: StepRows,
+        sampling: SamplingBatch,
+        batch: PackedBatch,
+        forward: Callable[[PackedBatch], torch.Tensor],
+    ) -> None:
+        n = len(step_rows.seqs)
+        self._broadcast_step(batch, FORWARD, n if self.keep_last_ids else 0, step_rows.num_state_rows)
+        if step_rows.num_state_rows:
+            logits, states = self.hidden_states(batch, step_rows.num_state_rows)
+            pending.pooled_states = pool_states(step_rows, states)
+        else:
+            logits = forward(batch)
+        if n:
+            pending.ids = self.sampler.sample(logits[:n], sampling, batch.views.sampling_inputs(n))
+            pending.logprob_table = self.sampler.logprob_table(logits[:n], sampling, pending.ids)
+            if self.keep_last_ids:
+                self._store_last_ids(batch, pending.ids)
+        start = n
+        for members in step_rows.beam_rows.values():
+            seqs = [seq for seq, _ in members]
+            beam_order = [seqs.index(s) for s in seqs[0].siblings]
+            pending.beam_logits.append((seqs[0].beam_search, logits[start : start + len(seqs)][beam_order]))
+            start += len(seqs)
+        for seq, _, count, known in step_rows.prompt_rows:
+            chosen = torch.tensor(seq.tokens[known + 1 : known + 1 + count], device=logits.device)
+            top = min(seq.request.params.prompt_logprobs or 0, logits.shape[1])
+            pending.prompt_logprobs.append(
+                PromptLogprobs(seq, logprobs.logprob_table(logits[start : start + count], chosen, top))
+            )
+            start += count
+
+
+def _needs_embeds(seq: Sequence) -> bool:
+    """Whether the next token brings an embedding of its own, which no graph takes."""
+    return any(insert.position + insert.length > seq.computed for insert in seq.request.embedding_spans)

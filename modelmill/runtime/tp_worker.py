@@ -1,0 +1,138 @@
+"""The process of a rank above 0: it loads its part of the engine and runs the steps that rank 0 tells it to run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modelmill.artifact.store import open_artifact
+from modelmill.core import log
+from modelmill.core.config import RunConfig, from_dict
+from modelmill.core.errors import ModelmillError
+from modelmill.parallel.rendezvous import connect
+from modelmill.parallel.tp_group import DistributedTPGroup
+from modelmill.runtime.batch import Packer
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.runtime.model_runner import ModelRunner
+from modelmill.runtime.step_commands import COPY, END, HEADER_BYTES, PING, StepCommand
+
+_log = log.get_logger(__name__)
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """``argv[1]``: the descriptor of the socket to rank 0. Never returns: what is left of a group is not waited for."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_exit_with_parent, args=(link.fileno(), os.getppid()), daemon=True).start()
+    code = 1
+    try:
+        run_worker(link)
+        code = 0
+    except ModelmillError as error:
+        _send(link, {"error": str(error)})
+    except BaseException as error:
+        _log.debug("%s", traceback.format_exc())
+        first = str(error).splitlines()[0] if str(error) else ""
+        _send(link, {"error": f"{type(error).__name__}: {first}"})
+    os._exit(code)
+
+
+def _end_with(parent: int) -> None:
+    """The system ends this process with rank 0's, also while it is stopped and sees nothing of that itself."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it went before it was asked for
+
+
+def run_worker(connection: socket.socket) -> None:
+    """Until rank 0 says END or closes the link."""
+    startup = _receive_startup(connection)
+    if startup["bound"]:
+        _end_with(startup["parent"])
+    _send(connection, {"ready": True})
+    rank, size, device = startup["rank"], startup["size"], startup["device"]
+    tp_group = DistributedTPGroup(rank, size, connect(startup["port"]), device)
+    config = from_dict(RunConfig, startup["config"], "rank 0")
+    core = EngineCore.for_rank(open_artifact(Path(startup["engine"]), staged=True), config, device, tp_group)
+    run_commands(connection, core.model_runner)
+
+
+def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
+    """Run commands."""
+    header = bytearray(HEADER_BYTES)
+    while _receive_into(connection, memoryview(header)):
+        command = StepCommand.unpack(bytes(header))
+        if command.command == END:
+            return
+        if command.command == PING:
+            _send(connection, {"alive": True})
+        elif command.command == COPY:
+            pairs = np.empty(command.num_words, dtype=np.int64)
+            if not _receive_into(connection, pairs.data.cast("B")):
+                return
+            runner.copy_pages([(int(a), int(b)) for a, b in pairs.reshape(-1, 2)])
+        elif not _run_step(connection, runner, runner.packer, command):
+            return
+
+
+def _run_step(link: socket.socket, runner: ModelRunner, packer: Packer, command: StepCommand) -> bool:
+    """One step; False where rank 0 is gone."""
+    views, buffer = packer.receive_buffer(command.layout)
+    if not _receive_into(link, buffer):
+        return False
+    packer.send(views)
+    runner.run_command(command, command.batch(views))
+    return True
+
+
+def _receive_into(link: socket.socket, buffer: memoryview) -> bool:
+    """Read exactly what fits; False at the end of the link."""
+    got = 0
+    while got < len(buffer):
+        count = link.recv_into(buffer[got:])
+        if not count:
+            return False
+        got += count
+    return True
+
+
+def _receive_startup(link: socket.socket) -> dict[str, Any]:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = link.recv(1)
+        if not byte:
+            os._exit(0)
+        line += byte
+    startup = json.loads(line)
+    assert isinstance(startup, dict)
+    return startup
+
+
+def _send(link: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _exit_with_parent(link: int, parent: int) -> None:
+    """End this process when rank 0 is gone, whatever it is waiting for: a GPU may wait for a sum that never comes."""
+    poll = select.poll()
+    poll.register(link, select.POLLHUP)
+    while True:
+        if any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll(1000)):
+            os._exit(0)
+        if os.getppid() != parent:
+            os._exit(0)

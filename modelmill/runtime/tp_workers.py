@@ -1,0 +1,223 @@
+"""Several ranks, seen from rank 0, which lives in the caller's process: the others are started, told, watched, ended.
+
+Rank 0 schedules and samples as if it were alone; before each step it sends the step's packed numbers to the others
+(``step_commands``), which run the same step. A pair of connected sockets per rank carries the commands, and is how
+each side learns that the other is gone: the kernel closes it, however a process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from modelmill.core import env, log
+from modelmill.core.config import RunConfig, to_dict
+from modelmill.core.errors import ModelmillError, RankError
+from modelmill.parallel.rendezvous import RendezvousServer
+from modelmill.parallel.tp_group import DistributedTPGroup, TPGroup
+from modelmill.runtime.step_commands import END, PING, StepCommand
+
+START_TIMEOUT_SECONDS = 300.0
+_EXIT_GRACE_SECONDS = 2.0  # seconds in which the end of a process becomes known after what it caused
+_FAILURE_SETTLE_SECONDS = 0.5  # seconds to see who of several ended first
+_PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
+_log = log.get_logger(__name__)
+
+
+class TPWorkers:
+    """The other ranks' processes."""
+
+    def __init__(self, engine: Path, config: RunConfig, devices: list[str]) -> None:
+        """Starts a process for each device but the first. Raises RankError where one does not come up."""
+        self._tp_group: TPGroup | None = None
+        self._failed: RankError | None = None
+        self._closed = False
+        self._abort_lock = threading.Lock()
+        self._status_changed = threading.Condition()
+        self._num_ready = self._num_alive = 0
+        self._rendezvous = RendezvousServer()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        self._size, self._device = len(devices), devices[0]
+        for rank in range(1, self._size):
+            startup = {
+                "rank": rank, "size": self._size, "port": self._rendezvous.port, "device": devices[rank],
+                "engine": str(engine), "config": to_dict(config), "parent": os.getpid(),
+                # the system would end them with the thread that started them, which may be one that ends
+                "bound": threading.current_thread() is threading.main_thread(),
+            }  # fmt: skip
+            self._start(startup)
+        self._watcher = threading.Thread(target=self._watch, name="modelmill-ranks", daemon=True)
+        self._watcher.start()
+
+    def connect(self) -> TPGroup:
+        """Wait until all ranks are up, and connect them."""
+        with self._status_changed:
+            self._status_changed.wait_for(
+                lambda: self._failed or self._num_ready == self._size - 1, START_TIMEOUT_SECONDS
+            )
+            if not self._failed and self._num_ready < self._size - 1:
+                self._failed = RankError(
+                    f"{self._size - 1 - self._num_ready} ranks did not start in {START_TIMEOUT_SECONDS:.0f} s"
+                )
+        self.raise_if_failed()
+        with self.guard():
+            self._tp_group = DistributedTPGroup(0, self._size, self._rendezvous.serve(), self._device)
+        return self._tp_group
+
+    def broadcast(self, command: StepCommand, payload: memoryview | bytes = b"") -> None:
+        """Send a command and what belongs to it to every rank. Raises RankError where one is gone."""
+        self.raise_if_failed()
+        header = command.pack()
+        try:
+            for link in self._sockets:
+                sent = link.sendmsg((header, payload))
+                if sent < len(header) + len(payload):
+                    link.sendall((header + bytes(payload))[sent:])
+        except OSError:
+            self.raise_if_failed(_EXIT_GRACE_SECONDS)
+            raise
+
+    def ping(self) -> None:
+        """Wait until every rank has answered, however long that takes: who watches this process ends it with them.
+
+        Raises RankError where one is gone.
+        """
+        with self._status_changed:
+            self._num_alive = 0
+        self.broadcast(StepCommand(PING))
+        with self._status_changed:
+            self._status_changed.wait_for(lambda: self._failed or self._num_alive == self._size - 1)
+        self.raise_if_failed()
+
+    def raise_if_failed(self, wait_seconds: float = 0.0) -> None:
+        """Raises RankError where a rank has ended; ``wait_seconds``: how long to wait for the news of it."""
+        if wait_seconds:
+            with self._status_changed:
+                self._status_changed.wait_for(lambda: self._failed is not None, wait_seconds)
+        if self._failed is not None:
+            raise RankError(str(self._failed))
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """What goes wrong inside because a rank has ended is told as that."""
+        try:
+            yield
+        except ModelmillError:
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.raise_if_failed(_EXIT_GRACE_SECONDS)
+            # the ranks may stand at different places now
+            self.fail("a step was broken off on rank 0; open the engine again")
+            raise
+        self.raise_if_failed()
+
+    def fail(self, reason: str) -> None:
+        """End all ranks; every later call raises RankError with this reason."""
+        with self._status_changed:
+            if self._failed is None:
+                self._failed = RankError(reason)
+            self._status_changed.notify_all()
+        self._kill_workers()
+
+    def close(self) -> None:
+        """End all ranks; closing twice is closing once."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self._sockets:
+            with contextlib.suppress(OSError):
+                link.sendall(StepCommand(END).pack())
+        deadline = time.monotonic() + _EXIT_GRACE_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+        if self._failed is None:
+            self._failed = RankError("the engine was closed")
+        self._kill_workers()
+        # it ends with the first rank that does
+        self._watcher.join(_EXIT_GRACE_SECONDS)
+        for link in self._sockets:
+            link.close()
+
+    def _kill_workers(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        # whoever comes second does not wait: ending a group takes its time where a GPU is busy
+        if self._tp_group is not None and self._abort_lock.acquire(blocking=False):
+            self._tp_group.abort()
+        for process in self._processes:
+            process.wait()
+
+    def _start(self, startup: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = f"import sys; sys.path.insert(0, {str(_PACKAGE_ROOT)!r})"
+            code = f"{path}; from modelmill.runtime.tp_worker import main; main()"
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env.worker_env(), start_new_session=True,
+            )  # fmt: skip
+        self._processes.append(process)
+        self._sockets.append(ours)
+        ours.sendall(json.dumps(startup).encode() + b"\n")
+
+    def _watch(self) -> None:
+        """Hears what ranks say (that they are ready; why they end) until one of them ends."""
+        with selectors.DefaultSelector() as selector:
+            for rank, link in enumerate(self._sockets, 1):
+                selector.register(link, selectors.EVENT_READ, rank)
+            partial_lines = [b""] * self._size
+            while not self._closed:
+                for key, _ in selector.select():
+                    received = _receive(self._sockets[key.data - 1])
+                    *lines, partial_lines[key.data] = (partial_lines[key.data] + received).split(b"\n")
+                    messages = [json.loads(line) for line in lines]
+                    errors = [message.get("error") for message in messages]
+                    with self._status_changed:
+                        self._num_ready += sum("ready" in message for message in messages)
+                        self._num_alive += sum("alive" in message for message in messages)
+                        self._status_changed.notify_all()
+                    if not received or any(errors):
+                        self._report_failure(key.data, next(filter(None, errors), None))
+                        return
+
+    def _report_failure(self, rank: int, error: str | None) -> None:
+        """A rank has ended. Where one was killed, the others' errors follow from that: it is the one to name."""
+        deadline = time.monotonic() + _FAILURE_SETTLE_SECONDS
+        code = None
+        while time.monotonic() < deadline and not self._closed:
+            codes = [process.poll() for process in self._processes]
+            killed = next((i for i, c in enumerate(codes, 1) if c is not None and c < 0), None)
+            code = codes[rank - 1]
+            if killed is not None:
+                rank, error, code = killed, None, codes[killed - 1]
+            if killed is not None or (error is None and code is not None):
+                break
+            time.sleep(0.01)
+        if self._closed:
+            return
+        if error is None:
+            how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
+        else:
+            how = f"ended: {error}"
+        self.fail(f"rank {rank} of {self._size} {how}; open the engine again")
+
+
+def _receive(link: socket.socket) -> bytes:
+    try:
+        return link.recv(1 << 16)
+    except OSError:
+        return b""

@@ -1,0 +1,82 @@
+"""Log-probabilities as bytes. A long answer has hundreds of thousands, a long prompt too: an event loop that made an
+object of each would stand still, and so would the collector of garbage that looks at all of them again and again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import overload
+
+import numpy as np
+
+from modelmill.core.types import Logprob
+
+ENTRY_STRUCT = struct.Struct("<iid")
+"""Id, rank, value."""
+BLOBS_PER_PROMPT = 2
+"""Of a prompt."""
+
+
+def encode_logprobs(entries: Mapping[int, Logprob]) -> bytes:
+    """One position's."""
+    return b"".join([ENTRY_STRUCT.pack(id, each.rank, each.logprob) for id, each in entries.items()])
+
+
+class LogprobTable(Mapping[int, Logprob]):
+    """What was packed of one position; objects are made when they are asked for."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def _decode(self) -> dict[int, Logprob]:
+        return {id: Logprob(value, rank) for id, rank, value in ENTRY_STRUCT.iter_unpack(self._data)}
+
+    def __getitem__(self, id: int) -> Logprob:
+        return self._decode()[id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._decode())
+
+    def __len__(self) -> int:
+        return len(self._data) // ENTRY_STRUCT.size
+
+    def items(self) -> ItemsView[int, Logprob]:
+        """All entries at once."""
+        return self._decode().items()
+
+
+def encode_prompt_logprobs(tables: Sequence[Mapping[int, Logprob] | None]) -> list[bytes]:
+    """A prompt's two blobs: where each position's entries end, int64, and all entries; one without a table has none."""
+    parts = [b"" if each is None else encode_logprobs(each) for each in tables]
+    return [np.fromiter(accumulate(map(len, parts)), np.int64, len(parts)).tobytes(), b"".join(parts)]
+
+
+class PromptLogprobTables(Sequence[Mapping[int, Logprob] | None]):
+    """What was packed of a prompt."""
+
+    def __init__(self, blobs: Sequence[bytes]) -> None:
+        self._ends, self._data = np.frombuffer(blobs[0], np.int64), blobs[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, position: int) -> LogprobTable | None: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[LogprobTable | None]: ...
+    def __getitem__(self, position: int | slice) -> LogprobTable | list[LogprobTable | None] | None:
+        if isinstance(position, slice):
+            return [self[each] for each in range(*position.indices(len(self)))]
+        end = int(self._ends[position])  # raises IndexError
+        position %= len(self)
+        begin = int(self._ends[position - 1]) if position else 0
+        return LogprobTable(self._data[begin:end]) if end > begin else None

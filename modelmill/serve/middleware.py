@@ -1,0 +1,255 @@
+"""What every request passes first: its id, the key, the size of its body, the log. Plain ASGI, outermost.
+
+Everything but /health and the page's files needs a key where there are keys, whatever the path looks like: the check
+is made here, on the path as it came, before any routing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from modelmill.core import log
+from modelmill.serve.errors import ApiError
+from modelmill.serve.http_protocol import HEADER_BYTES
+from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.routes.page import PAGE_PATHS
+from modelmill.serve.service import INTERNAL_KEY, TENANT_KEY, Service, ServiceLimits
+from modelmill.serve.traces import FinishedRequest, Traces
+
+PUBLIC_PATHS = (b"/health", *PAGE_PATHS)
+IMAGE_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/segment", "/tokenize")
+"""Paths whose requests may hold pictures."""
+PATHS_WHILE_DRAINING = (b"/health", b"/metrics", b"/version")
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\])(?::([0-9]{0,5}))?")
+"""RFC 9112, 3.2: a name or an address, and perhaps a port; nothing of a URL."""
+_log = log.get_logger("serve.access")
+
+
+class RequestMiddleware:
+    """Stands before the app."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in service.limits.api_keys]
+        self._secret = secrets.token_bytes(32)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request pass, or answer it here."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+                return
+            await self._app(scope, receive, send)
+            return
+        if INTERNAL_KEY in scope:  # no client can write into a scope
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        service = self._service
+        visit = _RequestContext(scope, headers, send, service.traces)
+        service.num_active += 1
+        try:
+            self._check(scope, headers)
+            visit.body = _BodyReader(receive, _body_limit(scope, service.limits), service.limits.body_timeout)
+            await self._app(scope, visit.body, visit.send)
+            if visit.body.error is not None:
+                raise visit.body.error
+        except ApiError as error:
+            await visit.send_error(error)
+        finally:
+            service.num_active -= 1
+            visit.log_request()
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raises ApiError for who may not enter."""
+        path = scope.get("raw_path") or scope["path"].encode()
+        service = self._service
+        _check_framing(headers)
+        name = _host_name(headers.get(b"host", b"").decode("latin-1"))
+        if not self._keys:
+            self._check_host(name)
+        elif self._has_valid_key(headers):
+            self._set_tenant(scope, headers)
+        elif path not in PUBLIC_PATHS:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                "authentication_error",
+                None,
+                "invalid_api_key",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        if service.draining and path not in PATHS_WHILE_DRAINING:
+            raise ApiError(
+                503, "the server is shutting down", "service_unavailable_error", None, "draining", {"Retry-After": "5"}
+            )
+        if _header_bytes(scope, path) > HEADER_BYTES:
+            raise ApiError(431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large")
+        length = headers.get(b"content-length", b"0")
+        # Python reads no number of more than 4,300 digits; zeros before it are digits like any other (RFC 9110, 8.6)
+        limit = _body_limit(scope, service.limits)
+        digits = length.lstrip(b"0") or b"0"
+        if not length.isdigit() or len(digits) > 18 or int(digits) > limit.max_bytes:
+            raise limit.too_large_error()
+
+    def _has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
+        scheme = headers.get(b"authorization", b"").partition(b" ")[0]
+        given = _key_digest(headers)
+        # every key is compared, so that the time tells nothing
+        found = [hmac.compare_digest(given, each) for each in self._keys]
+        return scheme.lower() == b"bearer" and any(found)
+
+    def _set_tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Say whose request it is, so that no cache tells one key what another has asked. Nobody can guess a mark."""
+        if not self._service.limits.share_cache:
+            scope[TENANT_KEY] = hmac.new(self._secret, _key_digest(headers), hashlib.sha256).hexdigest()
+
+    def _check_host(self, name: str) -> None:
+        """Without a key, a page of the web must not reach us under a name of its own (DNS rebinding)."""
+        if name in ("", "localhost", *self._service.limits.allowed_hosts):
+            return
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            raise ApiError(
+                403, "this server has no key and answers to localhost only; start it with --api-key", "permission_error"
+            ) from None
+
+
+def _key_digest(headers: dict[bytes, bytes]) -> bytes:
+    """Of the key that was sent."""
+    return hashlib.sha256(headers.get(b"authorization", b"").partition(b" ")[2].strip()).digest()
+
+
+def _header_bytes(scope: Scope, path: bytes) -> int:
+    """Bytes of a header. h11 bounds only those that are not complete yet; this one may have come at once."""
+    fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return fields + len(path) + len(scope.get("query_string", b""))
+
+
+def _check_framing(headers: dict[bytes, bytes]) -> None:
+    """Raises ApiError for a body with two lengths: who reads the other one takes its rest for a request of its own."""
+    if b"transfer-encoding" in headers and b"content-length" in headers:
+        told = "the request has Content-Length and Transfer-Encoding; send one of them"
+        raise ApiError(400, told, headers={"Connection": "close"})
+
+
+def _host_name(host: str) -> str:
+    """The name or address of a Host header, in lower case; "" where there is none. Raises ApiError 400."""
+    if not host:
+        return ""
+    found = _HOST.fullmatch(host)
+    if found is None or int(found[2] or 0) > 65535:
+        raise ApiError(400, "the Host header must be a name or an address, with or without a port",
+                       headers={"Connection": "close"})  # fmt: skip
+    return found[1].strip("[]").lower().removesuffix(".")
+
+
+@dataclass(frozen=True)
+class _BodyLimit:
+    """Most bytes of a body; flag: what raises it."""
+
+    max_bytes: int
+    flag: str
+
+    def too_large_error(self) -> ApiError:
+        """413."""
+        told = f"the request is larger than {self.max_bytes} bytes, the most that this path takes ({self.flag})"
+        return ApiError(413, told, code="request_too_large")
+
+
+def _body_limit(scope: Scope, limits: ServiceLimits) -> _BodyLimit:
+    """What a path's requests may have; those that hold no pictures are smaller."""
+    if scope["path"] in IMAGE_PATHS or limits.max_body_bytes <= limits.max_text_body_bytes:
+        return _BodyLimit(limits.max_body_bytes, "--max-body-bytes")
+    return _BodyLimit(limits.max_text_body_bytes, "--max-text-body-bytes")
+
+
+class _BodyReader:
+    """``receive`` that counts the body's bytes and waits for them only so long."""
+
+    def __init__(self, receive: Receive, limit: _BodyLimit, timeout: float) -> None:
+        self._receive, self._limit, self._received_bytes, self._is_complete = receive, limit, 0, False
+        self._deadline = asyncio.get_running_loop().time() + timeout
+        self.error: ApiError | None = None
+
+    async def __call__(self) -> Message:
+        if self._is_complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            self.error = ApiError(408, "the request's body did not come in time", code="request_timeout")
+            raise self.error from None
+        if message["type"] == "http.request":
+            self._received_bytes += len(message.get("body", b""))
+            if self._received_bytes > self._limit.max_bytes:
+                self.error = self._limit.too_large_error()
+                raise self.error
+            self._is_complete = not message.get("more_body", False)
+        return message
+
+
+class _RequestContext:
+    """One request: its id, its status, its line in the log."""
+
+    def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send, traces: Traces | None) -> None:
+        asked = headers.get(b"x-request-id", b"").decode("latin-1")
+        self.id = asked if _ID.fullmatch(asked) else secrets.token_hex(16)
+        scope["modelmill.request_id"] = self.id
+        self._scope, self._send, self._started_at = scope, send, time.perf_counter()
+        self._status: int | None = None
+        self._headers, self._traces = headers, traces
+        self.body: _BodyReader | None = None
+
+    async def send(self, message: Message) -> None:
+        """Adds the request's id to the response's headers."""
+        if self.body is not None and self.body.error is not None and self._status is None:
+            return  # somebody took our refusal of the body for his own; ours is sent
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", self.id.encode())]}
+        await self._send(message)
+
+    async def send_error(self, error: ApiError) -> None:
+        """Answer with an error, where no answer has begun."""
+        if self._status is not None:
+            return
+        self.body = None
+        body = json.dumps(error.body()).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+        if error.status in (408, 413, 431):
+            headers.append((b"connection", b"close"))
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def log_request(self) -> None:
+        """One line: counts and times, nothing of what was said."""
+        told: dict[str, Any] = {
+            "request_id": self.id,
+            "method": self._scope["method"],
+            "path": self._scope["path"][:100],
+            "status": self._status,
+            "ms": round(1000 * (time.perf_counter() - self._started_at), 1),
+        }
+        ticket = self._scope.get("modelmill.request_handle")
+        if isinstance(ticket, RequestHandle):
+            told |= ticket.token_counts()
+        if self._traces is not None:
+            visited = FinishedRequest(self._scope, self._headers, self.id, self._status, self._started_at)
+            told["trace_id"] = self._traces.record_span(visited)
+        _log.info("request", extra={"data": told})

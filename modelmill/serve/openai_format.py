@@ -1,0 +1,191 @@
+"""From answers to OpenAI's JSON: choices, log-probabilities, usage, chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from modelmill.core.types import Logprob
+from modelmill.outputs import CompletionOutput
+from modelmill.request_state import RequestState
+from modelmill.serve.json_text import EncodedJson, dump_json, dump_small_json
+from modelmill.text.detokenizer import Detokenizer
+from modelmill.text.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0
+"""JSON has no minus infinity."""
+DONE = b"data: [DONE]\n\n"
+SEND_CHUNK_BYTES = 1 << 20
+"""Bytes of a response that are sent at once."""
+
+
+def sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
+    """One server-sent event, of a name where it has one."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + dump_json(value) + b"\n\n"
+
+
+class ChunkTemplate:
+    """Events that differ in their only choice: what they share is written once, not with every token."""
+
+    def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
+        """head, tail: the keys before and after ``choices``; neither is a key of the other."""
+        self._prefix = sse_event({**head, "choices": []}).removesuffix(b"]}\n\n")
+        self._suffix = b"]" + (b"," + dump_json(tail)[1:] if tail else b"}") + b"\n\n"
+
+    def render_chunk(self, choice: Mapping[str, Any]) -> bytes:
+        """``sse_event({**head, "choices": [choice], **tail})``."""
+        # nearly all are one token's
+        written = dump_small_json(choice) if choice.get("logprobs") is None else dump_json(choice)
+        return self._prefix + written + self._suffix
+
+
+class Utf8JsonResponse(JSONResponse):
+    """A response that any value of a request may stand in; a large one is sent in parts."""
+
+    def render(self, content: Any) -> bytes:
+        """As ``dump_json``; bytes are JSON already."""
+        return content if isinstance(content, bytes) else dump_json(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Each part is copied on its way to the socket: what came meanwhile has its turn between two of them."""
+        if len(self.body) <= SEND_CHUNK_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for begin in range(0, len(self.body), SEND_CHUNK_BYTES):
+            last = begin + SEND_CHUNK_BYTES >= len(self.body)
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": self.body[begin : begin + SEND_CHUNK_BYTES],
+                    "more_body": not last,
+                }
+            )
+            await asyncio.sleep(0)
+
+
+def token_usage(request_states: Iterable[RequestState]) -> dict[str, Any]:
+    """Counts of tokens."""
+    prompt = completion = cached = 0
+    for dialogue in request_states:
+        answer = dialogue.output
+        prompt += len(answer.prompt_token_ids)
+        completion += sum(len(output.token_ids) for output in answer.outputs)
+        cached += answer.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class ChatLogprobsFormatter:
+    """logprobs of one choice of a conversation, a piece at a time."""
+
+    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+        self._tokenizer, self._num_top, self._num_formatted = tokenizer, num_top, 0
+
+    def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
+        """The next ``count`` tokens'; None where none were asked for."""
+        if output.logprobs is None:
+            return None
+        begin, self._num_formatted = self._num_formatted, self._num_formatted + count
+        pairs = zip(output.token_ids[begin : self._num_formatted], output.logprobs[begin : self._num_formatted])
+        return {"content": [self._format_entry(id, entries) for id, entries in pairs], "refusal": None}
+
+    def _format_entry(self, id: int, entries: Mapping[int, Logprob]) -> EncodedJson:
+        top = list(entries.items())[: self._num_top]
+        told = {
+            **self._format_token(id, entries[id]),
+            "top_logprobs": [self._format_token(other, value) for other, value in top],
+        }
+        return EncodedJson(dump_small_json(told))
+
+    def _format_token(self, id: int, value: Logprob) -> dict[str, Any]:
+        data = token_bytes(self._tokenizer, id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": clamp_logprob(value.logprob), "bytes": list(data)}
+
+
+class TextLogprobsFormatter:
+    """logprobs of one choice of a completion in the older shape, a piece at a time; offsets are in characters."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, num_top: int, *, continues_prompt: bool = False, skip_special: bool = True
+    ) -> None:
+        """continues_prompt, skip_special: as of the request."""
+        self._tokenizer, self._num_top, self._num_formatted, self._offset = tokenizer, num_top, 0, 0
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else Detokenizer(tokenizer, skip_special=skip_special, continues_prompt=continues_prompt)
+        )
+
+    def format_prompt(self, request_state: RequestState) -> dict[str, Any]:
+        """Those of the prompt; the first token has none."""
+        answer = request_state.output
+        entries = answer.prompt_logprobs or [None] * len(answer.prompt_token_ids)
+        return self._format_table(
+            answer.prompt_token_ids, entries, None if self._detokenizer is None else self._detokenizer.push_prompt
+        )
+
+    def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
+        """The next ``count`` tokens'; None where none were asked for."""
+        if output.logprobs is None:
+            return None
+        begin, self._num_formatted = self._num_formatted, self._num_formatted + count
+        ids, entries = output.token_ids[begin : self._num_formatted], output.logprobs[begin : self._num_formatted]
+        return self._format_table(ids, entries, None if self._detokenizer is None else self._detokenizer.push)
+
+    def _format_table(
+        self,
+        ids: Sequence[int],
+        entries: Sequence[Mapping[int, Logprob] | None],
+        text: Callable[[int], str] | None,
+    ) -> dict[str, Any]:
+        """text: what an id adds to the text that the offsets count."""
+        out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for id, entry in zip(ids, entries):
+            out["tokens"].append(token_text(self._tokenizer, id))
+            out["token_logprobs"].append(None if entry is None else clamp_logprob(entry[id].logprob))
+            out["top_logprobs"].append(None if entry is None else self._top_entries(id, entry))
+            out["text_offset"].append(self._offset)
+            if text is not None:
+                self._offset += len(text(id))
+        return out
+
+    def _top_entries(self, id: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
+        """The most likely ones and the one that was taken. Where two read alike the likelier stands."""
+        best: dict[str, float] = {}
+        for other, value in [*list(entry.items())[: self._num_top], (id, entry[id])]:
+            best.setdefault(token_text(self._tokenizer, other), clamp_logprob(value.logprob))
+        return best
+
+
+def concat_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Older-shape tables, one after another."""
+    return {key: [value for part in parts for value in part[key]] for key in parts[0]}
+
+
+def token_bytes(tokenizer: Tokenizer | None, id: int) -> bytes:
+    """A token's bytes; of an ids-only engine the id in digits."""
+    return str(id).encode() if tokenizer is None else tokenizer.token_bytes(id)
+
+
+def token_text(tokenizer: Tokenizer | None, id: int) -> str:
+    """A token as the older shape writes it: text, or its bytes where it is a part of a character."""
+    data = token_bytes(tokenizer, id)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def clamp_logprob(value: float) -> float:
+    """``value``, or the least that JSON is given."""
+    return max(value, MIN_LOGPROB)

@@ -1,0 +1,376 @@
+"""What the API answers, as classes: the OpenAPI document's, and tests hold answers to them. No answer is made from one.
+
+Answers are plain dicts on their way out, since nothing is checked twice while tokens are waited for. No class allows
+keys that it does not name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+REF = "#/components/schemas/{model}"
+
+
+class ResponseModel(BaseModel):
+    """Exactly these keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class EngineStatus(ResponseModel):
+    """One served engine."""
+
+    name: str
+    state: Literal["loading", "ready", "restarting", "failed", "stopped"]
+    restarts: int
+    progress: dict[str, str | int] = Field(default_factory=dict)
+
+
+class HealthResponse(ResponseModel):
+    """GET /health."""
+
+    status: Literal["ok", "loading", "unavailable", "draining"]
+    engines: list[EngineStatus]
+
+
+class VersionResponse(ResponseModel):
+    """GET /version."""
+
+    version: str
+
+
+class ModelCard(ResponseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+    kind: str = Field(description="as engine_type")
+    engine_type: str
+    input_modalities: list[str] = Field(default_factory=list)
+    chat: bool | None = None
+    default_sampling: dict[str, Any] | None = Field(None, description="where a request does not say")
+    suggested_sampling: dict[str, Any] | None = Field(None, description="where the page's user does not say")
+
+
+class ModelList(ResponseModel):
+    """GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeResponse(ResponseModel):
+    """POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] = Field(default_factory=list)
+
+
+class DetokenizeResponse(ResponseModel):
+    """POST /detokenize."""
+
+    prompt: str
+
+
+class PromptTokensDetails(ResponseModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(ResponseModel):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(ResponseModel):
+    """One token's."""
+
+    token: str
+    logprob: Annotated[float, Field(le=0)]
+    bytes: list[Annotated[int, Field(ge=0, le=255)]]
+
+
+class ChatTokenLogprob(TopLogprob):
+    """Of a token that was taken."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(ResponseModel):
+    """Of a choice."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class FunctionCall(ResponseModel):
+    """name and arguments (JSON text)."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(ResponseModel):
+    """A call."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AssistantMessage(ResponseModel):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[MessageToolCall] = Field(default_factory=list)
+
+
+class ChatChoice(ResponseModel):
+    """One of the answers to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+    token_ids: list[int] = Field(default_factory=list)
+
+
+class ChatCompletionResponse(ResponseModel):
+    """POST /v1/chat/completions."""
+
+    id: str = Field(pattern="^chatcmpl-")
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] = Field(default_factory=list)
+
+
+class CompletionLogprobs(ResponseModel):
+    """The older shape: lists of one length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseModel):
+    """One of the ways a text goes on."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    token_ids: list[int] = Field(default_factory=list)
+    prompt_token_ids: list[int] = Field(default_factory=list)
+
+
+class CompletionResponse(ResponseModel):
+    """POST /v1/completions."""
+
+    id: str = Field(pattern="^cmpl-")
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class EmbeddingData(ResponseModel):
+    """A vector, as numbers or as base64 of float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(ResponseModel):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(ResponseModel):
+    """POST /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddingData]
+    model: str
+    usage: EmbeddingUsage
+
+
+class OutputText(ResponseModel):
+    """A piece of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(max_length=0)
+    logprobs: list[ChatTokenLogprob]
+
+
+class OutputMessage(ResponseModel):
+    """A message."""
+
+    type: Literal["message"]
+    id: str = Field(pattern="^msg_")
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputFunctionCall(ResponseModel):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    id: str = Field(pattern="^fc_")
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["completed", "incomplete"]
+
+
+class InputTokensDetails(PromptTokensDetails):
+    """cache_write_tokens is always 0: nothing is charged for."""
+
+    cache_write_tokens: Literal[0]
+
+
+class OutputTokensDetails(ResponseModel):
+    """Always 0."""
+
+    reasoning_tokens: Literal[0]
+
+
+class ResponseUsage(ResponseModel):
+    """Counts of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(ResponseModel):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponsesResponse(ResponseModel):
+    """POST /v1/responses."""
+
+    id: str = Field(pattern="^resp_")
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    incomplete_details: IncompleteDetails | None
+    model: str
+    previous_response_id: None
+    instructions: str | None
+    output: list[OutputMessage | OutputFunctionCall] = Field(min_length=1)
+    error: None
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    truncation: Literal["disabled"]
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    temperature: float
+    reasoning: dict[str, None]
+    usage: ResponseUsage
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    store: Literal[False]
+    background: Literal[False]
+    service_tier: Literal["default"]
+    metadata: dict[str, str]
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    user: str | None
+
+
+RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
+    "/health": HealthResponse,
+    "/version": VersionResponse,
+    "/v1/models": ModelList,
+    "/v1/models/{name}": ModelCard,
+    "/tokenize": TokenizeResponse,
+    "/detokenize": DetokenizeResponse,
+    "/v1/chat/completions": ChatCompletionResponse,
+    "/v1/completions": CompletionResponse,
+    "/v1/embeddings": EmbeddingResponse,
+    "/v1/responses": ResponsesResponse,
+}
+STREAMING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+SSE_EVENT_SCHEMA = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+    "additionalProperties": False,
+}
+"""An event of a stream, before its data are read as JSON."""
+_NAME_CLASH_PREFIX = "Answer"
+
+
+def add_response_schemas(document: dict[str, Any]) -> None:
+    """Put the answers' schemas into an OpenAPI document."""
+    models = dict.fromkeys(RESPONSE_MODELS.values())
+    found, shared = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    taken = {name: f"{_NAME_CLASH_PREFIX}{name}" if name in schemas else name for name in shared.get("$defs", {})}
+    for name, schema in shared.get("$defs", {}).items():
+        schemas[taken[name]] = _rename_refs(schema, taken)
+    for path, model in RESPONSE_MODELS.items():
+        for operation in document["paths"].get(path, {}).values():
+            content = {"application/json": {"schema": _rename_refs(found[model, "validation"], taken)}}
+            if path in STREAMING_PATHS:
+                content["text/event-stream"] = {"schema": SSE_EVENT_SCHEMA}
+            operation["responses"]["200"]["content"] = content
+    for operation in document["paths"].get("/metrics", {}).values():
+        operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    for operation in document["paths"].get("/health", {}).values():
+        # while it loads, the same shape says how far it is
+        refused = operation["responses"]["503"]["content"]["application/json"]
+        told = _rename_refs(found[HealthResponse, "validation"], taken)
+        operation["responses"]["503"]["content"] = {
+            "application/json": {"schema": {"anyOf": [told, refused["schema"]]}}
+        }
+
+
+def _rename_refs(schema: Any, new_names: dict[str, str]) -> Any:
+    """The schema with references to the names that were free."""
+    if isinstance(schema, list):
+        return [_rename_refs(each, new_names) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {key: _rename_refs(value, new_names) for key, value in schema.items()}
+    if isinstance(out.get("$ref"), str):
+        name = out["$ref"].rpartition("/")[2]
+        out["$ref"] = REF.format(model=new_names.get(name, name))
+    return out

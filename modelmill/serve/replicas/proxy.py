@@ -1,0 +1,238 @@
+"""The application that clients reach: it hands requests to replicas, and answers for those that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from modelmill import __version__
+from modelmill.core import log
+from modelmill.serve import errors, openai_format
+from modelmill.serve.errors import ApiError
+from modelmill.serve.metrics import CONTENT_TYPE
+from modelmill.serve.replicas.affinity import prefix_digests
+from modelmill.serve.service import TENANT_KEY, Service
+from modelmill.serve.stream import ClientStalled, send_with_timeout
+
+MAX_ATTEMPTS = 3
+REPLICA_TIMEOUT = 60.0
+"""Seconds to wait for a replica that takes a request."""
+DROPPED_HEADERS = (b"host", b"authorization", b"content-length", b"connection", b"transfer-encoding", b"x-request-id")
+_log = log.get_logger("serve.front")
+
+
+class ReplicaSet(Protocol):
+    """The replicas that a ``ReplicaProxy`` calls."""
+
+    def call_replica(
+        self, head: dict[str, Any], body: bytes, prefix: Sequence[str], avoid: Sequence[str]
+    ) -> AsyncGenerator[Any]:
+        """A replica's id, (status, headers), then bytes; raises where the replica is lost. Closing it aborts."""
+
+    async def metrics_pages(self) -> list[tuple[str, bytes]]:
+        """The metrics of each replica, by id."""
+
+    def state(self) -> dict[str, Any]:
+        """status ("ok", "loading" or "unavailable") and how many replicas run."""
+
+
+class ReplicaLost(Exception):
+    """A replica is gone, or none came; what it was is in the log."""
+
+
+class ReplicaProxy:
+    """An ASGI application; it stands behind ``RequestMiddleware``."""
+
+    def __init__(self, replicas: ReplicaSet, service: Service) -> None:
+        self._replicas, self._service = replicas, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer here, or let a replica answer. Raises ApiError for what nobody could answer."""
+        path = scope["path"]
+        if path == "/health":
+            await self._health(send)
+        elif path == "/version":
+            await _send_json(send, 200, {"version": __version__})
+        elif path == "/metrics":
+            page = merge_metrics(await self._replicas.metrics_pages())
+            await _send_body(send, 200, page, CONTENT_TYPE.encode())
+        else:
+            await self._relay(scope, receive, send)
+
+    async def _health(self, send: Send) -> None:
+        told = self._replicas.state()
+        if self._service.draining:
+            told["status"] = "draining"
+        ok = told["status"] == "ok"
+        await _send_json(send, 200 if ok else 503, told, () if ok else ((b"retry-after", b"2"),))
+
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._replicas.state()
+        if state["status"] != "ok":
+            told = f"no replica is ready ({state['status']}); try again soon"
+            raise ApiError(503, told, "service_unavailable_error", None, "not_ready", {"Retry-After": "2"})
+        body = await _read_body(receive)
+        if body is None:
+            return
+        relay = _ProxiedRequest(self._replicas, _request_head(scope), body, send)
+        work, gone = asyncio.create_task(relay.run()), asyncio.create_task(_wait_disconnect(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+
+class _ProxiedRequest:
+    """One request on its way through replicas."""
+
+    def __init__(self, replicas: ReplicaSet, head: dict[str, Any], body: bytes, send: Send) -> None:
+        self._replicas, self._head, self._body, self._send = replicas, head, body, send
+        self._started = False
+
+    async def run(self) -> None:
+        """Until somebody has answered, or the client takes nothing of it for so long."""
+        with contextlib.suppress(ClientStalled):
+            await self._retry_replicas()
+
+    async def _retry_replicas(self) -> None:
+        """A replica that is lost before its answer began is followed by another."""
+        prefix, avoid = await asyncio.to_thread(prefix_digests, self._body, self._head["tenant"]), list[str]()
+        for left in reversed(range(MAX_ATTEMPTS)):
+            try:
+                await self._try_replica(prefix, avoid, last=left == 0)
+                return
+            except ReplicaLost:
+                if self._started:
+                    await self._end_broken_stream()
+                    return
+        raise ApiError(503, "no replica could answer; try again soon", errors.SERVER_ERROR, None, "replica_lost",
+                       {"Retry-After": "2"})  # fmt: skip
+
+    async def _try_replica(self, prefix: Sequence[str], avoid: list[str], last: bool) -> None:
+        """One replica's answer. Raises ReplicaLost where it has none: it is gone, or says 503 and may be followed."""
+        async with contextlib.aclosing(
+            self._replicas.call_replica(self._head, self._body, prefix, tuple(avoid))
+        ) as told:
+            try:
+                async with asyncio.timeout(REPLICA_TIMEOUT):
+                    avoid.append(await anext(told))
+                status, headers = await anext(told)
+                if status == 503 and not last:
+                    raise ReplicaLost
+                kept = [(name, value) for name, value in headers if name != b"x-request-id"]
+                start = {"type": "http.response.start", "status": status, "headers": kept}
+                if not any(name == b"content-type" and b"event-stream" in value for name, value in kept):
+                    # what is no stream is sent when it is whole, so that another replica may still answer
+                    body = b"".join([piece async for piece in told])
+                    self._started = True
+                    await self._send_message(start)
+                    await self._send_message(_body_chunk(body, more=False))
+                    return
+                self._started = True
+                await self._send_message(start)
+                async for piece in told:
+                    await self._send_message(_body_chunk(piece))
+            except (ReplicaLost, ApiError, ClientStalled):
+                raise
+            except Exception as error:
+                # Ray's own errors carry tracebacks of other processes
+                _log.warning("replica lost", extra={"data": {"replica": avoid[-1:], "error": type(error).__name__}})
+                raise ReplicaLost from None
+        await self._send_message(_body_chunk(b"", more=False))
+
+    async def _end_broken_stream(self) -> None:
+        """A stream had begun: it ends with an error and without [DONE]."""
+        error = ApiError(503, "the replica ended while it answered", errors.SERVER_ERROR, None, "replica_lost")
+        await self._send_message(_body_chunk(openai_format.sse_event(error.body())))
+        await self._send_message(_body_chunk(b"", more=False))
+
+    async def _send_message(self, message: Message) -> None:
+        await send_with_timeout(self._send, message)
+
+
+def merge_metrics(pages: Iterable[tuple[str, bytes]]) -> bytes:
+    """The metrics of several replicas as one page; each line says whose it is."""
+    families: dict[str, Metric] = {}
+    for replica, page in pages:
+        for found in text_string_to_metric_families(page.decode()):
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            for sample in found.samples:
+                family.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+
+    class _MergedCollector:
+        def collect(self) -> Iterable[Metric]:
+            return families.values()
+
+    registry = CollectorRegistry()
+    registry.register(_MergedCollector())
+    return generate_latest(registry)
+
+
+def with_middleware(proxy: ReplicaProxy, service: Service) -> ASGIApp:
+    """The proxy behind ``RequestMiddleware``, and behind CORS where origins are allowed."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    from modelmill.serve.middleware import RequestMiddleware
+
+    app: ASGIApp = RequestMiddleware(proxy, service)
+    if service.limits.allowed_origins:
+        app = CORSMiddleware(app, allow_origins=service.limits.allowed_origins, allow_methods=("GET", "POST"),
+                             allow_headers=("*",))  # fmt: skip
+    return app
+
+
+def _body_chunk(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def _request_head(scope: Scope) -> dict[str, Any]:
+    headers = [(name, value) for name, value in scope["headers"] if name not in DROPPED_HEADERS]
+    return {
+        "method": scope["method"],
+        "path": scope["path"],
+        "raw_path": scope.get("raw_path") or scope["path"].encode(),
+        "query": scope.get("query_string", b""),
+        "tenant": scope.get(TENANT_KEY, ""),
+        "headers": [*headers, (b"x-request-id", scope["modelmill.request_id"].encode())],
+    }
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """The body; None where the client left before its end."""
+    pieces = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_json(send: Send, status: int, value: Any, extra_headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    await _send_body(send, status, json.dumps(value).encode(), b"application/json", extra_headers)
+
+
+async def _send_body(
+    send: Send, status: int, body: bytes, content_type: bytes, extra_headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *extra_headers]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

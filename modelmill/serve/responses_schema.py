@@ -1,0 +1,321 @@
+"""What /v1/responses is asked, and the conversation that it means: from there on it is a chat request like any other.
+
+Nothing of a response is kept on the server: there is no ``previous_response_id``, and ``store`` is always false. A
+client sends the items of the conversation again; the prefix cache makes that cheap, and no memory grows with answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError
+
+from modelmill.core.errors import RequestError
+from modelmill.serve.schema import (
+    MAX_INT32,
+    MAX_TOP_LOGPROBS,
+    ChatRequest,
+    FunctionDefinition,
+    NamedFunction,
+    NamedToolChoice,
+    ResponseFormat,
+    SamplingFields,
+    Tool,
+    check_functions,
+)
+from modelmill.serve.strict_models import (
+    FAIL_FAST,
+    MAX_ITEMS,
+    IgnoredList,
+    JsonObject,
+    JsonObjectList,
+    Metadata,
+    StrictModel,
+)
+from modelmill.serve.validation_errors import summarize_errors
+
+LOGPROBS = "message.output_text.logprobs"
+LongText = Annotated[str, Field(max_length=10 << 20)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class ContentPart(StrictModel):
+    """A piece of a message's content."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "input_image"]
+    text: LongText | None = None
+    refusal: LongText | None = None
+    image_url: str | None = None
+    detail: Literal["low", "high", "auto"] | None = None
+    annotations: IgnoredList | None = None
+    logprobs: IgnoredList | None = None
+
+    def to_chat_part(self) -> dict[str, Any]:
+        """As a part of a chat message. Raises RequestError."""
+        if self.type == "input_image":
+            if self.image_url is None:
+                raise RequestError("an input_image needs its image_url (a data: URL); files are not kept here")
+            detail = {"detail": self.detail} if self.detail else {}
+            return {"type": "image_url", "image_url": {"url": self.image_url, **detail}}
+        text = self.refusal if self.type == "refusal" else self.text
+        if text is None:
+            raise RequestError(f"a part of type {self.type} needs its text")
+        return {"type": "text", "text": text}
+
+
+ContentParts = Annotated[list[ContentPart], FAIL_FAST, Field(max_length=MAX_ITEMS)]
+
+
+class MessageItem(StrictModel):
+    """A turn."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: LongText | ContentParts
+    id: str | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class FunctionCallItem(StrictModel):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1, max_length=256)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    arguments: LongText
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+class FunctionCallOutputItem(StrictModel):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1, max_length=256)
+    output: LongText | ContentParts
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+class ReasoningItem(StrictModel):
+    """What another model thought: taken, not used."""
+
+    type: Literal["reasoning"]
+    summary: IgnoredList
+    id: str | None = None
+    content: IgnoredList | None = None
+    encrypted_content: str | None = None
+    status: ItemStatus | None = None
+
+
+InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+_ITEM_TYPES: dict[str, type[InputItem]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+class FunctionTool(FunctionDefinition):
+    """A function that may be called."""
+
+    type: Literal["function"]
+
+
+class FunctionToolChoice(StrictModel):
+    """This function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedToolsChoice(StrictModel):
+    """Some of the tools, and whether one of them has to be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["none", "auto", "required"] = "auto"
+    tools: Annotated[list[FunctionToolChoice], FAIL_FAST] = Field(min_length=1, max_length=128)
+
+
+class TextFormat(StrictModel):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, min_length=1, max_length=256)
+    schema_: JsonObject | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+    def to_response_format(self) -> ResponseFormat:
+        """As a response_format. Raises RequestError."""
+        if self.type != "json_schema":
+            if self.name is not None or self.schema_ is not None:
+                raise RequestError(f"text.format: name and schema belong to json_schema, not to {self.type}")
+            return ResponseFormat(type=self.type)
+        if self.name is None or self.schema_ is None:
+            raise RequestError("text.format: json_schema needs a name and a schema")
+        schema = {"name": self.name, "schema": self.schema_, "strict": self.strict, "description": self.description}
+        return ResponseFormat.model_validate({"type": self.type, "json_schema": schema})
+
+
+class TextConfig(StrictModel):
+    """verbosity: taken, not used."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(StrictModel):
+    """Taken, not used."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(StrictModel):
+    """Taken, not used."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    # input[i].content[j].logprobs, as a response told them: of 16,000 tokens with five each, or 7,000 with twenty
+    unused: ClassVar[Mapping[str, int]] = {"logprobs": 5}
+
+    input: LongText | JsonObjectList = Field(description="a text, or items: messages, calls and what they returned")
+    instructions: LongText | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool], FAIL_FAST] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | AllowedToolsChoice | None = Field(
+        None,
+        description='"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", …}',
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    include: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | JsonObject | None = None
+    prompt: JsonObject | None = None
+    # taken and not used
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = Field(None, ge=1, le=MAX_INT32)
+    reasoning: ReasoningConfig | None = None
+    stream_options: ResponseStreamOptions | None = None
+    prompt_cache_retention: str | None = None
+
+    def check(self) -> None:
+        """Raises RequestError for what is not offered."""
+        if not self.input:
+            raise RequestError("input is empty; give a text or at least one item")
+        for name in ("previous_response_id", "conversation"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} is not offered: nothing is kept here; send the earlier items in input")
+        if self.prompt is not None:
+            raise RequestError("prompt is not offered: no templates are kept here; send instructions and input")
+        if self.background:
+            raise RequestError("background is not offered; use stream")
+        if self.truncation == "auto":
+            raise RequestError("truncation auto is not offered: an input that is too long is refused")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for stream: true")
+        unknown = [each for each in self.include or () if each not in (LOGPROBS, "reasoning.encrypted_content")]
+        if unknown:
+            raise RequestError(f"include names {unknown[0][:60]!r}, which is not offered; {LOGPROBS} is")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def to_chat_request(self) -> ChatRequest:
+        """The chat request with the same meaning. Raises RequestError."""
+        self.check()
+        check_functions(self.tools or ())
+        shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        tools, choice = self._chat_tools()
+        format = None if self.text is None or self.text.format is None else self.text.format.to_response_format()
+        return ChatRequest(
+            **shared,
+            messages=items_to_messages(self.input, self.instructions),
+            max_completion_tokens=self.max_output_tokens,
+            response_format=format,
+            tools=tools,
+            tool_choice=choice,
+            logprobs=True if self.wants_logprobs else None,
+            top_logprobs=self.top_logprobs if self.wants_logprobs else None,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+    def _chat_tools(self) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
+        tools = [
+            Tool(type="function", function=FunctionDefinition(**tool.model_dump(exclude={"type"})))
+            for tool in self.tools or ()
+        ]
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            names = {each.name for each in choice.tools}
+            if names - {tool.function.name for tool in tools}:
+                raise RequestError("tool_choice names a function that is not among the tools")
+            return [tool for tool in tools if tool.function.name in names], choice.mode
+        if isinstance(choice, FunctionToolChoice):
+            return tools or None, NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
+        return tools or None, choice
+
+
+def items_to_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """Items as chat messages: calls join the turn they belong to. Raises RequestError naming the item at fault."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for index, raw in enumerate(items):
+        item = _parse_item(raw, f"input[{index}]")
+        try:
+            _append_item(messages, item)
+        except RequestError as error:
+            raise RequestError(f"input[{index}]: {error}") from None
+    if all(message["role"] == "system" for message in messages):
+        raise RequestError("input holds no turn; give at least one message")
+    return messages
+
+
+def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
+    if isinstance(item, MessageItem):
+        messages.append({"role": item.role, "content": _chat_content(item.content)})
+    elif isinstance(item, FunctionCallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif isinstance(item, FunctionCallOutputItem):
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)})
+
+
+def _chat_content(given: str | list[ContentPart]) -> str | list[dict[str, Any]]:
+    return given if isinstance(given, str) else [part.to_chat_part() for part in given]
+
+
+def _parse_item(raw: Mapping[str, Any], where: str) -> InputItem:
+    kind = raw.get("type", "message")
+    shape = _ITEM_TYPES.get(kind) if isinstance(kind, str) else None
+    if shape is None:
+        raise RequestError(
+            f"{where}: items of type {str(kind)[:40]!r} are not offered; there are {', '.join(_ITEM_TYPES)}"
+        )
+    try:
+        return shape.model_validate(raw)
+    except ValidationError as error:
+        _, line = summarize_errors(error.errors(include_url=False, include_input=False), shape)
+        whole = "the request's body"  # the item is at fault as a whole
+        told = line.removeprefix(whole) if line.startswith(whole) else f".{line}"
+        raise RequestError(where + told) from None

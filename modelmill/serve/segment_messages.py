@@ -1,0 +1,102 @@
+"""What the API and the worker of a segmentation engine say to each other: pictures and masks, in binary frames.
+
+The body of such a frame is a zero byte (JSON begins with another), the length of a JSON array in four bytes, that
+array, and the blobs one after another; the array ends with their lengths. Nothing is turned into text or pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+SEGMENTATION = "segmentation"
+BINARY_FRAME_MARK = b"\0"
+_LENGTH = struct.Struct(">I")
+SegmentErrorCode = Literal["invalid", "unknown", "memory"]
+
+
+@dataclass(frozen=True)
+class SegmentJob:
+    """Segment a picture. image: a file's bytes; empty where ``image_digest`` names a picture that was seen.
+
+    prompts: {"points", "labels", "box", "mask"}, the mask's value being the index of its blob in ``masks``: float32
+    logits (little endian) or a picture's file. automatic_masks: options of a grid of points, in place of prompts.
+    mask_format: "rle" or "png". return_logits: whether each mask's logits are sent, for another prompt.
+    """
+
+    id: str
+    image_digest: str = ""
+    cache_salt: str = ""
+    prompts: Sequence[Mapping[str, Any]] = ()
+    automatic_masks: Mapping[str, Any] | None = None
+    multimask: bool = True
+    mask_format: str = "rle"
+    return_logits: bool = False
+    image: bytes = field(default=b"", repr=False)
+    masks: Sequence[bytes] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class SegmentResult:
+    """The answer. payload: {"image": {…}, "masks": [{…}], "milliseconds": {…}}; "png" and "logits" in it are indices.
+
+    blobs: those PNG files and float32 logits.
+    """
+
+    id: str
+    payload: Mapping[str, Any]
+    blobs: Sequence[bytes] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class SegmentFailure:
+    """No answer. code: the request is at fault, its digest is not known (any more), or memory ran out.
+
+    param: the request's field that is at fault, where one is.
+    """
+
+    id: str
+    code: SegmentErrorCode
+    message: str
+    param: str | None = None
+
+
+def encode_blob_frame(message: SegmentJob | SegmentResult) -> bytes:
+    """The body of a frame."""
+    if isinstance(message, SegmentJob):
+        blobs = [message.image, *message.masks]
+        content = [getattr(message, each.name) for each in fields(message)[:-2]]
+    else:
+        blobs = list(message.blobs)
+        content = [message.id, message.payload]
+    return join_blob_frame(type(message).__name__, content, blobs)
+
+
+def decode_blob_frame(body: bytes) -> SegmentJob | SegmentResult:
+    """The message of such a body."""
+    name, content, blobs = split_blob_frame(body)
+    if name == SegmentJob.__name__:
+        return SegmentJob(*[*content, blobs[0], tuple(blobs[1:])])
+    return SegmentResult(*[*content, tuple(blobs)])
+
+
+def join_blob_frame(name: str, content: Sequence[Any], blobs: Sequence[bytes]) -> bytes:
+    """The body of a frame with blobs."""
+    head = json.dumps([name, *content, [len(b) for b in blobs]], separators=(",", ":")).encode()
+    return b"".join((BINARY_FRAME_MARK, _LENGTH.pack(len(head)), head, *blobs))
+
+
+def split_blob_frame(body: bytes) -> tuple[str, list[Any], list[bytes]]:
+    """(the message's name, its other fields, its blobs) of such a body."""
+    start = 1 + _LENGTH.size
+    end = start + _LENGTH.unpack_from(body, 1)[0]
+    name, *content, sizes = json.loads(body[start:end])
+    blobs: list[bytes] = []
+    for size in sizes:
+        blobs.append(body[end : end + size])
+        end += size
+    assert end == len(body), "a frame of other lengths than it tells"
+    return name, content, blobs

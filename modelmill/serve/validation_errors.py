@@ -1,0 +1,146 @@
+"""Why a request's body was refused, in one line: which field, and what it takes.
+
+pydantic tells one error for each shape that a field may have; who reads it wants one for the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from modelmill.core.registry import closest_name
+
+PydanticError = Mapping[str, Any]
+TYPE_NAMES = {
+    "string_type": "a text",
+    "list_type": "a list",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "float_type": "a number",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "finite_number": "a finite number",
+}
+ERROR_TEXTS = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "too_short": "must hold at least {min_length}",
+    "too_long": "must hold at most {max_length}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+    "missing": "field required",
+    "extra_forbidden": "unknown field",
+    "value_error": "{error}",
+    "string_unicode": "holds half of a surrogate pair, which is no character",
+}
+
+
+FIELD_ALIASES = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}
+"""Fields of older clients and other servers, and what says it here."""
+
+
+def summarize_errors(errors: Sequence[PydanticError], model: type[BaseModel] | None = None) -> tuple[str | None, str]:
+    """(field, line) of what pydantic found wrong. model: the body's, whose descriptions say what a field takes."""
+    places = [tuple(part for part in error["loc"] if part != "body") for error in errors]
+    if not places[0]:
+        wrong = {"missing": "is empty; send an object", "string_unicode": _error_text(errors[0])}
+        return None, f"the request's body {wrong.get(errors[0]['type'], 'must be an object')}"
+    name = places[0][0]
+    group = [(place, error) for place, error in zip(places, errors) if place[0] == name]
+    param = name[:100] if isinstance(name, str) else None
+    deepest = max(len(place) for place, _ in group)
+    branches: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], PydanticError]]] = {}
+    for place, error in group:
+        branches.setdefault(_branch_tags(place), []).append((place, error))
+    meant = [found for found in branches.values() if max(len(place) for place, _ in found) == deepest]
+    # of several kinds of objects, one whose type fits
+    meant = [found for found in meant if not any(map(_is_type_mismatch, found))] or meant
+    if len(branches) == 1 or len(meant) == 1:
+        place, error = next(filter(_is_type_mismatch, meant[0]), meant[0][0])
+        hint = _suggestion(place, error, model)
+        return param, f"{_field_path(place, error)}: {_error_text(error)}{hint}"[:400]
+    taken = None if model is None or name not in model.model_fields else model.model_fields[name].description
+    kinds = dict.fromkeys(_expected_type(error) or "of another kind" for _, error in group)
+    shared = _common_prefix([place for place, _ in group])
+    return param, f"{_field_path(shared, {})}: must be {taken if taken and len(shared) == 1 else ' or '.join(kinds)}"[
+        :400
+    ]
+
+
+def _suggestion(location: Sequence[Any], error: PydanticError, model: type[BaseModel] | None) -> str:
+    """What an unknown field of the body may be meant to be."""
+    if error["type"] != "extra_forbidden" or len(location) != 1 or model is None:
+        return ""
+    name = str(location[0])[:64]
+    known = FIELD_ALIASES.get(name, "")
+    found = known if known.partition(".")[0] in model.model_fields else closest_name(name, list(model.model_fields))
+    return f"; did you mean {found}?" if found else ""
+
+
+def _branch_tags(location: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(part for part in location if _is_tag(part))
+
+
+def _is_tag(part: Any) -> bool:
+    """Whether pydantic named one of several shapes with it: str, list[int], Choice; fields are in lower case."""
+    named = isinstance(part, str) and part != ""
+    return named and (part in ("str", "int", "float", "bool") or part[0].isupper() or "[" in part or "-" in part)
+
+
+def _is_type_mismatch(located_error: tuple[tuple[Any, ...], PydanticError]) -> bool:
+    return located_error[1]["type"] == "literal_error" and located_error[0][-1] == "type"
+
+
+def _common_prefix(locations: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What all begin with."""
+    size = 0
+    while all(len(place) > size and place[size] == locations[0][size] for place in locations):
+        size += 1
+    return locations[0][: max(size, 1)]
+
+
+def _field_path(location: Sequence[Any], error: PydanticError) -> str:
+    """As it would be written: tools[0].function.name."""
+    text = ""
+    for index, part in enumerate(location):
+        last = index == len(location) - 1 and error.get("type") == "extra_forbidden"
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif index == 0 or last or not _is_tag(part):
+            text += f".{part}" if text else str(part)
+    return text[:100]
+
+
+def _expected_type(error: PydanticError) -> str | None:
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return TYPE_NAMES.get(error["type"])
+
+
+def _error_text(error: PydanticError) -> str:
+    kind = _expected_type(error)
+    if kind is not None:
+        return f"must be {kind}"
+    told = ERROR_TEXTS.get(error["type"])
+    if told is not None:
+        return told.format(**error.get("ctx", {}))
+    message = str(error["msg"])
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,65 @@
+"""Incremental detokenization: a token in, the text it completes out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+
+from modelmill.text.tokenizer_base import Tokenizer
+from modelmill.text.utf8 import Utf8Stream
+
+
+class Detokenizer:
+    """Turns the ids of one sequence into text as they come.
+
+    All pushes and the final flush together give exactly ``tokenizer.decode(ids)``; where the sequence
+    ``continues_prompt`` a text, exactly what it adds to that text. Text is given out only once it cannot change any
+    more, so a character is never cut and never taken back.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        shown_special: Collection[int] = (),
+        continues_prompt: bool = False,
+    ) -> None:
+        """shown_special: ids that are written out though they are special.
+
+        continues_prompt: text stands before these ids, so that the first keeps the space which SentencePiece would
+        drop.
+        """
+        self._tokenizer, self._shown_special = tokenizer, shown_special
+        self._skip_special = skip_special
+        self._utf8 = Utf8Stream(each_byte=tokenizer.each_byte)
+        self._continues_prompt, self._has_text = continues_prompt, False
+
+    def push_prompt(self, id: int) -> str:
+        """As ``push``, for an id of what stands before the sequence: control tokens of a prompt are never written.
+
+        A character that such ids leave unfinished is the sequence's first.
+        """
+        return "" if self._tokenizer.is_skipped(id) else self._text(id, self._has_text)
+
+    def push(self, id: int) -> str:
+        """The text that this id completes; "" while a character is unfinished."""
+        if self._skip_special and self._tokenizer.is_skipped(id) and id not in self._shown_special:
+            return ""
+        return self._text(id, self._has_text or self._continues_prompt)
+
+    def fork(self) -> Detokenizer:
+        """Another one that goes on from here."""
+        other = copy.copy(self)
+        other._utf8 = copy.copy(self._utf8)
+        return other
+
+    def _text(self, id: int, opened: bool) -> str:
+        data = self._tokenizer.token_bytes(id)
+        text = self._utf8.push(data if opened else self._tokenizer.first_token_bytes(id))
+        self._has_text = self._has_text or bool(data)
+        return text
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD for a character that never got its last bytes, else nothing."""
+        return self._utf8.flush()

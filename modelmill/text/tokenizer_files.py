@@ -1,0 +1,108 @@
+"""Reading the small JSON files beside a tokenizer, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from modelmill.core.errors import TokenizerError
+
+SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_json(files: Mapping[str, bytes], name: str, expected: type[dict] | type[list] = dict) -> Any:
+    """The parsed file, an empty `expected` where it is absent; TokenizerError when it is broken."""
+    if name not in files:
+        return expected()
+    try:
+        value = json.loads(files[name].decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{name} is not valid JSON ({type(error).__name__}); copy the file again") from None
+    if not isinstance(value, expected):
+        word = "array" if expected is list else "object"
+        raise TokenizerError(f"{name} must hold a JSON {word}, not {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What tokenizer_config.json and its companions say, whatever the vocabulary's format."""
+
+    special_tokens: Mapping[str, str]  # bos_token → "<s>", …; only those that are set
+    extra_special_tokens: tuple[str, ...]  # additional special tokens
+    added_tokens: Mapping[int, Mapping[str, Any]]  # added_tokens_decoder
+    add_bos: bool | None
+    add_eos: bool | None
+    legacy: bool  # SentencePiece: every stretch between control tokens gets the dummy space
+    eos_ids: tuple[int, ...]  # from generation_config.json
+
+
+def read_settings(files: Mapping[str, bytes]) -> TokenizerSettings:
+    """Raises TokenizerError naming the file whose content has the wrong type."""
+    config = read_json(files, "tokenizer_config.json")
+    extra = read_json(files, "special_tokens_map.json")
+    names: dict[str, str] = {}
+    for key in SPECIAL_TOKEN_KEYS:
+        text = token_text(config.get(key, extra.get(key)), "tokenizer_config.json", key)
+        if text:
+            names[key] = text
+    listed = config.get("additional_special_tokens") or extra.get("additional_special_tokens") or []
+    if not isinstance(listed, list):
+        raise TokenizerError("tokenizer_config.json: additional_special_tokens must be a list")
+    texts = [token_text(item, "tokenizer_config.json", "additional_special_tokens") for item in listed]
+    return TokenizerSettings(
+        special_tokens=names,
+        extra_special_tokens=tuple(text for text in texts if text),
+        added_tokens=_added_tokens(config),
+        add_bos=_bool_setting(config, "add_bos_token"),
+        add_eos=_bool_setting(config, "add_eos_token"),
+        legacy=config.get("legacy") is not False,
+        eos_ids=_generation_eos(files),
+    )
+
+
+def token_text(value: object, file: str, key: str) -> str | None:
+    """The text of a token written as a string or as {"content": …}; None stays None."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is None or isinstance(value, str):
+        return value
+    raise TokenizerError(f"{file}: {key} must be a string, not {type(value).__name__}")
+
+
+def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
+    """The ids in order, without repetitions and without None."""
+    return tuple(dict.fromkeys(id for id in ids if id is not None))
+
+
+def is_token_id(value: object) -> bool:
+    """Whether a JSON value can be a token id (JSON true is an int for Python)."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _bool_setting(config: Mapping[str, Any], key: str) -> bool | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise TokenizerError(f"tokenizer_config.json: {key} must be true or false")
+    return value
+
+
+def _added_tokens(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise TokenizerError("tokenizer_config.json: added_tokens_decoder must be an object")
+    found: dict[int, Mapping[str, Any]] = {}
+    for key, entry in listed.items():
+        good = key.isdecimal() and len(key) < 10 and isinstance(entry, dict)
+        if not good or not isinstance(entry.get("content"), str) or not entry["content"]:
+            raise TokenizerError("tokenizer_config.json: added_tokens_decoder must map ids to {content, …}")
+        found[int(key)] = entry
+    return found
+
+
+def _generation_eos(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    value = read_json(files, "generation_config.json").get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    return tuple(id for id in values if is_token_id(id))

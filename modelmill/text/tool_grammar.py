@@ -1,0 +1,175 @@
+"""What an answer may be where a call is forced: the function's name, and arguments that fit its parameters."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Grammar
+
+Schema = Mapping[str, Any]
+MAX_FORCED_CALLS = 16
+"""Most calls of one forced answer."""
+MAX_ONEOF_PAIRS = 2048
+"""Most pairs of a schema's kinds (oneOf) that are looked at."""
+_COMBINING_KEYS = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef")
+_NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keys that hold schemas by name; the names may be any text, "properties" too."""
+_VALUE_KEYS = ("enum", "const", "default", "examples")
+_OBJECT_KEYS = ("properties", "required", "patternProperties", "additionalProperties")
+
+
+def forced_call_grammar(tools: Sequence[Schema], name: str | None, several: bool = False) -> Grammar:
+    """An answer that is a call and nothing else: of ``name``, or of any tool. It is written bare.
+
+    several: a list of 1 to MOST calls instead. Raises RequestError for parameters that describe no object.
+    """
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    told = [{"name": function["name"], "arguments": arguments_schema(function)} for function in functions]
+    return Grammar("calls", json.dumps({"functions": told, "most": MAX_FORCED_CALLS if several else None}))
+
+
+def arguments_schema(function: Schema) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object: every one that fits it fits the parameters.
+
+    It has the properties that the parameters name and no others, unless they ask for others themselves. A function
+    without parameters takes {}. Raises RequestError.
+    """
+    parameters = function.get("parameters")
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise RequestError(
+            f"tools: the parameters of {function['name']} have another type than object, which arguments always are"
+        )
+    return close_schema({**parameters, "type": "object"})
+
+
+def close_schema(schema: Schema) -> dict[str, Any]:
+    """A schema whose objects have the properties that are named and no others: every such value fits the original.
+
+    Left as they are: objects that say themselves what else they may hold, and schemas that are put together of
+    several, where closing one part would shut out the others, or let in what fits two kinds of which it may fit one.
+    """
+    parts = _subschemas(schema)
+    if any(map(_is_conjunction, parts)):
+        return dict(schema)
+    pairs = (pair for part in parts for pair in itertools.permutations(_as_list(part.get("oneOf")), 2))
+    looked = list(itertools.islice(pairs, MAX_ONEOF_PAIRS + 1))
+    if len(looked) > MAX_ONEOF_PAIRS or not all(_are_disjoint(a, b, schema) for a, b in looked):
+        return dict(schema)
+    return _close(schema)
+
+
+def _close(schema: Schema) -> dict[str, Any]:
+    out = _map_subschemas(schema, _close)
+    if _can_close(schema):
+        # what must be there is named, though it is not described
+        missing: dict[str, Any] = {
+            name: {} for name in sorted(_required_names(schema)) if name not in out["properties"]
+        }
+        out |= {"properties": {**out["properties"], **missing}, "additionalProperties": False}
+    return out
+
+
+def _can_close(schema: Schema) -> bool:
+    named = isinstance(schema.get("properties"), Mapping)
+    return named and not any(key in schema for key in ("additionalProperties", "patternProperties"))
+
+
+def _is_conjunction(schema: Schema) -> bool:
+    """Whether a value has to fit several parts at once."""
+    parts = (any(key in schema for key in _OBJECT_KEYS), *(key in schema for key in ("$ref", "anyOf", "oneOf")))
+    return sum(parts) > 1 or any(key in schema for key in _COMBINING_KEYS)
+
+
+def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
+    """Whether it can be seen at once that nothing that fits ``a``, closed, also fits ``b`` as it stands."""
+    a, b = _resolve_ref(a, root), _resolve_ref(b, root)
+    if a is None or b is None:
+        return False
+    if _is_plain(a) and _is_plain(b):
+        return True  # closing changes neither, and the grammar's library compares them
+    one, other = _schema_types(a), _schema_types(b)
+    if one and other and not one & other:
+        return True
+    if any(key in each for key in ("items", "prefixItems") for each in (a, b)) and {"object"} not in (one, other):
+        return False
+    mine, theirs = (each["properties"] if isinstance(each.get("properties"), Mapping) else {} for each in (a, b))
+    needed = _required_names(a)
+    if _can_close(a) and not _required_names(b) <= needed | mine.keys():
+        return True
+    shared = [
+        (_allowed_strings(mine[name]), _allowed_strings(theirs[name]))
+        for name in needed
+        if name in mine and name in theirs
+    ]
+    return any(here and there and not here & there for here, there in shared)
+
+
+def _is_plain(schema: Schema) -> bool:
+    return not any(key in schema for key in ("$ref", "items", "prefixItems", "anyOf", "oneOf", *_OBJECT_KEYS))
+
+
+def _required_names(schema: Schema) -> set[str]:
+    return {name for name in _as_list(schema.get("required")) if isinstance(name, str)}
+
+
+def _schema_types(schema: Schema) -> set[str]:
+    """The types of its values; none where it tells none."""
+    told = schema.get("type")
+    kinds = {each for each in (told if isinstance(told, list) else [told]) if isinstance(each, str)}
+    return kinds | {"integer"} if "number" in kinds else kinds
+
+
+def _allowed_strings(schema: Any) -> set[str]:
+    """The only texts that fit; none where there may be others."""
+    values = _as_list(schema.get("enum", [schema.get("const")])) if isinstance(schema, Mapping) else []
+    return set(values) if values and all(isinstance(value, str) for value in values) else set()
+
+
+def _resolve_ref(schema: Any, root: Schema) -> Schema | None:
+    """A schema, or what it refers to among the definitions; None for what is not found."""
+    if not isinstance(schema, Mapping) or "$ref" not in schema:
+        return schema if isinstance(schema, Mapping) else None
+    steps = str(schema["$ref"]).split("/")
+    held = root.get(steps[1]) if len(steps) == 3 and steps[0] == "#" and steps[1] in ("$defs", "definitions") else None
+    found = held.get(steps[2]) if isinstance(held, Mapping) and len(schema) == 1 else None
+    return found if isinstance(found, Mapping) and "$ref" not in found else None
+
+
+def _subschemas(schema: Schema) -> list[Schema]:
+    """A schema and all that stand in it."""
+    found = [schema]
+
+    def add(part: Schema) -> Schema:
+        found.extend(_subschemas(part))
+        return part
+
+    _map_subschemas(schema, add)
+    return found
+
+
+def _map_subschemas(schema: Schema, change: Callable[[Schema], Any]) -> dict[str, Any]:
+    """A copy in which the schemas right inside this one are changed."""
+
+    def part(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return change(value)
+        return [part(each) for each in value] if isinstance(value, list) else value
+
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMA_KEYS and isinstance(value, Mapping):
+            out[key] = {name: part(each) for name, each in value.items()}
+        else:
+            out[key] = value if key in _VALUE_KEYS else part(value)
+    return out
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,152 @@
+"""Tool calls between messages and text: how a prompt tells of tools.
+
+Five ways of writing a call, named after what marks it:
+
+* ``marked``: <tool_call>{"name", "arguments"}</tool_call> (Qwen 2.5 and later, Hermes);
+* ``bare``: the answer is {"name", "parameters"}, or follows <|python_tag|> (Llama 3);
+* ``listed``: [TOOL_CALLS] and a list of objects, or name[ARGS]object (Mistral);
+* ``react``: Thought, Action, Action Input, Observation, a line each (Qwen v1; text/react.py);
+* ``described``: for chat formats that know no tools: the system message explains the marked form, and earlier calls and
+  results are written out in it.
+
+Reading calls out of an answer is text/tool_parser.py; what an answer may be where a call is forced,
+text/tool_grammar.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelmill.text.messages import validate_messages
+
+MARKED_STYLE, BARE_STYLE, LISTED_STYLE, REACT_STYLE, DESCRIBED_STYLE = "marked", "bare", "listed", "react", "described"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_MARK = "<|python_tag|>"
+CALL_LIST_MARK, CALL_ARGS_MARK, CALL_ID_MARK = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+CALL_MARKS = (CALL_OPEN, CALL_CLOSE, PYTHON_MARK, CALL_LIST_MARK, CALL_ARGS_MARK, CALL_ID_MARK)
+"""Control tokens that a reader of calls must see, though they are no part of a plain answer."""
+OBSERVATION = "Observation:"
+INTRO = """You may call functions to help with the user's query. Their signatures, in JSON:
+<tools>
+{tools}
+</tools>
+For each call write a JSON object with its name and arguments inside these tags:
+<tool_call>
+{{"name": FUNCTION, "arguments": OBJECT}}
+</tool_call>"""
+
+
+def detect_tool_style(templates: str) -> str:
+    """How a chat template writes calls."""
+    if "tools" not in templates:
+        return DESCRIBED_STYLE
+    if CALL_LIST_MARK in templates:
+        return LISTED_STYLE
+    return MARKED_STYLE if CALL_OPEN in templates else BARE_STYLE
+
+
+def prepare_tools(
+    style: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    writes_calls: bool = False,
+) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """(conversation, template variables) that a chat format of this style takes for a conversation and its tools.
+
+    A conversation that has nothing to do with tools is left as it is. writes_calls: the format has words of its own for
+    calls that were made, also where it has none for tools. Raises RequestError for messages that are none.
+    """
+    if not tools and not any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):
+        return list(messages), {}
+    if style == DESCRIBED_STYLE and (tools or not writes_calls):
+        return list(describe_tools(messages, tools)), {}
+    out = validate_messages(messages, as_sent=True)
+    if style in (BARE_STYLE, REACT_STYLE):
+        out = split_parallel_calls(out)
+    if style == LISTED_STYLE:
+        out = [_shorten_ids(message) for message in out]
+    return list(out), {"tools": list(tools)} if tools else {}
+
+
+def tool_stop_strings(style: str) -> tuple[str, ...]:
+    """Texts that end an answer in which calls are read: what follows would be the tool's own words."""
+    return (OBSERVATION,) if style == REACT_STYLE else ()
+
+
+def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation for a format without tools: they stand in the system message, calls and results in the text.
+
+    Raises RequestError for messages that are none.
+    """
+    intro = INTRO.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)) if tools else ""
+    out = [_message_as_text(message) for message in validate_messages(messages)]
+    if not intro:
+        return out
+    if out[0]["role"] == "system":
+        out[0]["content"] = f"{out[0]['content']}\n\n{intro}"
+        return out
+    return [{"role": "system", "content": intro}, *out]
+
+
+def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked message in plain words."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return dict(message)
+    blocks = []
+    for call in message["tool_calls"]:
+        name = json.dumps(call["function"]["name"], ensure_ascii=False)
+        blocks.append(f'{CALL_OPEN}\n{{"name": {name}, "arguments": {arguments_json(call)}}}\n{CALL_CLOSE}')
+    return {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *blocks]))}
+
+
+def arguments_json(call: Mapping[str, Any]) -> str:
+    """The arguments of a checked call as JSON; what the model wrote where that is none."""
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls that were made at once, told one after another, each with its result: some formats have one call a turn."""
+    out: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            out.append(message)
+            continue
+        results = []
+        while place < len(messages) and messages[place]["role"] == "tool":
+            results.append(messages[place])
+            place += 1
+        later = None if message["content"] is None else ""
+        for number, call in enumerate(calls):
+            out.append({**message, "content": message["content"] if number == 0 else later, "tool_calls": [call]})
+            mine = next((r for r in results if r.get("tool_call_id") == call.get("id")), None)
+            if mine is not None:
+                results.remove(mine)
+                out.append(mine)
+        out += results
+    return out
+
+
+def _shorten_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Mistral's templates take ids of nine letters and digits and no others."""
+    out = dict(message)
+    if "tool_call_id" in out:
+        out["tool_call_id"] = _short_id(out["tool_call_id"])
+    if out.get("tool_calls"):
+        out["tool_calls"] = [{**call, "id": _short_id(str(call.get("id", "")))} for call in out["tool_calls"]]
+    return out
+
+
+def _short_id(id: str) -> str:
+    fits = len(id) == 9 and id.isascii() and id.isalnum()
+    return id if fits else hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:9]

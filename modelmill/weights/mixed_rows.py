@@ -1,0 +1,83 @@
+"""Rows held in several ways, one above the other: q, k and v of a checkpoint that keeps them in different forms.
+
+Stored are the parts' own tensors, each suffix with the part's number and format in front: ``0-int4-scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+
+from modelmill.core.errors import CorruptArtifact
+from modelmill.ops.registry import Ops
+from modelmill.weights.base import WeightFormat, from_tensors
+
+
+@dataclass(frozen=True)
+class MixedRowsWeight:
+    """parts: [N_i, K] each, from the first rows on."""
+
+    parts: tuple[WeightFormat, ...]
+    format: str = "mixed_rows"
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> MixedRowsWeight:
+        found: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
+        for suffix, tensor in tensors.items():
+            number, _, rest = suffix.partition("-")
+            weight_format, _, name = rest.partition("-")
+            if not number.isdigit() or not name:
+                raise CorruptArtifact(f"a mixed_rows weight has a part {suffix!r}; rebuild the engine")
+            found.setdefault(int(number), (weight_format, {}))[1][name] = tensor
+        parts = tuple(from_tensors(weight_format, each) for _, (weight_format, each) in sorted(found.items()))
+        if not parts or len({part.shape[1] for part in parts}) != 1:
+            raise CorruptArtifact("the parts of a mixed_rows weight do not fit together; rebuild the engine")
+        return MixedRowsWeight(parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def alignment(self) -> int:
+        return lcm(*(part.alignment for part in self.parts))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{number}-{part.format}-{suffix}": tensor
+            for number, part in enumerate(self.parts)
+            for suffix, tensor in part.tensors().items()
+        }
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        found, first = [], 0
+        for part in self.parts:
+            last = first + part.shape[0]
+            found.append(part.matmul(x, None if bias is None else bias[first:last], ops))
+            first = last
+        return torch.cat(found, -1)
+
+    def try_linear_swiglu(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:  # noqa: ARG002
+        return None
+
+    def dense(self) -> torch.Tensor:
+        return torch.cat([part.dense() for part in self.parts])
+
+    def to(self, device: str) -> MixedRowsWeight:
+        return MixedRowsWeight(tuple(part.to(device) for part in self.parts))
+
+    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> MixedRowsWeight:
+        edges, first = [], 0
+        for part in self.parts:
+            edges.append((first, first + part.shape[0]))
+            first += part.shape[0]
+        found = []
+        for a, b in rows:  # in the order asked for
+            for part, (low, high) in zip(self.parts, edges, strict=True):
+                begin, end = max(a, low), min(b, high)
+                if begin < end:
+                    found.append(part.slice([(begin - low, end - low)], columns))
+        return MixedRowsWeight(tuple(found))

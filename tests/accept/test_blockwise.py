@@ -1,0 +1,164 @@
+"""Faults of one row, one scale or one tile: a whole matrix's errors hide them, the matrix's parts do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from modelmill.accept.blockwise import compare_blocks, compare_matrix
+from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.tolerances import BLOCK_BOUNDS, WEIGHT_BOUNDS
+from modelmill.quant import fp8, int4, int8, smoothquant
+from modelmill.weights import base
+from tests.accept.build_and_accept import build_and_accept, save_tiny
+
+RECIPES = {"fp8": fp8, "int8": int8, "smoothquant": smoothquant, "int4": int4}
+INNER = 80  # of the small llama: what down_proj reads
+SMALL = {"calibration_samples": 4, "calibration_length": 64, "group_size": 32, "alpha": "0.5", "max_layer_error": None}
+
+
+def scale_off(weight: Tensor) -> Tensor:
+    """One row a tenth larger."""
+    out = weight.clone()
+    out[5] *= 1.1
+    return out
+
+
+def rows_swapped(weight: Tensor) -> Tensor:
+    out = weight.clone()
+    out[[3, 9]] = out[[9, 3]]
+    return out
+
+
+def tile_negated(weight: Tensor) -> Tensor:
+    out = weight.clone()
+    out[8:24, 8:24] *= -1  # 16 × 16, all within one of the judged tiles
+    return out
+
+
+def tile_moved(weight: Tensor) -> Tensor:
+    """A tile of 32 × 32 from elsewhere, across four of the judged tiles."""
+    out = weight.clone()
+    out[16:48, 16:48] = weight[-32:, -32:]
+    return out
+
+
+FAULTS = [scale_off, rows_swapped, tile_negated, tile_moved]
+FAULT = Callable[[Tensor], Tensor]
+
+
+def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / columns**0.5
+
+
+# Ten per cent of a scale is what rounding to 16 levels does to rows, too.
+SHOWN = [
+    (kind, fault)
+    for kind in ("fp8", "int8", "w8a8", "int4")
+    for fault in FAULTS
+    if (kind, fault) != ("int4", scale_off)
+]
+HIDDEN = [("fp8", scale_off), ("int8", scale_off), ("w8a8", scale_off), ("fp8", rows_swapped), ("int4", rows_swapped),
+          ("fp8", tile_moved)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fault"), SHOWN)
+def test_the_parts_show_what_the_matrix_hides(kind: str, fault: FAULT) -> None:
+    """A matrix of the size of SmolLM2's gate and up."""
+    right = drawn(1536, 576)
+    ours = base.pack(kind, fault(right), torch.float32).dense()
+    if (kind, fault) in HIDDEN:
+        assert not WEIGHT_BOUNDS[kind].violations(compare_tensors("w", ours, right)), "the whole matrix looks rounded"
+    assert BLOCK_BOUNDS[kind].violations(compare_matrix("w", ours, right)[1])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "w8a8", "int4"])
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 70), columns=st.integers(1, 90), spread=st.floats(0, 2), zero=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rounding_is_within_the_bounds(
+    kind: str, rows: int, columns: int, spread: float, zero: bool, seed: int
+) -> None:
+    """Whatever the shape, rows of very different sizes and rows of zeros among them."""
+    right = drawn(rows, columns, seed) * torch.exp(spread * drawn(rows, 1, seed + 1))
+    if zero:
+        right[rows // 2] = 0
+    found = compare_matrix("w", base.pack(kind, right, torch.float32).dense(), right)[1]
+    assert not BLOCK_BOUNDS[kind].violations(found), found
+
+
+def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
+    right = torch.ones(64, 40)
+    ours = right.clone()
+    ours[3] *= 1.5
+    ours[40, 33] = 5.0  # in the tile of 32 rows and the last 8 columns
+    found = compare_matrix("w", ours, right)[1]
+    assert found.rel_l2 == pytest.approx((16 / 40) ** 0.5)
+    assert found.gain == pytest.approx(1.5)
+    assert found.max_rel == pytest.approx((16 / (32 * 8)) ** 0.5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(blocks=st.lists(st.integers(1, 3), min_size=1, max_size=4), last=st.integers(1, 40), seed=st.integers(0, 99))
+def test_it_makes_no_difference_where_a_matrix_is_cut(blocks: list[int], last: int, seed: int) -> None:
+    right = drawn(32 * sum(blocks) + last, 45, seed) * torch.exp(drawn(32 * sum(blocks) + last, 1, seed + 1))
+    ours = right + 0.1 * drawn(*right.shape, seed + 2)
+    sizes = [*(32 * block for block in blocks), last]
+    whole, parts = compare_blocks("w", zip(ours.split(sizes), right.split(sizes), strict=True))
+    once, worst = compare_matrix("w", ours, right)
+    plain = compare_tensors("w", ours, right)
+    for name in ("max_abs", "mean_abs", "max_rel", "rel_l2", "cosine", "scale"):
+        assert getattr(whole, name) == pytest.approx(getattr(plain, name), rel=1e-6), name
+    # sums in another order
+    for name in vars(worst).keys() - {"name"}:
+        assert getattr(parts, name) == pytest.approx(getattr(worst, name), rel=1e-9), name
+    assert whole.gain == pytest.approx(once.gain, rel=1e-9)
+    error = (ours.double() - right.double()).abs()
+    assert whole.median_abs == once.median_abs == pytest.approx(float(error[::8].median(1).values.median()))
+
+
+def test_nothing_and_what_is_not_finite() -> None:
+    zeros = torch.zeros(4, 4)
+    for row in compare_matrix("w", zeros, zeros):
+        assert not BLOCK_BOUNDS["fp8"].violations(row)
+        assert row.rel_l2 == 0
+    for ours, right in ((zeros + 1, zeros), (zeros * torch.nan, zeros + 1), (zeros, zeros[:2]), (zeros[:2], zeros)):
+        for row in compare_matrix("w", ours, right):
+            assert BLOCK_BOUNDS["int4"].violations(row)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fault", [None, scale_off, rows_swapped])
+def test_an_engine_with_such_a_fault_is_refused(recipe: str, fault: FAULT | None, llama: Path, tmp_path: Path) -> None:
+    if recipe == "int4" and fault is scale_off:
+        pytest.skip("ten per cent is what rounding to 16 levels does to rows, too")
+    honest = RECIPES[recipe].RECIPE.quantize
+    fallen: list[Any] = []
+
+    def hold(self: Any, weight: Tensor, statistics: Any) -> Any:
+        if fault is None or weight.shape[1] != INNER:
+            return honest(self, weight, statistics)
+        fallen.append(weight)
+        return honest(self, fault(weight), statistics)
+
+    with mock.patch.object(RECIPES[recipe].RECIPE, "quantize", hold):
+        report, written = build_and_accept(llama, tmp_path / "e", "float32", recipe, **SMALL)
+    assert written == (fault is None), report["reason"]
+    assert bool(fallen) == (fault is not None)
+    parts = [row for row in report["layers"] if row["name"].endswith(".worst_block")]
+    assert {row["ok"] for row in parts} == ({True} if fault is None else {True, False})

@@ -1,0 +1,175 @@
+"""Faults of an embedding or a quantized head that a text does not show: engines with them are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelmill.accept import embedding_and_head
+from modelmill.accept.embedding_and_head import check_embedding_tables, check_quantized_head, dequantize_blocks
+from modelmill.accept.reference import tensor_source
+from modelmill.accept.run import sample_ids
+from modelmill.weights import base
+from tests.accept.build_and_accept import build_and_accept, save_tiny
+from tests.accept.planted_faults import change_tensor
+
+LENGTH = 24  # so that the text shows few of 160 ids, and few of GPT-2's 256 positions
+SMALL = {
+    "int4": {"method": "nearest", "group_size": 32},
+    "int8": {},
+    "fp8": {"method": "nearest"},
+    "smoothquant": {"calibration_samples": 4, "calibration_length": 64, "alpha": "0.5", "max_layer_error": None},
+    "rptq": {"calibration_samples": 4, "calibration_length": 64},
+}
+Change = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: save_tiny(name, root / name) for name in ("llama", "llama-tied", "gpt2", "qwen")}
+
+
+def rolled(head: Tensor) -> Tensor:
+    return head.roll(1, 0)
+
+
+def quiet(head: Tensor) -> Tensor:
+    return head * 0.5
+
+
+def rows_swapped(head: Tensor) -> Tensor:
+    out = head.clone()
+    out[[3, 9]] = out[[9, 3]]
+    return out
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+@pytest.mark.parametrize("change", [None, rows_swapped])
+def test_a_wrong_head_is_refused(change: Change | None, recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    with change_tensor("head.weight", change or torch.clone):
+        options = SMALL[recipe] | {"quantize_head": True}
+        report, written = build_and_accept(tiny["llama-tied"], tmp_path / "e", "float32", recipe, **options)
+    assert written == (change is None), report["reason"]
+    assert {"head.weight", "head.weight.worst_block", "embed.weight"} <= {row["name"] for row in report["layers"]}
+    if change is not None:
+        assert (report["layer"], report["module"]) == (None, "head"), report["reason"]
+        assert "head.weight.worst_block" in {row["name"] for row in report["layers"] if not row["ok"]}
+
+
+def unseen(vocab: int) -> list[int]:
+    """The ids that acceptance does not read in an engine without a tokenizer."""
+    manifest = SimpleNamespace(max_model_len=LENGTH, config={"vocab_size": vocab})
+    made: Any = SimpleNamespace(manifest=manifest, tokenizer_files=dict)
+    return sorted(set(range(vocab)) - {id for ids in sample_ids(made) for id in ids})
+
+
+def all_spoiled(table: Tensor) -> Tensor:
+    out, rows = table.clone(), unseen(len(table))
+    out[rows] = out[rows].flip(0) * 3
+    return out
+
+
+def one_spoiled(table: Tensor) -> Tensor:
+    out, rows = table.clone(), unseen(len(table))
+    out[rows[0]] *= 1.05
+    return out
+
+
+def later_positions(table: Tensor) -> Tensor:
+    """Those behind the length that the engine is judged at."""
+    return torch.cat((table[:LENGTH], table[LENGTH:].roll(1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "recipe", "target", "change"),
+    [
+        ("llama", "float32", "none", "embed.weight", all_spoiled),
+        ("llama", "bfloat16", "int8", "embed.weight", all_spoiled),
+        ("llama", "bfloat16", "none", "embed.weight", one_spoiled),
+        ("qwen", "bfloat16", "int4", "embed.weight", one_spoiled),
+        ("gpt2", "float32", "none", "embed.positions", later_positions),
+        ("gpt2", "bfloat16", "int4", "embed.positions", later_positions),
+    ],
+)
+def test_rows_that_no_text_shows_are_compared(
+    name: str, dtype: str, recipe: str, target: str, change: Change, tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    options = SMALL.get(recipe, {}) | {"max_model_len": LENGTH}
+    with change_tensor(target, change):
+        report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, recipe, **options)
+    assert not written
+    assert (report["layer"], report["module"]) == (None, "embed"), report["reason"]
+    wrong = {row["name"] for row in report["layers"] if not row["ok"]}
+    assert f"{target}.worst_block" in wrong
+    if change is not all_spoiled:
+        assert wrong <= {target, f"{target}.worst_block"}, "nothing else shows it"
+
+
+def test_honest_tables_are_accepted(tiny: dict[str, Path], tmp_path: Path) -> None:
+    report, written = build_and_accept(tiny["gpt2"], tmp_path / "e", "float16", "none", max_model_len=LENGTH)
+    assert written, report["reason"]
+    wanted = {"embed.weight", "embed.weight.worst_block", "embed.positions", "embed.positions.worst_block"}
+    assert wanted <= {row["name"] for row in report["layers"]}
+
+
+class Rows:
+    """A reference of one matrix."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix, self.source, self.device = matrix, self, matrix.device
+
+    def embedding_tables(self) -> dict[str, str]:
+        return {"weight": ""}
+
+    def head_weight_name(self) -> str:
+        return ""
+
+    def shape(self, _: str) -> tuple[int, ...]:
+        return tuple(self.matrix.shape)
+
+    def row_blocks(self, _: str) -> Any:
+        return self.matrix.split(tensor_source.BLOCK_ROWS)
+
+
+KINDS = ("int8", "int4", "fp8", "w8a8", "rptq")
+
+
+def holding(matrix: Tensor, kind: str) -> Any:
+    head = SimpleNamespace(weight=base.pack(kind, matrix, torch.float32))
+    return SimpleNamespace(head=head, embed=SimpleNamespace(weight=matrix))
+
+
+@pytest.fixture
+def vocabulary(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """[150, 48], to be walked in blocks of 64 rows."""
+    monkeypatch.setattr(tensor_source, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(embedding_and_head, "BLOCK_ROWS", 64)
+    return torch.randn(150, 48, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vocabulary_is_walked_in_blocks(kind: str, vocabulary: Tensor) -> None:
+    true: Any = Rows(vocabulary)
+    model = holding(vocabulary, kind)
+    blocks = list(dequantize_blocks(model.head.weight, true.device))
+    assert [len(block) for block in blocks] == [64, 64, 22]
+    torch.testing.assert_close(torch.cat(blocks), model.head.weight.dense(), rtol=0, atol=0)
+    assert [finding.ok for finding in check_quantized_head(true, model, {"head": kind}, "float32")] == [True, True]
+    assert not list(check_quantized_head(true, model, {"head": "dense"}, "float32"))
+    assert [finding.ok for finding in check_embedding_tables(true, model, "float32")] == [True, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [rolled, quiet, rows_swapped, lambda rows: rows[:-1]])
+def test_a_wrong_vocabulary_is_found(change: Change, kind: str, vocabulary: Tensor) -> None:
+    true: Any = Rows(vocabulary)
+    model = holding(change(vocabulary), kind)
+    assert not all(finding.ok for finding in check_quantized_head(true, model, {"head": kind}, "bfloat16"))
+    assert not all(finding.ok for finding in check_embedding_tables(true, model, "bfloat16"))

@@ -1,0 +1,209 @@
+"""The eyes under the measuring rod: honest engines pass in every dtype, planted faults are named where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.accept.run import compare_engine, sample_ids
+from modelmill.accept.vision_encoder import check_vision_encoder
+from modelmill.builder.plan import make_plan
+from modelmill.checkpoint.open import Checkpoint, open_checkpoint
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.errors import AcceptanceError, UsageError
+from modelmill.llm import build_engine
+from modelmill.runtime.engine_core import EngineCore
+from tests.accept.build_and_accept import save_tiny
+from tests.models.minigpt4_seeded import write_checkpoint
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("eyes") / "files", shared)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def opened(request: pytest.FixtureRequest, folder: Path) -> tuple[EngineCore, Checkpoint]:
+    """Built with acceptance, so an honest engine has passed it."""
+    engine = folder.parent / f"{request.param}.engine"
+    report = build_engine(folder, engine, BuildConfig(dtype=request.param))
+    assert report["accepted"], report["reason"]
+    assert report["image_embeddings"]["rel_l2"] <= report["image_embeddings"]["bound"]
+    assert sum(layer["name"].startswith("image_embedder.") for layer in report["layers"]) > 40
+    return EngineCore.open(engine, RunConfig(kv_cache_bytes=1 << 22, max_model_len=128)), open_checkpoint(folder)
+
+
+def image_embedder(loop: EngineCore) -> Any:
+    return loop.model.image_embedder
+
+
+def eps(path: str, value: float) -> Callable[[EngineCore], None]:
+    return lambda loop: setattr(image_embedder(loop).get_submodule(path), "eps", value)
+
+
+def scaled(path: str) -> Callable[[EngineCore], None]:
+    def plant(loop: EngineCore) -> None:
+        held = image_embedder(loop).get_submodule(path).weight
+        held.weight.data = held.weight.data * 1.05
+
+    return plant
+
+
+def other_bias(loop: EngineCore) -> None:
+    """Queries and values have changed their biases."""
+    layer = image_embedder(loop).visual_encoder.blocks[1].attn.qkv
+    q, k, v = layer.bias.chunk(3)
+    layer.bias = torch.cat((v, k, q))
+
+
+def no_positions(loop: EngineCore) -> None:
+    tower = image_embedder(loop).visual_encoder
+    tower.pos_embed = torch.zeros_like(tower.pos_embed)
+
+
+def words_branch(loop: EngineCore) -> None:
+    """A layer's feed-forward is another's."""
+    layers = image_embedder(loop).qformer.layer
+    layers[1].intermediate_query.dense.weight = layers[2].intermediate_query.dense.weight
+
+
+FAULTS: dict[str, tuple[Callable[[EngineCore], None], int | None, str]] = {
+    "vision encoder eps": (eps("visual_encoder.blocks.1.norm2", 1e-5), 1, "vision_encoder.norm2"),
+    "ln_vision eps": (eps("ln_vision", 1e-6), None, "ln_vision"),
+    "qformer eps": (eps("qformer.layer.2.output_query.LayerNorm", 1e-5), 2, "qformer.feed_forward.norm"),
+    "vision encoder weight": (scaled("visual_encoder.blocks.0.mlp.fc1"), 0, "vision_encoder.fc1"),
+    "qformer weight": (scaled("qformer.layer.2.crossattention.self.value"), 2, "qformer.crossattention.value"),
+    "projection": (scaled("proj"), None, "proj"),
+    "biases": (other_bias, 1, "vision_encoder.qkv"),
+    "words": (words_branch, 1, "qformer.up"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_named(opened: tuple[EngineCore, Checkpoint], name: str) -> None:
+    loop, checkpoint = opened
+    plant, layer, module = FAULTS[name]
+    engine = loop.artifact
+    assert engine is not None
+    broken = EngineCore.open(engine, loop.config)
+    # weights are views of the file: a planted fault must not write there
+    plant(broken)
+    told = check_vision_encoder(broken, checkpoint)
+    assert not told["ok"]
+    assert told["layer"] == layer, told["reason"]
+    assert told["module"].removesuffix(".eps") == module, told["reason"]
+    assert check_vision_encoder(loop, checkpoint)["ok"]
+
+
+def test_what_no_module_shows(opened: tuple[EngineCore, Checkpoint]) -> None:
+    loop, checkpoint = opened
+    assert loop.artifact is not None
+    broken = EngineCore.open(loop.artifact, loop.config)
+    no_positions(broken)
+    told = check_vision_encoder(broken, checkpoint)
+    assert "between the modules of the vision encoder" in told["verdict"]
+
+
+@pytest.mark.parametrize("opened", ["float32"], indirect=True)
+def test_the_language_model_is_judged_as_well(opened: tuple[EngineCore, Checkpoint]) -> None:
+    loop, checkpoint = opened
+    assert loop.artifact is not None
+    broken = EngineCore.open(loop.artifact, loop.config)
+    held = broken.model.layers[1].mlp.down_proj.weight  # type: ignore[index, union-attr]
+    held.weight.data = held.weight.data * 1.05
+    report = compare_engine(broken, checkpoint, sample_ids(loop.artifact))
+    assert not report["accepted"]
+    assert (report["layer"], report["module"]) == (1, "mlp.down_proj")
+
+
+def test_a_refused_engine_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from modelmill.models import _blip2_vision
+
+    honest = _blip2_vision.Blip2ImageEmbedder.forward
+    monkeypatch.setattr(
+        _blip2_vision.Blip2ImageEmbedder, "forward", lambda self, x, vision: honest(self, x, vision) * 1.1
+    )
+    with pytest.raises(AcceptanceError, match="of the vision encoder"):
+        build_engine(folder, folder.parent / "refused.engine", BuildConfig(dtype="float32"))
+    assert not (folder.parent / "refused.engine").exists()
+
+
+@pytest.fixture(scope="module", params=[("float32", "none"), ("bfloat16", "int4")], ids=str)
+def eight(request: pytest.FixtureRequest, folder: Path) -> tuple[EngineCore, Checkpoint]:
+    """The tower in int8, the language model by a recipe of its own."""
+    dtype, recipe = request.param
+    config = BuildConfig(dtype=dtype, tower="int8", quantization=recipe, group_size=32, calibration_samples=4)
+    engine = folder.parent / f"{dtype}-eight.engine"
+    report = build_engine(folder, engine, config)
+    assert report["accepted"], report["reason"]
+    kinds = {row["module"] for row in report["layers"]}
+    assert {
+        "vision_encoder.qkv.weight",
+        "vision_encoder.fc2.weight",
+        "vision_encoder.attn",
+        "qformer.layer",
+        "proj",
+    } <= kinds
+    loop = EngineCore.open(engine, RunConfig(kv_cache_bytes=1 << 22, max_model_len=128))
+    assert loop.artifact is not None
+    held = loop.artifact.manifest.weight_formats
+    assert {kind for name, kind in held.items() if "visual_encoder.blocks" in name} == {"w8a8"}
+    assert {kind for name, kind in held.items() if "qformer" in name or name == "image_embedder.proj"} == {"dense"}
+    wanted = {"none": "dense"}.get(recipe, recipe)
+    assert {kind for name, kind in held.items() if name.startswith("layers.")} == {wanted}
+    return loop, open_checkpoint(folder)
+
+
+def louder(loop: EngineCore) -> None:
+    held = image_embedder(loop).visual_encoder.blocks[1].mlp.fc2.weight
+    held.scale.data = held.scale.data * 1.05
+
+
+def one_louder(loop: EngineCore) -> None:
+    """A single row."""
+    held = image_embedder(loop).visual_encoder.blocks[1].mlp.fc1.weight
+    scale = held.scale.clone()
+    scale[5] *= 1.2
+    held.scale.data = scale
+
+
+def turned(loop: EngineCore) -> None:
+    block = image_embedder(loop).visual_encoder.blocks[2].attn.proj
+    block.weight = type(block.weight).from_tensors(
+        {**block.weight.tensors(), "weight": block.weight.weight.t().contiguous(), "scale": block.weight.scale}
+    )
+
+
+ROUNDED_FAULTS: dict[str, tuple[Callable[[EngineCore], None], int, str]] = {
+    "scale": (louder, 1, "vision_encoder.fc2.weight"),
+    "one row's scale": (one_louder, 1, "vision_encoder.fc1.weight"),
+    "transposed": (turned, 2, "vision_encoder.proj.weight"),
+    "eps": (eps("visual_encoder.blocks.1.norm2", 1e-5), 1, "vision_encoder.norm2.eps"),
+    "biases": (other_bias, 1, "vision_encoder.qkv"),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED_FAULTS)
+def test_faults_of_a_tower_in_8_bits_are_named(eight: tuple[EngineCore, Checkpoint], name: str) -> None:
+    loop, checkpoint = eight
+    assert loop.artifact is not None
+    plant, layer, module = ROUNDED_FAULTS[name]
+    broken = EngineCore.open(loop.artifact, loop.config)
+    plant(broken)
+    told = check_vision_encoder(broken, checkpoint)
+    assert (told["ok"], told["layer"], told["module"]) == (False, layer, module), told["reason"]
+    assert check_vision_encoder(loop, checkpoint)["ok"]
+
+
+def test_only_eyes_have_a_tower(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "hf")
+    with pytest.raises(UsageError, match=r"--tower int8: .* reads no pictures; leave it out"):
+        make_plan(open_checkpoint(folder), BuildConfig(tower="int8"))
+    with pytest.raises(UsageError, match="tower"):
+        BuildConfig(tower="int4")

@@ -1,0 +1,62 @@
+"""The shapes as peers read them, and their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.make_checkpoint import SHAPES, UNIFORM, UNIFORM_RANGE, fill, tensors, with_num_layers
+from benchmarks.synthetic_shapes import randomize_weights, synthetic_config, write_synthetic_config
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_a_peer_has_as_many_weights_as_we_have(shape: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = with_num_layers(shape, 1)
+    told = json.loads((write_synthetic_config(raw, tmp_path) / "config.json").read_text())
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**told))
+    ours = sum(torch.Size(size).numel() for shard in tensors(raw) for size in shard.values())
+    assert sum(weight.numel() for weight in theirs.parameters()) == ours
+
+
+def test_qwen_is_told_as_qwen2() -> None:
+    told = synthetic_config(SHAPES["qwen-7b"])
+    assert (told["model_type"], told["intermediate_size"], told["num_key_value_heads"]) == ("qwen2", 11008, 32)
+    assert synthetic_config(SHAPES["llama-7b"]) == SHAPES["llama-7b"]
+
+
+def test_fewer_layers_leave_the_shape_alone() -> None:
+    assert with_num_layers("gpt2-medium", 2)["n_layer"] == 2
+    assert with_num_layers("qwen-7b", 3)["num_hidden_layers"] == 3
+    assert SHAPES["qwen-7b"]["num_hidden_layers"] == 32
+
+
+def test_uniform_weights_are_within_a_thousandth_whatever_they_are_for() -> None:
+    for name, size in (("norm.weight", (999,)), ("embed.weight", (99, 99)), ("up.weight", (40, 300))):
+        drawn = fill(name, size, torch.bfloat16, torch.Generator().manual_seed(1), UNIFORM).float()
+        assert drawn.abs().max().item() == pytest.approx(UNIFORM_RANGE, rel=0.02)
+        assert drawn.mean().abs().item() < 0.1 * UNIFORM_RANGE
+
+
+def test_weights_are_drawn_with_the_spread_of_our_checkpoints() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(300, 64), "norm": nn.LayerNorm(4096), "up": nn.Linear(400, 300)})
+    assert randomize_weights(model) == 5
+    assert model["embed"].weight.std().item() == pytest.approx(1.0, rel=0.1)  # type: ignore[union-attr, operator]
+    assert model["up"].weight.std().item() == pytest.approx(400**-0.5, rel=0.1)  # type: ignore[union-attr, operator]
+    assert model["norm"].weight.mean().item() == pytest.approx(1.0, rel=0.05)  # type: ignore[union-attr, operator]
+    assert model["norm"].bias.std().item() == pytest.approx(0.1, rel=0.2)  # type: ignore[union-attr, operator]
+    assert all((weight != 0).all() for weight in model.parameters())
+    randomize_weights(model, "uniform")
+    every = torch.cat([weight.flatten() for weight in model.parameters()])
+    assert every.abs().max().item() == pytest.approx(UNIFORM_RANGE, rel=0.01)
+    assert every.std().item() == pytest.approx(UNIFORM_RANGE / 3**0.5, rel=0.02)
+    again = nn.Linear(400, 300)
+    randomize_weights(again)
+    first = again.weight.clone()
+    randomize_weights(again)
+    assert torch.equal(first, again.weight), "the same seed gives the same weights"

@@ -1,0 +1,109 @@
+"""The lines of the speed table, and sides that take turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.figure_statistics import LONG, SHORT
+from benchmarks.peer_process import Lengths
+from benchmarks.targets import TARGETS
+from benchmarks.workloads import (
+    CALLS_PER_BLOCK,
+    DECODE_WORKLOADS,
+    TARGET_MARKS,
+    Workload,
+    measure_in_blocks,
+    measure_in_turn,
+    warm_up,
+    workloads_for,
+    workloads_of_mark,
+)
+
+
+class Clocked:
+    """A side that answers with made-up seconds and notes who was asked when."""
+
+    def __init__(self, name: str, step: float, asked: list[tuple[str, int, int]]) -> None:
+        self.name, self.step, self.asked = name, step, asked
+
+    def generate(self, lengths: Lengths, seed: int) -> float:
+        self.asked.append((self.name, lengths[0][1], seed))
+        return 1.0 + lengths[0][1] * self.step
+
+
+def test_every_line_with_turns_has_a_target() -> None:
+    for part in (*DECODE_WORKLOADS, "first"):
+        for work in workloads_for(part):
+            assert work.name in TARGETS
+            target = TARGETS[work.name]
+            assert (target.floor or 0) < target.stretch_goal < target.required
+
+
+def test_sides_take_turns_on_the_same_ids_and_the_first_round_is_not_counted() -> None:
+    asked: list[tuple[str, int, int]] = []
+    ours, peer = Clocked("ours", 0.004, asked), Clocked("peer", 0.008, asked)
+    found = measure_in_turn(Workload("decode-2x8", (8, 8)), [ours, peer], rounds=2)  # type: ignore[list-item]
+    assert found["ours"].value == pytest.approx(4.0)
+    assert found["peer"].value == pytest.approx(8.0)
+    assert found["ours"].runs == 4
+    firsts = [name for name, output, _ in asked if output == SHORT]
+    twice = ["ours", "ours", "peer", "peer", "peer", "peer", "ours", "ours"]
+    assert firsts == ["peer", "ours", *twice], "another side begins each round"
+    seeds = [seed for name, _, seed in asked if name == "ours"]
+    assert set(seeds) == {seed for name, _, seed in asked if name == "peer"}
+    assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
+
+
+class Warm(Clocked):
+    """A side on a card that is slower, by as much as it takes, after a call of prompts alone."""
+
+    def generate(self, lengths: Lengths, seed: int) -> float:
+        """After a short call a call takes 0.3 s more."""
+        late = 0.3 if self.asked and self.asked[-1][1] == SHORT else 0.0
+        return super().generate(lengths, seed) + late
+
+
+def test_neither_length_is_always_called_on_a_warmer_card() -> None:
+    found = measure_in_turn(Workload("decode-2x8", (8, 8)), [Warm("ours", 0.004, [])], rounds=3)  # type: ignore[list-item]
+    assert found["ours"].value == pytest.approx(4.0)
+    assert found["ours"].max > 4.0
+
+
+def test_the_first_token_is_a_whole_call_in_milliseconds() -> None:
+    found = measure_in_turn(workloads_for("first")[0], [Clocked("ours", 0.0, [])], rounds=3)  # type: ignore[list-item]
+    assert found["ours"].value == pytest.approx(1000.0)
+
+
+def test_the_warm_part_is_the_first_token_under_names_of_its_own() -> None:
+    warm, first = workloads_for("warm"), workloads_for("first")
+    assert [(work.prompts, work.outputs) for work in warm] == [(work.prompts, work.outputs) for work in first]
+    assert not {work.name for work in warm} & set(TARGETS), "the table keeps the line that was measured first"
+
+
+def test_marks_are_taken_in_blocks_of_one_length_and_sides_take_turns() -> None:
+    asked: list[tuple[str, int, int]] = []
+    ours, peer = Clocked("ours", 0.004, asked), Clocked("peer", 0.008, asked)
+    (decode, steps), (first, firsts) = measure_in_blocks(1, 1024, [ours, peer], rounds=2)  # type: ignore[list-item]
+    assert (decode.name, first.name) == ("decode-1x1024", "first-1024")
+    assert [steps[name].value for name in ("ours", "peer")] == pytest.approx([4.0, 8.0])
+    assert firsts["ours"].value == pytest.approx(1004.0)
+    block = [8, *[SHORT] * CALLS_PER_BLOCK, *[LONG] * CALLS_PER_BLOCK, *[1] * CALLS_PER_BLOCK]
+    assert [output for _, output, _ in asked] == 4 * block
+    assert [name for name, *_ in asked[:: len(block)]] == ["ours", "peer", "peer", "ours"]
+    seeds = [seed for name, _, seed in asked if name == "ours"]
+    assert set(seeds) == {seed for name, _, seed in asked if name == "peer"}
+    assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
+
+
+def test_marks_hold_every_decode_and_first_line_of_the_targets() -> None:
+    names = {work.name for mark in TARGET_MARKS for work in workloads_of_mark(*mark)}
+    assert {name for name in TARGETS if name.startswith(("decode-", "first-"))} <= names
+
+
+def test_a_statistic_is_told_in_words() -> None:
+    assert f"{LONG} tokens" in workloads_for("decode")[0].statistic
+    assert "whole" in workloads_for("first")[0].statistic
+
+
+def test_the_warm_up_has_as_many_requests_and_an_eighth_of_their_tokens() -> None:
+    assert warm_up([(800, 80), (4, 1)]) == [(100, 10), (1, 1)]

@@ -1,0 +1,32 @@
+"""What a person does on the page and waits for; without playwright its import skips the module that asks for it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import SECONDS
+
+expect = pytest.importorskip("playwright.sync_api", reason="needs playwright", exc_type=ImportError).expect
+WAIT = 1000 * SECONDS
+STATS_PATTERN = re.compile(r"^([\d.]+ tokens/s · )?first token after [\d.]+ s · \d+ tokens?$")
+
+
+def wait_ready(page: Any) -> None:
+    expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
+    expect(page.get_by_label("Message", exact=True)).to_be_editable()
+
+
+def send_message(page: Any, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def last_answer(page: Any, count: int = 1) -> Any:
+    """The last of so many answers, once it is written."""
+    answers = page.get_by_role("article", name="Answer")
+    expect(answers).to_have_count(count, timeout=WAIT)
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible(timeout=WAIT)
+    return answers.nth(count - 1)

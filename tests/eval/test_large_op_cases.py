@@ -1,0 +1,110 @@
+"""Cases at the size of prompts: the same makers with small sizes run through their references."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.eval import large_op_cases
+from modelmill.eval.op_cases import EXTRA_CASES, bench_cases
+from modelmill.ops import (
+    add_layer_norm,
+    add_layer_norm_quant,
+    gelu,
+    gelu_quant,
+    gelu_tanh,
+    int4_linear,
+    int8_group_linear,
+    layer_norm,
+    registry,
+    rptq_linear,
+    rptq_quant,
+    silu_mul,
+    silu_mul_quant,
+    w8a8_linear_swiglu,
+)
+from modelmill.ops.case import nbytes
+
+SMALL: dict[str, large_op_cases.CaseMaker] = {
+    "quantize": partial(large_op_cases.quantize_cases, 3, 64),
+    "layer_norm": partial(layer_norm.cases_for_shapes, [(3, 40)]),
+    "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(3, 40)]),
+    "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(3, 40)]),
+    "rope_cos_sin": partial(large_op_cases.angle_cases, 7, 16),
+    "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 8),
+    "silu_mul": partial(silu_mul.cases_for_shapes, [(3, 40)]),
+    "silu_mul_quant": partial(silu_mul_quant.cases_for_shapes, [(3, 40)]),
+    "gelu": partial(gelu.cases_for_shapes, [(3, 40)]),
+    "gelu_tanh": partial(gelu_tanh.cases_for_shapes, [(3, 40)]),
+    "gelu_quant": partial(gelu_quant.cases_for_shapes, [(3, 40)]),
+    "int4_linear": partial(large_op_cases.grouped, [(8, 96, 40, 32)], int4_linear.random_weight),
+    "int8_group_linear": partial(large_op_cases.grouped, [(8, 96, 40, 32)], int8_group_linear.random_weight),
+    "rptq_quant": partial(rptq_quant.cases_for_shapes, [(3, 96, 32)], full=True),
+    "rptq_linear": partial(rptq_linear.cases_for_shapes, [(3, 96, 40, 32, 8)]),
+    "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(3, 64, 48)]),
+}
+
+
+def test_every_maker_is_tried_small() -> None:
+    assert set(SMALL) == set(large_op_cases.LARGE_CASES)
+    assert all(EXTRA_CASES["cuda"][op] is large_op_cases.LARGE_CASES[op] for op in SMALL), (
+        "none is replaced by another of its name"
+    )
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    each = values if isinstance(values, (tuple, list)) else [values]
+    return [value for value in each if isinstance(value, torch.Tensor)]
+
+
+LEFT_OUT = {"keys", "inv_scale", "zero_point", "perm", "step", "slots", "cos", "sin"}
+"""Arguments that weigh nothing beside the rows, or are not read (keys of one row of frequencies)."""
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_bytes_and_operations_are_counted(op: str) -> None:
+    """Inputs read once, outputs written once: within what scales of rows and columns weigh, with wide rows."""
+    wide: dict[str, large_op_cases.CaseMaker] = {
+        "quantize": partial(large_op_cases.quantize_cases, 200, 2048),
+        "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 64),
+        "rope_cos_sin": partial(large_op_cases.angle_cases, 700, 16),
+        "rptq_quant": partial(rptq_quant.cases_for_shapes, [(40, 4096, 32)], full=True),
+        "rptq_linear": partial(rptq_linear.cases_for_shapes, [(40, 960, 400, 32, 8)]),
+        "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(40, 640, 320)]),
+        "int4_linear": partial(large_op_cases.grouped, [(8, 960, 400, 32)], int4_linear.random_weight),
+        "int8_group_linear": partial(large_op_cases.grouped, [(8, 960, 400, 32)], int8_group_linear.random_weight),
+    }
+    maker = large_op_cases.LARGE_CASES[op]
+    make = wide.get(op) or partial(maker.func, [(200, 2048)])  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        for case in make("cpu", torch.float16):
+            out = registry.reference(op)(**case.args)
+            read = [each for name, value in case.args.items() if name not in LEFT_OUT for each in tensors(value)]
+            if op == "rope_cache":  # what is stored is as large as what is read of keys and values
+                read, out = [case.args["qkv"]], case.args["qkv"]
+            assert case.bytes_moved == pytest.approx(nbytes(*read, *tensors(out)), rel=0.02), case.name
+            if op.endswith(("linear", "linear_swiglu")):
+                x = case.args.get("x", case.args.get("q"))
+                assert isinstance(x, torch.Tensor)
+                columns = out.shape[1] * (2 if op.endswith("_swiglu") else 1)
+                assert case.flops == 2 * x.numel() * columns
+            else:
+                assert case.flops == 0
+
+
+def test_orders_are_timed_with_both_types() -> None:
+    told = {case.name: case.args for case in large_op_cases.quantize_cases(3, 1024, "cpu", torch.float32)}
+    orders = {
+        (args["dtype"], "inv_scale" in args) for args in told.values() if "perm" in args and "zero_point" not in args
+    }
+    assert {(torch.int8, True), (torch.int8, False), (torch.float8_e4m3fn, False)} <= orders
+
+
+def test_own_cases_and_these_have_names_of_their_own() -> None:
+    for op, make in SMALL.items():
+        own = {case.name for case in bench_cases(op, "cpu", torch.float32)}
+        more = {case.name for case in make("cpu", torch.float32)}
+        assert not own & more, op

@@ -1,0 +1,250 @@
+"""The load generator against servers whose every byte is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.core.errors import ModelmillError, RequestError, UsageError
+from modelmill.eval.openai_client import OpenAIClient, RequestTiming, time_request
+from modelmill.eval.report import Spread, plot
+from modelmill.eval.serving_load import ServingLoad, goodput, percentiles_ms, run_load, summarize_load
+from modelmill.eval.serving_plots import GRID_SHAPE, draw_plots
+
+
+def sse(*events: Any) -> bytes:
+    return b"".join(
+        b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n" for event in events
+    )
+
+
+def chunk(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text}], "usage": None}
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+WHOLE = sse(chunk("a"), chunk("b"), chunk("c"), USAGE, b"[DONE]")
+OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+
+
+def against(
+    answer: bytes | Callable[[], bytes], work: Callable[[OpenAIClient], Any], seen: list[bytes] | None = None
+) -> Any:
+    """Run ``work`` with a server that answers so to everything."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        body = await reader.readexactly(size)
+        if seen is not None:
+            seen.append(head + body)
+        writer.write(answer if isinstance(answer, bytes) else answer())
+        await writer.drain()
+        writer.close()
+
+    async def main() -> Any:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            return await work(OpenAIClient.from_url(f"http://127.0.0.1:{port}/v1", "key"))
+        finally:
+            server.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [1, 3, 50, 10**6])
+def test_a_stream_in_any_pieces(size: int) -> None:
+    seen: list[bytes] = []
+    body = {"model": "m", "prompt": "x"}
+    found = against(OK + chunked(WHOLE, size) + b"0\r\n\r\n", lambda remote: time_request(remote, body), seen)
+    assert (found.error, found.prompt_tokens, found.output_tokens, len(found.chunk_times)) == (None, 7, 3, 3)
+    assert found.start < found.chunk_times[0] <= found.chunk_times[-1]
+    head, sent = seen[0].split(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
+    assert b"authorization: Bearer key" in head
+    assert json.loads(sent)["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (OK + chunked(sse(chunk("a"), {"error": {"message": "gone"}}), 20) + b"0\r\n\r\n", "gone"),
+        (OK + chunked(WHOLE, 10)[:60], "middle"),
+        (OK + b"0\r\n\r\n", "empty"),
+        (b"", "without an answer"),
+        (b'HTTP/1.1 429 Busy\r\ncontent-length: 2\r\n\r\n{"error": {"message": "too many"}}', "429: too many"),
+        (b"HTTP/1.1 500 Oh\r\n\r\nnonsense", "500: (no message)"),
+        (b"HTTP/1.1 \r\n\r\n", "does not speak HTTP"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "does not speak HTTP"),
+        (OK + chunked(sse(chunk("a"), b'{"choices": ['), 20) + b"0\r\n\r\n", "none of OpenAI's API: {"),
+        (OK + chunked(sse(b"\xff\xfe"), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse([1, 2]), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse({"choices": [7]}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse({"choices": [{"delta": "a"}]}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse({"usage": {"prompt_tokens": "7"}}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+    ],
+)
+def test_what_goes_wrong_is_noted(answer: bytes, told: str) -> None:
+    found = against(answer, lambda remote: time_request(remote, {}))
+    assert told in found.error
+
+
+def test_one_malformed_event_costs_one_visit() -> None:
+    """The others keep what they saw."""
+    asked: list[bytes] = []
+    bad = OK + chunked(sse(b"{"), 20) + b"0\r\n\r\n"
+    good = OK + chunked(WHOLE, 20) + b"0\r\n\r\n"
+    load = ServingLoad([(3, 3)] * 4, concurrency=1)
+    work = lambda remote: run_load(remote, "m", load, lambda *_: None)  # noqa: E731
+    visits, _ = against(lambda: bad if len(asked) == 2 else good, work, asked)
+    assert [each.error is None for each in visits] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("page", [b"<html>", b"\xff", b"", b"[]", b'{"data": []}', b'{"data": [{}]}', b"7"])
+def test_a_page_that_lists_no_model(page: bytes) -> None:
+    with pytest.raises(ModelmillError, match=r"no JSON|lists no model"):
+        against(b"HTTP/1.1 200 OK\r\n\r\n" + page, lambda remote: remote.first_model())
+
+
+def test_the_first_model() -> None:
+    page = b'HTTP/1.1 200 OK\r\n\r\n{"data": [{"id": "m"}, {"id": "n"}]}'
+    assert against(page, lambda remote: remote.first_model()) == "m"
+
+
+def test_a_refused_request_is_the_askers_fault() -> None:
+    async def ask(remote: OpenAIClient) -> None:
+        async for _ in remote.stream("/v1/completions", {}):
+            pass
+
+    with pytest.raises(RequestError, match="400: no"):
+        against(b'HTTP/1.1 400 Bad\r\n\r\n{"error": {"message": "no"}}', ask)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://a:b", "http://a:99999"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(UsageError):
+        OpenAIClient.from_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("localhost:8000", ("localhost", 8000, "", False)),
+        ("http://h/v1/", ("h", 80, "", False)),
+        ("https://h/api/v1", ("h", 443, "/api", True)),
+    ],
+)
+def test_addresses(url: str, expected: Any) -> None:
+    found = OpenAIClient.from_url(url)
+    assert (found.host, found.port, found.path, found.secure) == expected
+
+
+def test_all_requests_are_made_and_counted() -> None:
+    told: list[tuple[int, int]] = []
+    load = ServingLoad([(3, 4)] * 9, rate=500.0, concurrency=2, first_ms=60000, token_ms=1e-9)
+    answer = OK + chunked(WHOLE, 7) + b"0\r\n\r\n"
+    visits, seconds = against(answer, lambda remote: run_load(remote, "m", load, lambda *ended: told.append(ended)))
+    assert told == [(place, 9) for place in range(1, 10)]
+    found = summarize_load(visits, seconds, load)
+    assert (found["requests"], found["failed"], found["output_tokens"], found["prompt_tokens"]) == (9, 0, 27, 63)
+    assert found["requests_per_s"] == pytest.approx(9 / seconds)
+
+
+def test_figures() -> None:
+    fast = RequestTiming(10.0, [10.1, 10.2, 10.4], 5, 3)
+    slow = RequestTiming(10.0, [11.0, 12.0], 5, 2)
+    failed = RequestTiming(10.0, error="no")
+    found = summarize_load([fast, slow, failed], 2.0, ServingLoad([], first_ms=200, token_ms=200))
+    assert found["first_token_ms"]["mean"] == pytest.approx(550)
+    assert found["per_token_ms"]["median"] == pytest.approx((150 + 1000) / 2)
+    assert found["between_pieces_ms"]["mean"] == pytest.approx((100 + 200 + 1000) / 3)
+    assert found["whole_ms"]["p99"] == pytest.approx(400 + 0.99 * 1600)
+    assert (found["failed"], found["errors"], found["good_requests_per_s"]) == (1, ["no"], 0.5)
+    assert percentiles_ms([]) is None
+    with pytest.raises(ModelmillError, match="none of 1"):
+        summarize_load([failed], 1.0, ServingLoad([]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100])
+def test_quantiles_are_those_of_every_other_figure(count: int) -> None:
+    values = [float(each) for each in range(1, count + 1)]
+    found, expected = percentiles_ms([each / 1000 for each in values]), Spread.from_values(values)
+    assert found is not None
+    assert (found["median"], found["p99"]) == pytest.approx((expected.median, expected.p99))
+
+
+def test_the_median_of_two_is_between_them() -> None:
+    found = percentiles_ms([0.001, 0.009])
+    assert found is not None
+    assert found["median"] == pytest.approx(5)
+
+
+def test_pieces_without_text_are_no_tokens() -> None:
+    """A conversation begins with whose turn it is and ends with why: the first token is the first text."""
+    events = [
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"index": 0, "delta": {"content": "a"}}]},
+        {"choices": [{"index": 0, "delta": {"content": "b"}}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ]
+    seen: list[bytes] = []
+    load = ServingLoad([(3, 2)], chat=True, ignore_eos=False)
+    answer = OK + chunked(sse(*events, b"[DONE]"), 31) + b"0\r\n\r\n"
+    (found,), _ = against(answer, lambda remote: run_load(remote, "m", load, lambda *_: None), seen)
+    assert (found.error, len(found.chunk_times), found.output_tokens) == (None, 2, 2)
+    assert seen[0].startswith(b"POST /v1/chat/completions ")
+    body = json.loads(seen[0].split(b"\r\n\r\n", 1)[1])
+    assert "ignore_eos" not in body
+    assert len(body["messages"][0]["content"].split()) == 3
+
+
+def made(first: float, gaps: list[float], begin: float = 0.0) -> RequestTiming:
+    """A visit that saw this."""
+    chunks = [begin + first]
+    for gap in gaps:
+        chunks.append(chunks[-1] + gap)
+    return RequestTiming(begin, chunks, 5, len(chunks))
+
+
+def test_goodput_under_limits() -> None:
+    visits = [made(0.1, [0.01] * 4), made(0.3, [0.01] * 4), made(0.1, [0.05] * 4), RequestTiming(0.0, error="gone")]
+    assert goodput(visits, 2.0, None, None) == 1.5
+    assert goodput(visits, 2.0, 200, None) == 1.0
+    assert goodput(visits, 2.0, 200, 20) == 0.5
+    assert goodput(visits, 2.0, 1, None) == 0.0
+
+
+@pytest.mark.parametrize(
+    "load", [ServingLoad([(1, 1)]), ServingLoad([(1, 1)], first_ms=150, token_ms=30)], ids=["plain", "limits"]
+)
+def test_what_is_drawn(load: ServingLoad, tmp_path: Path) -> None:
+    """Steps that end at all requests, lines where the median and the limits are."""
+    visits = [made(0.1, [0.01] * 4), made(0.3, [0.02], 0.2), made(0.2, [], 0.1), RequestTiming(0.0, error="gone")]
+    kept: list[Any] = []
+
+    def drawn(axes: Any) -> None:
+        draw_plots(axes, visits, 2.0, load)
+        kept.extend(axes)
+
+    plot(tmp_path / "x.png", drawn, "t", GRID_SHAPE)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    first = kept[0].get_lines()
+    assert list(first[0].get_xdata()) == pytest.approx([100, 100, 200, 300])
+    assert first[0].get_ydata()[-1] == 1.0
+    assert first[1].get_xdata()[0] == pytest.approx(200)
+    assert len(first) == (3 if load.first_ms is None else 4)
+    assert len(kept[1].get_lines()) == (3 if load.first_ms is None else 4)
+    goods = kept[4].get_lines()[0].get_ydata()
+    assert goods[-1] == pytest.approx(1.5)
+    assert max(kept[5].get_lines()[0].get_ydata()) == 2

@@ -1,0 +1,182 @@
+"""The kernels' own threads: every piece once, several callers, a forked child, a changed number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelmill.ops.cpu import build, int8_linear, linear
+from modelmill.ops.cpu.thread_pool import single_thread_torch
+from modelmill.ops.int8_linear import quantize
+
+pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+
+
+def _product(rows: int = 3) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    weight, scale = quantize(torch.randn(3000, 500, generator=generator))
+    args = (torch.randn(rows, 500, generator=generator), weight, scale)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return args, int8_linear.run(*args)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7, 70])
+def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
+    args, expected = _product()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            assert torch.equal(int8_linear.run(*args), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_several_callers_at_once() -> None:
+    args, expected = _product(rows=17)  # more rows than keep Python's lock: the calls really overlap
+    wrong = []
+
+    def call() -> None:
+        torch.set_num_threads(2)
+        for _ in range(20):
+            if not torch.equal(int8_linear.run(*args), expected):
+                wrong.append(threading.get_ident())
+
+    running = [threading.Thread(target=call) for _ in range(4)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_computes_too() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    args, expected = _product()
+    int8_linear.run(*args)
+    child = os.fork()
+    if child == 0:
+        # torch's own parallel loops are not for forked children: compare the bytes
+        same = int8_linear.run(*args).numpy().tobytes() == expected.numpy().tobytes()
+        os._exit(0 if same else 1)
+    _, status = os.waitpid(child, 0)
+    torch.set_num_threads(before)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert torch.equal(int8_linear.run(*args), expected)
+
+
+def test_ours_use_threads_while_torch_uses_one() -> None:
+    args, expected = _product(40)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with single_thread_torch():
+            assert torch.get_num_threads() == 1
+            assert torch.equal(int8_linear.run(*args), expected)
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ZeroDivisionError), single_thread_torch():
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("processor", "torchs"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 amx_bf16", True),
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", False),
+        ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", True),
+        ("vendor_id : AuthenticAMD\nflags : avx2", False),
+    ],
+)
+def test_who_multiplies_many_rows(processor: str, torchs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch multiplies waits at OpenMP's barriers: only where it is much faster."""
+    monkeypatch.setattr(build, "_cpu", lambda: processor)
+    assert build.torch_gemm_is_faster.__wrapped__() is torchs
+
+
+def test_own_threads_carry_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "torch_gemm_is_faster", lambda: False)
+    if build.load().vector_width < 8:
+        pytest.skip("vectors are too narrow here")
+    linear.max_native_rows.cache_clear()
+    try:
+        args, expected = _product(40)
+        monkeypatch.setattr(torch, "mm", lambda *_, **__: pytest.fail("torch multiplies"))
+        given, weight, scale = args
+        found = int8_linear.run(given.bfloat16(), weight, scale)
+        assert torch.allclose(found.float(), expected, rtol=0.05, atol=0.5)
+    finally:
+        linear.max_native_rows.cache_clear()
+
+
+PROBE = """
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "thread_pool.cpp"
+
+// Two pieces for two threads: the caller waits in its own until the other has come, at most `patience` nanoseconds; the
+// other sleeps for `sleep` nanoseconds in its piece. Returns pieces that the other took.
+extern "C" int probe(int64_t sleep, int64_t patience) {
+    const long caller = syscall(SYS_gettid);
+    std::atomic<int> others{0};
+    mill::share(2, 1, 1 << 20, [&](int64_t, int64_t) {
+        if (syscall(SYS_gettid) != caller) {
+            others++;
+            const timespec time{0, sleep};
+            if (sleep) nanosleep(&time, nullptr);
+            return;
+        }
+        const int64_t until = mill::now() + patience;
+        while (!others.load() && mill::now() < until) {}
+    });
+    return others.load();
+}
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no futex here")
+def test_a_worker_without_a_core_is_left_out_for_a_while(tmp_path: Path) -> None:
+    """Its piece sleeps as a thread does whose core another program has."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    source.write_text(PROBE)
+    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", f"-I{Path(build.__file__).parent}"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+    team = ctypes.CDLL(str(library))
+    second = 10**9
+    probe = lambda sleep, patience: team.probe(ctypes.c_int64(sleep), ctypes.c_int64(patience))  # noqa: E731
+    team.modelmill_set_num_threads(ctypes.c_int64(2))
+
+    def all_called() -> bool:
+        """Whether both threads take part, sooner or later: this machine may be a busy one."""
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            if probe(0, second // 100) > 0 and team.modelmill_resting_workers() == 0:
+                return True
+        return False
+
+    assert all_called()
+    assert probe(second // 20, 10 * second) > 0
+    assert team.modelmill_resting_workers() == 1
+    assert probe(0, 0) == 0, "the caller does it all"
+    assert all_called(), "again when the while is over"

@@ -1,0 +1,102 @@
+"""gemm_swiglu_large_m.cu on a CPU, launched by its own Python, against float64: two blocks that bring each other
+weights, tiles over the edges, more tiles than pairs of blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from modelmill.ops.cuda import gemm
+from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
+
+slow = pytest.mark.slow
+pytestmark = requires_emulation
+BF, HF = torch.bfloat16, torch.float16
+LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own rounding
+
+
+class Case(NamedTuple):
+    """size: tokens, columns of x, of the output. wide: rows of the weight of a tile."""
+
+    size: tuple[int, int, int]
+    wide: int = 256
+    dtype: torch.dtype = BF
+    biased: bool = False
+    multiprocessors: int = 2
+
+
+def error(emulator: Emulator, case: Case) -> float:
+    tokens, columns, width = case.size
+    emulator.num_sms = case.multiprocessors
+    generator = torch.Generator().manual_seed(width)
+    x = torch.full((tokens, columns + 24), float("nan")).to(case.dtype)[:, :columns]
+    x[:] = torch.randn(tokens, columns, generator=generator)
+    weight = (torch.randn(2 * width, columns, generator=generator) / 8).to(case.dtype)
+    bias = torch.randn(2 * width, generator=generator).to(case.dtype) if case.biased else None
+    out = torch.empty(tokens, width, dtype=case.dtype)
+    emulator.preceding_writes = lambda *_: [(x.data_ptr(), x.untyped_storage().nbytes()), *memory_ranges(out)]
+    gemm.gemm_swiglu_large_m(x, weight, bias, out, case.wide)
+    right = x.double() @ weight.double().T
+    right = right if bias is None else right + bias.double()
+    gate, up = right.to(case.dtype).double().chunk(2, 1)
+    right = torch.nn.functional.silu(gate) * up
+    return float((out.double() - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((300, 192, 264)),
+        Case((130, 136, 232), 224, HF, biased=True),
+        pytest.param(Case((256, 640, 256), 256, HF, biased=True), marks=slow),
+        pytest.param(Case((260, 640, 224), 224), marks=slow),
+        pytest.param(Case((1, 64, 8)), marks=slow),
+        pytest.param(Case((1, 64, 8), 224), marks=slow),
+        pytest.param(Case((1030, 72, 520), multiprocessors=5), marks=slow),
+        pytest.param(Case((513, 1096, 456), 224, multiprocessors=5), marks=slow),
+    ],
+    ids=str,
+)
+def test_products(emulator: Emulator, case: Case) -> None:
+    assert error(emulator, case) < LIMIT[case.dtype]
+    assert [name for name, _ in emulator.launched] == ["gemm_swiglu_large_m"]
+
+
+FILLED = ("        mbarrier_wait(shared_address(&barriers.full[at.stage]), at.parity);\n", "")
+READ = ("            mbarrier_wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n", "")
+OTHER = (
+    "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane)",
+    "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), cluster_rank())",
+)
+DONE = ("        wgmma_wait<1>(); // those of the slab before\n", "")
+LAST = ("            wgmma_wait<0>();\n            wgmma_fence_operand(d);", "            wgmma_fence_operand(d);")
+DESK = ("if (PIECE == 0) staging.clear();", "")
+SENT = ("        if (staging.thread == 0) tma_store_wait();\n", "")
+HALF = (" + rank * W_HALF, w_map", ", w_map")
+BOTH = ("held, 3);", "held, 1 << rank);")
+EDGE = ("i * BOX < n) tma_store", "i * BOX + BOX < n) tma_store")
+FRONT = ("    pdl_wait();\n    for (int slab", "    for (int slab")
+MADE = ("    cluster_sync_relaxed();\n}\n", "}\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(FILLED, id="slabs not waited for"),
+        pytest.param(READ, id="stages filled too early", marks=slow),
+        pytest.param(OTHER, id="the other block is not told", marks=slow),
+        pytest.param(DONE, id="stages given back too early", marks=slow),
+        pytest.param(LAST, id="products not waited for", marks=slow),
+        pytest.param(DESK, id="a store's place used too early", marks=slow),
+        pytest.param(SENT, id="stores not waited for", marks=slow),
+        pytest.param(HALF, id="both halves in one place", marks=slow),
+        pytest.param(BOTH, id="a half brought to one block", marks=slow),
+        pytest.param(EDGE, id="the last columns forgotten", marks=slow),
+        pytest.param(FRONT, id="rows of x that are not there yet", marks=slow),
+        pytest.param(MADE, id="barriers of a block that has not made them", marks=slow),
+    ],
+)
+def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
+    assert emulator.detects(change, lambda: error(emulator, Case((300, 448, 200))) < LIMIT[BF])

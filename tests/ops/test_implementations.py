@@ -1,0 +1,341 @@
+"""One test for every kernel: each implementation in the registry against the op's reference in higher precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops import qkv_rope_cache, registry
+from modelmill.ops.case import Case, randn
+from modelmill.ops.quant_types import quantize_per_row
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTERPRETED_AT_MOST = 200_000  # elements in and out: the interpreter runs one program after another
+SEEDS = (0, 1)  # the interpreter has time for the first
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "variant" in metafunc.fixturenames:
+        chosen = []
+        for op in (*registry.OPS, *(op for op in registry.FUSED_OPS if op != "decode")):
+            for name in registry.implementations(op):
+                for device in ("cpu", "cuda"):
+                    marks = [pytest.mark.gpu] if device == "cuda" else []
+                    for dtype in DTYPES:
+                        label = f"{op}-{name}-{device}-{str(dtype).removeprefix('torch.')}"
+                        chosen.append(pytest.param(op, name, device, dtype, id=label, marks=marks))
+        metafunc.parametrize(("op", "variant", "device", "dtype"), chosen)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp(-x) → inf is meant; NumPy warns
+def test_variant_computes_what_the_reference_means(op: str, variant: str, device: str, dtype: torch.dtype) -> None:
+    module = registry.implementations(op)[variant]
+    reason = module.available(device)
+    if reason is not None:
+        pytest.skip(reason)
+    tolerance = import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
+    checked = 0
+    for case in _all_cases(op, device, dtype):
+        if not quick(case, variant, device):
+            continue
+        supports = getattr(module, "supports", None)
+        if supports is not None and not supports(**case.args):
+            continue
+        for seed in SEEDS[:1] if interpreted(variant, device) else SEEDS:
+            args = _fresh(case, seed)
+            expected = _oracle(op, args)
+            got = _poisoned(module.run, args)
+            _compare(f"{case.name} seed {seed}", got, expected, tolerance, case)
+        if device == "cuda":
+            got, args = _replayed(module.run, case)
+            _compare(f"{case.name} replayed", got, _oracle(op, args), tolerance, case)
+        checked += 1
+    if not checked:
+        pytest.skip("no case of this op is supported here, or all are too large for the interpreter")
+
+
+def _all_cases(op: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    yield from import_module(f"modelmill.ops.{op}").cases(device, dtype)
+    yield from EDGES.get(op, lambda *_: iter(()))(device, dtype)
+
+
+def interpreted(variant: str, device: str) -> bool:
+    """Whether a variant runs in Triton's interpreter."""
+    return variant == "triton" and device == "cpu"
+
+
+def quick(case: Case, variant: str, device: str) -> bool:
+    """Whether the interpreter, where it runs the variant, has time for the case."""
+    size = sum(a.numel() for a in case.args.values() if isinstance(a, torch.Tensor))
+    return not interpreted(variant, device) or size <= INTERPRETED_AT_MOST
+
+
+def _fresh(case: Case, seed: int) -> dict[str, Any]:
+    """The case's arguments with the values of its floating tensors dealt out anew; what is written is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    args = dict(case.args)
+    for name, value in args.items():
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        if name in ("k_cache", "v_cache") and name in case.writes:
+            args[name] = _laid_out_as(value).fill_(float("nan"))
+        elif value.numel() > 1 << 20:
+            turn = int(torch.randint(value.numel(), (1,), generator=generator))
+            bits = value.view(torch.uint8) if value.element_size() == 1 else value  # fp8 cannot be rolled on a GPU
+            args[name] = bits.flatten().roll(turn).view(value.dtype).view(value.shape)
+        else:
+            order = torch.randperm(value.numel(), generator=generator).to(value.device)
+            args[name] = _laid_out_as(value).copy_(value.flatten()[order].view(value.shape))
+    return args
+
+
+def _laid_out_as(value: torch.Tensor) -> torch.Tensor:
+    """Room with the same strides: what is no whole tensor stays none. Where values share a place, each gets its own."""
+    if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
+        return torch.empty_like(value)
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _oracle(op: str, args: dict[str, Any]) -> Any:
+    """The reference on float64 copies; small cases on the CPU. Returns (result, caches as written or None)."""
+    size = sum(a.numel() for a in args.values() if isinstance(a, torch.Tensor))
+    wide = {}
+    for name, value in args.items():
+        if isinstance(value, torch.Tensor):
+            value = value.cpu() if size < 1 << 20 else value
+            # scale is float32 by contract; where x is float64 the reference needs no more of it
+            value = value.double() if value.is_floating_point() else value.clone()
+        wide[name] = value
+    result = registry.reference(op)(**wide)
+    return result, [wide[n] for n in ("k_cache", "v_cache")] if op in ("rope_cache", "qkv_rope_cache") else []
+
+
+def _poisoned(run: Any, args: dict[str, Any]) -> Any:
+    """The variant's result and the caches it wrote, with every freshly allocated tensor full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
+    try:
+        assert torch.empty(1).isnan()
+        result = run(**args)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return result, [args[n] for n in ("k_cache", "v_cache") if "slots" in args]
+
+
+def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
+    """The result of a CUDA graph captured with one set of values and replayed with another, and those arguments.
+
+    Where the op reads lengths on the device, the replay's are shorter than those of the capture.
+    """
+    held = {k: _laid_out_as(v).copy_(v) if isinstance(v, torch.Tensor) else v for k, v in _fresh(case, 2).items()}
+    run(**_fresh(case, 2))  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.cuda.graph(graph):
+            result = run(**held)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    args = _fresh(case, 3)
+    if "context_lens" in args:
+        new = args["query_start"].diff()
+        args["context_lens"] = torch.where(args["context_lens"] > 0, new + (args["context_lens"] - new) // 3, 0).int()
+    for name, value in args.items():
+        if isinstance(value, torch.Tensor):
+            held[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    return (result, [held[n] for n in ("k_cache", "v_cache") if "slots" in held]), args
+
+
+def _compare(label: str, got: Any, expected: Any, tolerance: float, case: Case) -> None:
+    flat_got = [*(got[0] if isinstance(got[0], tuple) else (got[0],)), *got[1]]
+    flat_expected = [*(expected[0] if isinstance(expected[0], tuple) else (expected[0],)), *expected[1]]
+    assert len(flat_got) == len(flat_expected)
+    for index, (mine, truth) in enumerate(zip(flat_got, flat_expected)):
+        if truth is None:  # a scale that the caller knows
+            assert mine is None, f"{label}, output {index}"
+            continue
+        assert mine.shape == truth.shape, f"{label}, output {index}: {tuple(mine.shape)} for {tuple(truth.shape)}"
+        mine, truth = mine.to(torch.float64), truth.to(mine.device, torch.float64)
+        if "rows" in case.meta:  # rows of no sequence are undefined
+            mine, truth = mine[: case.meta["rows"]], truth[: case.meta["rows"]]
+        # NaN where the reference left a poisoned cache alone, and nowhere else
+        assert torch.equal(mine.isnan(), truth.isnan()), f"{label}, output {index}: unwritten or overwritten values"
+        error = ((mine - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num().max() if mine.numel() else 0.0
+        assert float(error) <= tolerance, f"{label}, output {index}: error {float(error):.3g} > {tolerance}"
+
+
+def _norm_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Columns of a wider tensor, three dimensions, one value a row, tiny values that eps must hold up."""
+    wide = randn(6, 200, device=device, dtype=dtype, seed=3)
+    weight = randn(96, device=device, dtype=dtype, seed=4)
+    yield Case("slice", {"x": wide[:, :96], "weight": weight, "eps": 1e-5})
+    yield Case("3d", {"x": wide[:, :96].reshape(2, 3, 96), "weight": weight, "eps": 1e-6})
+    yield Case("tiny", {"x": wide[:, :96] * 1e-3, "weight": weight, "eps": 1e-5})
+    yield Case("one", {"x": wide[:, :1], "weight": weight[:1], "eps": 1e-5})
+    many = randn(60 if device == "cpu" else 3000, 33, device=device, dtype=dtype, seed=5)
+    yield Case("many", {"x": many, "weight": weight[:33], "eps": 1e-5})
+
+
+def _add_norm_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    for case in _norm_edges(device, dtype):
+        x = case.args["x"]
+        residual = randn(*x.shape, device=device, dtype=dtype, seed=9, scale=3.0)
+        yield replace(case, args=case.args | {"residual": residual}, writes=("residual",))
+
+
+def _layer_norm_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    for case in _norm_edges(device, dtype):
+        yield replace(case, args=case.args | {"bias": case.args["weight"] * 0.5})
+
+
+def _rope_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Padding slots, columns of a wider qkv, head size 256, pages of 32, a cache inside a larger one."""
+    for number, (tokens, heads, kv_heads, dim, page) in enumerate(((6, 4, 2, 64, 16), (3, 1, 1, 256, 32))):
+        generator = torch.Generator().manual_seed(number)
+        slots = torch.randperm(3 * page, generator=generator)[:tokens]
+        slots[1::2] = -1
+        angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=number)
+        wide = randn(tokens, (heads + 2 * kv_heads) * dim + 32, device=device, dtype=dtype, seed=number)
+        caches = torch.zeros(2, 3, kv_heads, page, dim, device=device, dtype=dtype)
+        norm = randn(dim, device=device, dtype=dtype, seed=number + 1)
+        args = {"qkv": wide[:, 32:] if number else wide[:, :-32].contiguous(), "slots": slots.to(device)}
+        args |= {"k_cache": caches[0], "v_cache": caches[1], "heads": heads, "cos": angle.cos(), "sin": angle.sin()}
+        args |= {"q_norm": norm, "k_norm": norm + 1, "eps": 1e-5} if number else {}
+        yield Case(f"padding-{dim}", args, writes=("k_cache", "v_cache"))
+
+
+def _rope_linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Slots of no token, pages inside larger ones, columns of a wider x; small enough for a reference on the CPU, which
+    alone leaves such tokens out."""
+    if device == "cpu":
+        return
+    for dim, page in ((64, 32), (128, 16)):
+        for case in qkv_rope_cache.cases_for_shapes([(512, 64, 8192 // dim - 4, 2, dim)], device, dtype, page):
+            slots = case.args["slots"].clone()
+            slots[::11] = -1
+            x = randn(512, 80, device=device, dtype=dtype, seed=dim)[:, 16:]
+            inside = torch.zeros(slots.numel() // page + 3, 2, 3, page, dim, device=device, dtype=dtype)
+            more = {"slots": slots, "x": x, "k_cache": inside[:, 0, :2], "v_cache": inside[:, 1, :2]}
+            yield replace(case, name=f"padding-{dim}", args=case.args | more)
+
+
+def _attention_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Padding rows, bounds far above the lengths, windows in decode, page sizes, head sizes up to 256."""
+    shapes: list[tuple[str, int, int, int, int, list[tuple[int, int]], int | None, int]] = [
+        ("decode-padded", 2, 2, 16, 16, [(1, 70), (1, 0), (1, 1), (1, 0)], None, 300),
+        ("decode-group", 8, 2, 40, 8, [(1, 129), (1, 0), (1, 5)], None, 1000),
+        ("decode-window", 4, 1, 16, 16, [(1, 150), (1, 31), (1, 32), (1, 33)], 32, 150),
+        ("decode-window-mha", 2, 2, 24, 16, [(1, 150), (1, 31), (1, 0)], 90, 256),
+        ("decode-256", 2, 2, 256, 16, [(1, 66)], None, 66),
+        ("decode-256-group", 6, 2, 256, 16, [(1, 66)], None, 66),
+        ("decode-one-split", 2, 2, 32, 32, [(1, 33), (1, 0)], None, 40),
+        ("prefill-256", 2, 1, 256, 16, [(20, 35)], None, 35),
+        ("prefill-padded", 2, 1, 32, 16, [(3, 3), (2, 0), (70, 131)], None, 400),
+        ("prefill-window", 2, 2, 16, 16, [(70, 170)], 20, 170),
+        ("prefill-long", 1, 1, 16, 16, [(130, 130), (1, 140)], None, 140),
+        ("prefill-window-of-1", 1, 1, 16, 16, [(9, 20)], 1, 20),
+    ]
+    if device != "cpu":
+        shapes += [
+            ("decode-group-long", 28, 4, 128, 16, [(1, 5000), (1, 0), (1, 64), (1, 65)], None, 32768),
+            ("decode-long", 32, 32, 128, 16, [(1, 3001), (1, 17)], None, 32768),
+            ("prefill-chunks", 16, 4, 128, 16, [(300, 1000), (1, 999), (129, 129), (1, 1)], None, 4096),
+            ("prefill-80", 5, 5, 80, 16, [(200, 333)], 100, 333),
+        ]
+    for number, (name, heads, kv_heads, dim, page, lengths, window, bound) in enumerate(shapes):
+        yield _paged(name, (heads, kv_heads, dim, page), lengths, window, bound, device, dtype, number)
+
+
+def _eight_bit_attention(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """The edges over pages of int8 and of fp8; one value in four has a scale of 1e-5 to 1 times its own."""
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        for number, case in enumerate(_attention_edges(device, dtype)):
+            if device == "cpu" and number % 2 == (kind is torch.int8):
+                continue  # the interpreter is slow: each type takes every second
+            held = {}
+            for name in ("k", "v"):
+                held[f"{name}_cache"], scale = quantize_per_row(case.args[f"{name}_cache"], kind)
+                held[f"{name}_scale"] = scale
+            draw = torch.rand(scale.shape, generator=torch.Generator().manual_seed(1)).to(device)
+            held["v_scale"] = torch.where(draw < 0.25, scale * 10 ** (-20 * draw), scale)
+            yield replace(case, name=f"{case.name}-{str(kind)[6:10]}", args=case.args | held)
+
+
+def _attention(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    yield from _attention_edges(device, dtype)
+    yield from _eight_bit_attention(device, dtype)
+
+
+def _paged(
+    name: str,
+    sizes: tuple[int, int, int, int],
+    lengths: list[tuple[int, int]],
+    window: int | None,
+    bound: int,
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> Case:
+    heads, kv_heads, dim, page = sizes
+    counts = [-(-context // page) for _, context in lengths]
+    shuffled = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))
+    order = shuffled.to(torch.int32).split([*counts, 2])
+    tables = torch.zeros(len(lengths), -(-bound // page), dtype=torch.int32)
+    for b, count in enumerate(counts):
+        tables[b, :count] = order[b]
+    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    caches = randn(2, sum(counts) + 2, kv_heads, page, dim, device=device, dtype=dtype, seed=seed)
+    args = {
+        "q": randn(int(starts[-1]), heads, dim, device=device, dtype=dtype, seed=seed + 50),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "block_tables": tables.to(device),
+        "query_start": starts.to(device),
+        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device=device),
+        "max_query": max(n for n, _ in lengths),
+        "max_context": bound,
+        "scale": dim**-0.5,
+        "window": window,
+    }
+    return Case(name, args)
+
+
+def _linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Every few-row count around the tiles' sizes, with odd widths and columns of a wider x."""
+    for rows, k, n in ((1, 48, 50), (1, 257, 9), (2, 64, 31), (7, 129, 40), (16, 96, 64), (17, 80, 20)):
+        x = randn(rows, k + 16, device=device, dtype=dtype, seed=rows + k)[:, 16:]
+        weight = randn(n, k, device=device, dtype=dtype, seed=n, scale=k**-0.5)
+        bias = randn(n, device=device, dtype=dtype, seed=n + 1) if rows % 2 else None
+        yield Case(f"edge-{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": bias})
+
+
+def _int8_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    from modelmill.ops.int8_linear import quantize
+
+    shapes = [(c, c.args["x"].shape[0]) for c in _linear_edges(device, dtype)]
+    for case, _ in shapes:
+        weight, scale = quantize(case.args["weight"])
+        yield replace(case, args=case.args | {"weight": weight, "scale": scale})
+    for rows, k, n in ((40, 96, 33), (130, 70, 20), (257, 70, 9)):
+        weight, scale = quantize(randn(n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5))
+        x = randn(rows, k, device=device, dtype=dtype, seed=k)
+        yield Case(f"edge-{rows}x{k}->{n}", {"x": x, "weight": weight, "scale": scale, "bias": None})
+
+
+EDGES = {
+    "rms_norm": _norm_edges,
+    "add_rms_norm": _add_norm_edges,
+    "layer_norm": _layer_norm_edges,
+    "rope_cache": _rope_edges,
+    "qkv_rope_cache": _rope_linear_edges,
+    "paged_attention": _attention,
+    "linear": _linear_edges,
+    "int8_linear": _int8_edges,
+}

@@ -1,0 +1,124 @@
+"""The registry: implementations are picked once, switched by hand, and never bypassed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from modelmill.core.errors import UsageError
+from modelmill.ops import registry
+
+
+def test_every_op_is_chosen_and_callable() -> None:
+    ops = registry.select_backends("cpu")
+    assert set(ops.backends) == {*registry.OPS, *registry.FUSED_OPS}
+    assert all(callable(getattr(ops, op)) for op in registry.OPS)
+
+
+def test_a_switched_kernel_is_the_reference() -> None:
+    ops = registry.select_backends("cpu", {"rms_norm": "torch"})
+    assert ops.rms_norm is registry.reference("rms_norm")
+    assert ops.backends["rms_norm"] == "torch"
+
+
+@pytest.mark.parametrize("op", registry.FUSED_OPS)
+def test_a_spanning_op_is_off_where_one_of_its_ops_was_switched(op: str) -> None:
+    ops = registry.select_backends("cpu", {registry.FUSED_OPS[op][0]: "torch"})
+    assert getattr(ops, op) is None
+    assert ops.backends[op] == "torch"
+
+
+@pytest.mark.parametrize("op", registry.FUSED_OPS)
+def test_a_spanning_op_can_be_switched_off(op: str) -> None:
+    ops = registry.select_backends("cpu", {op: "torch"})
+    assert getattr(ops, op) is None
+    assert ops.backends["linear"] == registry.select_backends("cpu").backends["linear"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rms_nrom": "torch"}, {"rms_norm": "cuda"}, {"linear": "abacus"}, {"decode": "cuda"}], ids=str
+)
+def test_what_cannot_be_is_one_line(wrong: dict[str, str]) -> None:
+    with pytest.raises(UsageError) as told:
+        registry.select_backends("cpu", wrong)
+    assert "\n" not in str(told.value)
+
+
+def _implementation(name: str, log: list[tuple[str, object]], least: int, **more: object) -> SimpleNamespace:
+    """An implementation that serves arguments ≥ ``least`` and writes down who ran, with what."""
+
+    def run(x: int, fallback: object = None) -> str:
+        log.append((name, fallback))
+        return name
+
+    return SimpleNamespace(available=lambda device_type: None, supports=lambda x, **_: x >= least, run=run, **more)
+
+
+def _offer(monkeypatch: pytest.MonkeyPatch, **offered: SimpleNamespace) -> None:
+    monkeypatch.setattr(
+        registry, "implementation", lambda op, name: offered.get(name) if op == "paged_attention" else None
+    )
+    monkeypatch.setattr(registry, "reference", lambda op: lambda *args, **kwargs: "torch")
+
+
+@pytest.mark.parametrize(("x", "who"), [(9, "cuda"), (5, "triton"), (1, "torch")])
+def test_what_a_variant_does_not_serve_goes_to_the_next(monkeypatch: pytest.MonkeyPatch, x: int, who: str) -> None:
+    _offer(monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5))
+    ops = registry.select_backends("cuda")
+    assert ops.backends["paged_attention"] == "cuda"
+    assert ops.paged_attention(x) == who
+
+
+@pytest.mark.parametrize(
+    ("wanted", "served"), [("cuda", ["cuda", "triton"]), ("triton", ["triton", "triton"]), ("torch", ["torch"] * 2)]
+)
+def test_behind_a_forced_variant_stand_those_less_preferred(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, served: list[str]
+) -> None:
+    _offer(monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5))
+    ops = registry.select_backends("cuda", {"paged_attention": wanted})
+    assert [ops.paged_attention(x) for x in (9, 5)] == served
+
+
+def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, object]] = []
+    first, second = _implementation("cuda", log, 0, USES_FALLBACK=True), _implementation("triton", log, 0)
+    _offer(monkeypatch, cuda=first, triton=second)
+    registry.select_backends("cuda").paged_attention(3)
+    _offer(monkeypatch, cuda=first)  # nobody but the reference behind it, which fills nothing in
+    registry.select_backends("cuda").paged_attention(3)
+    assert log == [("cuda", second.run), ("cuda", None)]
+
+
+def test_kernels_of_another_device_are_not_imported() -> None:
+    """Triton takes a second, and no kernel of its is ever chosen on a CPU."""
+    code = "import sys; from modelmill.ops.registry import select_backends as select; select('cpu')"
+    code += "; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("error", "says"), [(ModuleNotFoundError("x", name="triton"), None), (ImportError("y"), "y")])
+def test_an_absent_package_is_no_fault_but_a_broken_file_is(
+    error: ImportError, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(package: str, name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(registry, "find_module", broken)
+    if says is None:
+        assert registry.implementations("linear") == {}
+    else:
+        with pytest.raises(ImportError, match=says):
+            registry.implementations("linear")
+
+
+def test_a_missing_file_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(package: str, name: str) -> None:
+        raise ModuleNotFoundError("gone", name="modelmill.ops.triton.gone")
+
+    monkeypatch.setattr(registry, "find_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        registry.implementations("linear")

@@ -1,0 +1,109 @@
+"""rmsnorm_quant_permute_small_m.cu on a CPU, launched by its own Python, against the reference: int8 and fp8, every way
+to scale."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
+from modelmill.ops.cuda import rmsnorm_quant_permute
+from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
+from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
+
+slow = pytest.mark.slow
+pytestmark = requires_emulation
+BF, HF, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
+EPS = 1e-5
+
+
+def per_column(width: int, columns: int, way: str) -> rmsnorm_quant_permute.PerColumn:
+    """Factor, zero-point, order: some columns twice, some never, some of the values none. way: what a factor is for."""
+    generator = torch.Generator().manual_seed(width + columns)
+    order = torch.randint(0, width, (columns,), generator=generator).int()
+    order[::7] = -1
+    factor = torch.rand(columns, generator=generator) * 40 + 10
+    zero = torch.randint(-90, 90, (columns,), generator=generator).int()
+    ways = {"token": (None, None), "all": (factor[:1], None), "column": (factor, None), "shifted": (factor, zero)}
+    return (*ways[way], order)
+
+
+def steps(values: torch.Tensor) -> torch.Tensor:
+    """Numbers of the values in their type's order: next to each other are next to each other."""
+    if values.dtype is INT8:
+        return values.int()
+    bits = values.view(torch.uint8).int()
+    return torch.where(bits >= 128, 128 - bits, bits)
+
+
+class Case(NamedTuple):
+    """size: rows, columns of x, of the values. way: what a factor is for. add: whether there is a residual."""
+
+    size: tuple[int, int, int]
+    way: str
+    kind: torch.dtype
+    dtype: torch.dtype
+    add: bool
+    bits: int
+
+
+def off(emulator: Emulator, case: Case) -> float:
+    """The most steps that a value is off, all if something else is wrong."""
+    (rows, width, columns), way, kind, dtype, add, bits = case
+    generator = torch.Generator().manual_seed(rows)
+    x, residual = (torch.randn(2, rows, width, generator=generator) * 3).to(dtype)
+    weight = (torch.randn(width, generator=generator) + 1).to(dtype)
+    factor, zero, order = per_column(width, columns, way)
+    held = residual.clone() if add else None
+    emulator.preceding_writes = lambda name, arguments: memory_ranges(x, held)
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(x, held, weight, EPS, kind, (factor, zero, order), bits)
+    if held is not None:
+        right, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, kind, factor, zero, order, bits)
+        alike = torch.equal(held, total)
+    else:
+        right, of_rows = rms_norm_quant(x, weight, EPS, kind, factor, zero, order, bits)
+        alike = True
+    if of_rows is not None:
+        assert scale is not None
+        alike = alike and torch.allclose(scale, of_rows, rtol=float(torch.finfo(dtype).eps), atol=0)
+    if not alike or values.float()[:, order == -1].any():
+        return float("inf")
+    return float((steps(values) - steps(right)).abs().max())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 96, 112), "token", INT8, BF, False, 8),
+        Case((3, 576, 320), "shifted", INT8, HF, True, 8),
+        Case((2, 320, 320), "token", FP8, BF, True, 8),
+        pytest.param(Case((1, 4096, 4224), "shifted", INT8, BF, True, 4), marks=slow),
+        pytest.param(Case((2, 1600, 8192), "token", INT8, HF, True, 8), marks=slow),
+        pytest.param(Case((1, 8192, 16), "all", INT8, BF, False, 8), marks=slow),
+        pytest.param(Case((5, 48, 64), "column", INT8, BF, False, 4), marks=slow),
+        pytest.param(Case((5, 1040, 1040), "column", FP8, HF, False, 8), marks=slow),
+        pytest.param(Case((1, 512, 528), "all", FP8, BF, True, 8), marks=slow),
+    ],
+)
+def test_values_and_scales(emulator: Emulator, case: Case) -> None:
+    assert off(emulator, case) <= TOLERANCE[case.dtype]
+    assert emulator.launched == [("rmsnorm_quant_permute_small_m", case.size[0])]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(("there ? places[i] : WIDTH;", "there ? places[i] : 0;"), id="columns that are none"),
+        pytest.param(("if (t < 32) sums[t] = 0.0f, tops[t] = 0;", ""), id="sums of no warp", marks=slow),
+        pytest.param(("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"), id="sums not met for", marks=slow),
+        pytest.param(("    __syncthreads();\n    float by", "    float by"), id="the row not met for", marks=slow),
+        pytest.param(("    pdl_wait();\n", ""), id="the kernel in front not waited for", marks=slow),
+        pytest.param(("max(top & 0xFFFF, top >> 16)", "top & 0xFFFF"), id="upper halves left out", marks=slow),
+        pytest.param(("low(v[i]) + low(o[i])", "low(v[i])"), id="half of the residual left out", marks=slow),
+    ],
+)
+def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
+    case = Case((4, 320, 336), "token", INT8, BF, True, 8)
+    assert emulator.detects(change, lambda: off(emulator, case) <= TOLERANCE[BF])

@@ -1,0 +1,182 @@
+"""Integers are what they say: every kernel against the fake-quantized product in float64, channel by channel."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from modelmill.core.config import BuildConfig
+from modelmill.ops import registry, rptq_linear, rptq_quant
+from modelmill.quant.recipe import InputStatistics
+from modelmill.quant.rptq import RptqRecipe
+from modelmill.weights.rptq import RptqWeight
+
+ROWS = (1, 7, 64, 1000)
+# K: a multiple of nothing, of 32, one channel, more than a group of 64
+SHAPES = ((100, 24), (96, 40), (1, 5), (2100, 9))
+FORMS = [(bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")]
+
+
+def _inputs(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Normal values, one channel × 30, one × −3, one skewed, one that is always 0."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    if columns > 4:
+        x[:, 3] *= 30
+        x[:, columns - 1] *= -3
+        x[:, 1] = x[:, 1].abs() * 3
+        x[:, 2] = 0
+    return x
+
+
+def _statistics(x: torch.Tensor) -> InputStatistics:
+    size = x.abs()
+    ends = x.amin(0), x.amax(0)
+    return InputStatistics(len(x), x.T @ x / len(x), size.mean(0), size.amax(0), *ends, x[:64])
+
+
+@functools.cache
+def _held(bits: str, mode: str, columns: int, n: int) -> RptqWeight:
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn(n, columns, generator=generator) * columns**-0.5
+    held = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).quantize(
+        weight, _statistics(_inputs(256, columns, 1))
+    )
+    assert isinstance(held, RptqWeight)
+    return held
+
+
+def _plain(held: RptqWeight, q: torch.Tensor, step: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(product, sum of magnitudes) [T, N] float64: Σ s (q − z) · t (w − y) over the channels that there are."""
+    steps = held.input_scales if step is None else step
+    assert steps is not None
+    assert not bool(q[:, held.perm < 0].any())
+    s = steps.double().repeat_interleave(held.group_size, -1)
+    t = held.scale.double().repeat_interleave(held.group_size, 1)
+    w = t * held.codes().double()
+    size = (s * q.double()).abs() @ w.abs().T
+    if held.offset is not None:
+        w = w + held.offset.double().repeat_interleave(held.group_size, 1)
+    real = (held.perm >= 0).double()
+    z = (
+        torch.zeros(q.shape[1], dtype=torch.float64)
+        if held.input_zero_points is None
+        else held.input_zero_points.double()
+    )
+    return (s * real * (q.double() - z)) @ w.T, size + (s * real * z).abs().expand(len(q), -1) @ w.abs().T
+
+
+def _kernels() -> list[tuple[str, ModuleType]]:
+    return [("torch", rptq_linear), *registry.implementations("rptq_linear").items()]
+
+
+def _check(module: ModuleType, name: str, held: RptqWeight, rows: int, device: str) -> bool:
+    """Whether the kernel serves this; its output against the plain product, channel by channel."""
+    columns, n = held.shape[1], held.shape[0]
+    x = _inputs(rows, columns, rows + 2)
+    q, step = rptq_quant.rptq_quant(
+        x, held.perm, held.inv_input_scales, held.input_zero_points, held.bits, held.group_size
+    )
+    expected, size = _plain(held, q, step)
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
+    there = held.to(device)
+    used = there.input_scales if step is None else step.to(device)
+    grids = (there.weight, there.scale, there.offset, there.group_size)
+    args = (q.to(device), *grids, used, there.zero_point_bias, bias.to(device), torch.float32)
+    if name != "torch" and not getattr(module, "supports", lambda *_: True)(*args):
+        return False
+    got = (module.run if name != "torch" else module.rptq_linear)(*args).cpu().double()
+    off = (got - bias.double() - expected).abs()
+    # float32: a sum of as many parts as there are groups, each rounded a few times
+    bound = 2.0**-23 * (8 * size + expected.abs() + bias.abs() + 1e-6)
+    assert bool((off <= bound).all()), f"{rows} rows: {float((off / bound).max()):.3g} of the bound"
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name, _ in _kernels()])
+@pytest.mark.parametrize(("columns", "n"), SHAPES)
+@pytest.mark.parametrize(("bits", "mode"), FORMS)
+def test_the_product_is_the_fake_quantized_one(name: str, columns: int, n: int, bits: str, mode: str) -> None:
+    module = dict(_kernels())[name]
+    if name != "torch" and module.available("cpu") is not None:
+        pytest.skip(module.available("cpu"))
+    for rows in ROWS if name != "triton" else (1, 7):
+        _check(module, name, _held(bits, mode, columns, n), rows, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, _ in _kernels()])
+@pytest.mark.parametrize(("columns", "n"), [*SHAPES, (4100, 48)])
+@pytest.mark.parametrize(("bits", "mode"), FORMS)
+def test_the_product_on_the_gpu_is_the_fake_quantized_one(
+    name: str, columns: int, n: int, bits: str, mode: str
+) -> None:
+    module = dict(_kernels())[name]
+    if name != "torch" and module.available("cuda") is not None:
+        pytest.skip(module.available("cuda"))
+    held = _held(bits, mode, columns, n)
+    served = [_check(module, name, held, rows, "cuda") for rows in ROWS]
+    if not any(served):
+        pytest.skip("the kernel leaves these shapes to another")
+
+
+@pytest.mark.parametrize(("bits", "mode"), FORMS)
+def test_what_is_seen_and_dense_multiply_to_the_output(bits: str, mode: str) -> None:
+    held, x = _held(bits, mode, 100, 24), _inputs(33, 100, 8)
+    got = held.matmul(x, None, registry.select_backends("cpu"))
+    expected = held.fake_quantize(x).double() @ held.dense().double().T
+    assert torch.allclose(got.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_the_formula_with_zero_points_on_both_sides() -> None:
+    """Σ_g s t (A − z·Wsum − y·Qsum + K·z·y) is what constant and offset come to."""
+    held, x = _held("w4a8", "exact", 100, 24), _inputs(5, 100, 4)
+    assert held.offset is not None and held.input_zero_points is not None and held.input_scales is not None  # noqa: PT018
+    # one zero-point and step a cluster, as the formula has them
+    groups = held.input_zero_points.view(-1, held.group_size)
+    zero = groups[:, :1].expand_as(groups).reshape(-1)
+    factor = (1.0 / held.input_scales).repeat_interleave(held.group_size)
+    held = held.with_static_scales(factor, zero, held.input_scales)
+    q, _ = rptq_quant.rptq_quant(x, held.perm, held.inv_input_scales, held.input_zero_points, 8, held.group_size)
+    out = torch.zeros(5, 24, dtype=torch.float64)
+    for g in range(len(held.input_scales)):
+        part = slice(g * held.group_size, (g + 1) * held.group_size)
+        real = held.perm[part] >= 0
+        w, mine = held.codes()[:, part].double()[:, real], q[:, part].double()[:, real]
+        t, z = held.scale[:, g].double(), float(groups[g, 0])
+        y = -held.offset[:, g].double() / t
+        total = mine @ w.T - z * w.sum(1) - y * mine.sum(1, keepdim=True) + int(real.sum()) * z * y
+        out += float(held.input_scales[g]) * t * total
+    got = held.matmul(x, None, registry.select_backends("cpu", {"rptq_linear": "torch"}))
+    assert torch.allclose(got.double(), out, rtol=0, atol=3e-5 * float(out.abs().max()))
+
+
+def test_a_wrong_zero_point_group_or_order_shows() -> None:
+    """The comparison above is one that faults fail."""
+    held, x = _held("w8a8", "exact", 100, 24), _inputs(16, 100, 4)
+    ops = registry.select_backends("cpu")
+    right = held.matmul(x, None, ops)
+    scale = float(right.abs().max())
+    assert held.input_zero_points is not None and held.input_scales is not None  # noqa: PT018
+    faults = [
+        replace(held, input_zero_points=held.input_zero_points + 1),
+        replace(held, input_scales=held.input_scales.roll(1)),
+        replace(held, perm=held.perm.flip(0)),
+        replace(held, zero_point_bias=torch.zeros(24)),
+    ]
+    for wrong in faults:
+        assert float((wrong.matmul(x, None, ops) - right).abs().max()) > 1e-3 * scale
+
+
+def test_columns_without_a_channel_stay_zero() -> None:
+    """Their weight may be anything: a cluster of one channel in a group of 32 is that channel alone."""
+    held = _held("w4a8", "exact", 100, 24)
+    sizes = (held.perm.view(-1, held.group_size) >= 0).sum(1)
+    assert 1 in sizes.tolist()
+    x = _inputs(7, 100, 4)
+    q, _ = rptq_quant.rptq_quant(x, held.perm, held.inv_input_scales, held.input_zero_points, 8, held.group_size)
+    assert not bool(q[:, held.perm < 0].any())

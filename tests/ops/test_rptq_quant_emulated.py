@@ -1,0 +1,80 @@
+"""rptq_quant.cu on a CPU, as its own Python launches it, against the reference."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelmill.ops.case import Case
+from modelmill.ops.cuda import rptq_quant
+from modelmill.ops.rptq_quant import cases_for_shapes
+from modelmill.ops.rptq_quant import rptq_quant as reference
+from tests.ops.emulation.emulator import Emulator, requires_emulation
+from tests.ops.nvcc import compiles_without_spills
+from tests.ops.nvcc import requires_nvcc as nvcc_needed
+
+slow = pytest.mark.slow
+BF, HF = torch.bfloat16, torch.float16
+
+
+def made(size: tuple[int, int, int], dtype: torch.dtype) -> list[Case]:
+    """Gated and not, static and dynamic, 8 bits and 4."""
+    behind = itertools.islice(cases_for_shapes([(1, 32, 32), size], "cpu", dtype), 4, None)  # whose gate differs
+    return [*behind, *cases_for_shapes([size], "cpu", dtype, full=True)]
+
+
+def off(emulator: Emulator, case: Case) -> int:
+    """By how many steps the worst value is beside the reference. Fails where a step is off by a hundredth."""
+    args = dict(case.args)
+    x = args["x"]
+    emulator.preceding_writes = lambda name, arguments: [(x.data_ptr(), x.nbytes)]
+    q, step = rptq_quant.run(**args)
+    # the gate is rounded where the reference rounds, in x's dtype
+    right, steps = reference(**args)
+    if steps is not None:
+        assert step is not None
+        torch.testing.assert_close(step, steps, rtol=0.01, atol=0)
+    return int((q.int() - right.int()).abs().max())
+
+
+@requires_emulation
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ((6, 76, 32), BF),
+        ((5, 612, 256), HF),
+        pytest.param((9, 260, 64), BF, marks=slow),
+        pytest.param((4, 2100, 128), HF, marks=slow),
+    ],
+)
+def test_clustered_integers(emulator: Emulator, size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    for case in made(size, dtype):
+        assert off(emulator, case) <= 1, case.name
+
+
+MET = ("    __syncthreads();\n    if (!OWN)", "    if (!OWN)")
+LARGEST = ("most = fmaxf(most, __shfl_xor_sync(~0u, most, by));", "most = most;")
+
+
+@requires_emulation
+@slow
+@pytest.mark.parametrize("change", [MET, LARGEST], ids=["columns not waited for", "each thread by itself"])
+def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
+    def right() -> bool:
+        try:
+            return off(emulator, made((6, 612, 128), BF)[1]) <= 1
+        except AssertionError:
+            return False
+
+    assert emulator.detects(change, right)
+
+
+@nvcc_needed
+@pytest.mark.parametrize("group", [32, 128])
+def test_compiles_without_spills(group: int, tmp_path: Path) -> None:
+    for dtype, gated, own in ((BF, True, True), (HF, False, False), (BF, True, False)):
+        macros = rptq_quant.kernel_macros(dtype, group, gated=gated, dynamic=own, has_zero_point=not own)
+        compiles_without_spills("rptq_quant.cu", macros, tmp_path / "out")

@@ -1,0 +1,168 @@
+"""Kernels whose forms follow from the sizes of a step: warming up meets all that a service can."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core.types import Request, SamplingParams
+from modelmill.ops import registry
+from modelmill.runtime.batch import PackedBatch
+from modelmill.runtime.decode_graphs import LOGITS, SAMPLED, context_bucket, graph_batch_sizes
+from modelmill.runtime.engine_core import EngineCore
+from tests.runtime import tiny
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("kernels are recorded here in place of being interpreted", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+from modelmill.ops.triton import device, launch_configs, norm_quant, paged_attention, paged_decode, pdl, silu_mul
+
+KINDS = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.int8)]
+
+
+class LaunchRecorder:
+    """A kernel that only notes with which constants it was launched."""
+
+    def __init__(self, name: str, met: set[Any]) -> None:
+        self._name, self._met = name, met
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **constants: self._met.add((self._name, tuple(sorted(constants.items()))))
+
+
+@contextmanager
+def launch_recorder() -> Iterator[set[Any]]:
+    """Decode kernels that are not run, with launch sizes as on an H200."""
+    met: set[Any] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("decode_heads", "decode_head_groups", "merge_splits"):
+            patch.setattr(paged_decode, name, LaunchRecorder(name, met))
+        patch.setattr(paged_attention, "sm_count", lambda device: 132)
+        patch.setattr(pdl, "supports_pdl", lambda device: True)
+        yield met
+
+
+@given(
+    heads=st.sampled_from([(32, 32), (32, 8), (12, 12), (14, 2), (71, 1)]),
+    kinds=st.sampled_from(KINDS),
+    bounds=st.tuples(st.integers(1, 96), st.integers(1, 9000), st.none() | st.integers(1, 5000)),
+    steps=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20),
+)
+@settings(max_examples=60, deadline=None)
+def test_forms_are_all_that_a_step_can_meet(heads: Any, kinds: Any, bounds: Any, steps: Any) -> None:
+    most, longest, window = bounds
+    q, k = torch.empty((most, heads[0], 64), dtype=kinds[0]), torch.empty((2, heads[1], 16, 64), dtype=kinds[1])
+    scale = q if kinds[0] == kinds[1] else torch.empty(1)
+
+    def launched(batch: int, context: int) -> set[Any]:
+        met.clear()
+        tables, starts = torch.zeros((batch, 4), dtype=torch.int32), torch.zeros(batch + 1, dtype=torch.int32)
+        # whether scales are the queries tells whether there are any
+        first = q[:batch]
+        scales = (first if scale is q else scale,) * 2
+        paged_attention._decode((first, k, k, *scales, tables, starts, starts, first), context, 1.0, window)
+        return set(met)
+
+    with launch_recorder() as met:
+        listed = paged_attention.specializations(q, k, most, longest, window)
+        assert all(1 <= batch <= most and 1 <= context <= longest for batch, context in listed)
+        known = set().union(*(launched(*form) for form in listed))
+        for a, b in steps:
+            assert launched(1 + int(a * (most - 1)), 1 + int(b * (longest - 1))) <= known
+
+
+class Eager:
+    """In place of CUDA graphs: what they would replay is run, padded as they pad."""
+
+    def __init__(self, loop: EngineCore, largest: int) -> None:
+        self._runner, self.sizes, self.max_seqs = loop.model_runner, graph_batch_sizes(largest), largest
+        self._longest = loop.max_model_len
+
+    def padded_size(self, seqs: int, context: int) -> tuple[int, int]:
+        return next(size for size in self.sizes if size >= seqs), min(
+            context_bucket(context), max(self._longest, context)
+        )
+
+    def replay(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
+        runner = self._runner
+        logits = runner.forward(batch)
+        if graph_output == LOGITS:
+            return logits
+        ids = runner.sampler.select_ids(
+            logits, batch.views.sampling_inputs(len(logits)) if graph_output == SAMPLED else None
+        )
+        runner.last_ids[batch.views.keep_slots] = ids
+        return ids
+
+
+def service(patch: pytest.MonkeyPatch, met: set[Any]) -> EngineCore:
+    """A loop that launches Triton's kernels as on a GPU that serves; none of them is run, their forms are noted."""
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        values = dict(zip(kernel.arg_names, args)) | named
+        kinds = kernel.fn.__annotations__
+        constants = {n: v for n, v in values.items() if "constexpr" in str(kinds.get(n)) or n not in kernel.arg_names}
+        met.add((kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items(), key=str))))
+
+    patch.setattr(interpreter.InterpretedFunction, "run", launch)
+    patch.setitem(registry.BACKEND_PREFERENCE, "cpu", ("triton", "torch"))
+    for module in (device, norm_quant, paged_attention, silu_mul, launch_configs):
+        patch.setattr(module, "sm_count", lambda device: 132)
+    patch.setattr(pdl, "supports_pdl", lambda device: True)
+    # what is not run leaves numbers without sense: ids have to be ids
+    kernels = {"argmax": "torch", "sample": "torch"}
+    loop = tiny.make_engine(overlap=True, kernels=kernels, max_num_seqs=24, max_num_batched_tokens=256)
+    loop.scheduler.set_interactive(None, on_gpu=True)
+    loop.model_runner.keep_last_ids = True
+    loop.model_runner.decode_graphs = Eager(loop, 24)  # type: ignore[assignment]
+    return loop
+
+
+interpreted = pytest.mark.skipif(not device.INTERPRETED, reason="Triton's interpreter is off")
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(3))
+def test_no_step_of_a_service_meets_a_kernel_that_warming_up_did_not(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Requests that come one after another join running answers: 7 kernels were compiled then, 1.5 s on one core."""
+    met: set[Any] = set()
+    loop, rng = service(monkeypatch, met), random.Random(seed)
+    loop.warm_up(all_specializations=True)
+    known = set(met)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompts = [tuple(rng.randrange(2, tiny.VOCAB) for _ in range(rng.randrange(1, 100))) for _ in range(40)]
+    waiting = [Request(id=str(i), prompt=prompt, params=params) for i, prompt in enumerate(prompts)]
+    while waiting or loop.has_work:
+        for _ in range(rng.randrange(3)):
+            if waiting:
+                loop.add(waiting.pop())
+        loop.step()
+    assert len(known) > 20
+    assert met - known == set()
+
+
+@interpreted
+def test_without_the_forms_some_are_met_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same test can fail."""
+    met: set[Any] = set()
+    loop = service(monkeypatch, met)
+    loop.warm_up()
+    known = set(met)
+    for count in (50, 60, 70, 80, 90):
+        loop.add(Request(id=str(count), prompt=(3,) * count, params=SamplingParams(temperature=0.0, max_tokens=9)))
+        loop.step()
+    while loop.has_work:
+        loop.step()
+    assert met - known

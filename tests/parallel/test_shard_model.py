@@ -1,0 +1,126 @@
+"""Every family, split over ranks, computes what it computes whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from modelmill.core.errors import UsageError
+from modelmill.nn.kv import KVCache
+from modelmill.nn.linear import Linear
+from modelmill.nn.shard_model import shard_model
+from modelmill.nn.step import Step
+from modelmill.ops.registry import select_backends
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
+from modelmill.runtime.kv_memory import weight_bytes
+from modelmill.runtime.model_loader import build_model, fill_weights
+from modelmill.weights import base
+from tests.parallel.thread_tp_group import run_on_ranks
+from tests.runtime import tiny
+
+LLAMA = {
+    "hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 61, "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64}
+QWEN = {
+    "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "kv_channels": 8,
+    "seq_length": 16, "vocab_size": 61, "use_dynamic_ntk": True, "use_logn_attn": True,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "llama-bias": ("llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {**LLAMA, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {**LLAMA, "sliding_window": 5}),
+    "qwen": ("qwen", QWEN),
+    "qwen2": ("qwen2", LLAMA),
+    "qwen3": ("qwen3", LLAMA),
+    "gpt2": ("gpt2", GPT2),
+}
+
+
+def made(name: str, weight_format: str, tp_group: TPGroup) -> nn.Module:
+    """A rank's part of a family's model, its weights the same at every call."""
+    model_type, config = FAMILIES[name]
+    whole = build_model(model_type, config)
+    tensors = tiny.random_tensors(whole)  # type: ignore[arg-type]
+    tied = bool(getattr(whole.config, "tied", False))
+    aliases = {"head.weight": "embed.weight"} if tied else {}
+    if tied:
+        del tensors["head.weight"]
+    weight_formats = {}
+    for linear in [n for n, m in whole.named_modules() if isinstance(m, Linear) and n != "head"]:
+        packed = base.pack(weight_format, tensors.pop(f"{linear}.weight"), torch.float32)
+        tensors |= {f"{linear}.{s}": t for s, t in packed.tensors().items()}
+        weight_formats[linear] = weight_format
+    model = build_model(model_type, config)
+    shard_model(model, tp_group, lambda _: 1)
+    fill_weights(model, tensors.__getitem__, tensors, weight_formats, aliases, "cpu")
+    return model
+
+
+@torch.inference_mode()
+def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
+    """A prompt of 11 tokens, then one of 3 beside a next token of the first."""
+    kv = KVCache.allocate(model.kv, 8, 8, torch.float32, "cpu")  # type: ignore[arg-type]
+    ops = select_backends("cpu")
+    out = []
+    ids = torch.arange(2, 16)
+    keys = [model.rope_key(11)] * 12 + [model.rope_key(3)] * 3  # type: ignore[operator]
+    for rows, starts, lens in ((range(11), [0, 11], [11]), ([11, 12, 13, 14], [0, 1, 4], [12, 3])):
+        at = torch.tensor([0 if r < 12 else 12 for r in rows])
+        positions = torch.tensor(list(rows)) - at
+        base = torch.tensor([0 if r < 12 else 16 for r in rows])
+        step = Step(
+            ids=ids[positions], positions=positions, slots=base + positions,
+            rope_keys=torch.tensor([keys[r] for r in rows]),
+            block_tables=torch.tensor([[0, 1], [2, 3]][: len(lens)], dtype=torch.int32),
+            query_start=torch.tensor(starts, dtype=torch.int32), context_lens=torch.tensor(lens, dtype=torch.int32),
+            logit_rows=torch.tensor(starts[1:]) - 1, max_query=max(b - a for a, b in pairwise(starts)),
+            max_context=max(lens), kv=kv, ops=ops, fuse=True, tp_group=tp_group,
+        )  # fmt: skip
+        out.append(model(step))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_split_equals_whole(name: str, size: int) -> None:
+    weight_format = "int8" if size == 2 else "dense"
+    expected = logits(made(name, weight_format, SINGLE_RANK), SINGLE_RANK)
+    found = run_on_ranks(size, lambda tp_group: logits(made(name, weight_format, tp_group), tp_group))
+    for mine in found:
+        torch.testing.assert_close(mine, expected, rtol=2e-5, atol=2e-5)
+        assert torch.equal(mine, found[0])
+
+
+def test_each_rank_holds_its_share() -> None:
+    """What is not split (embedding, norms) is small beside what is."""
+    whole = weight_bytes(made("llama", "dense", SINGLE_RANK))
+    shares = run_on_ranks(3, lambda tp_group: weight_bytes(made("llama", "dense", tp_group)))
+    embedding = 61 * 32 * 4
+    assert sum(shares) < whole + 2 * embedding + 2 * 4096
+    assert max(shares) - embedding < 0.4 * whole
+
+
+def test_shares_follow_the_grain() -> None:
+    """Columns of a product are cut at multiples of what its weight asks for."""
+    tp_group = TPGroup(1, 2)
+    model = build_model("llama", LLAMA)
+    shard_model(model, tp_group, lambda name: 16 if name.endswith("down_proj") else 1)
+    part = model.get_submodule("layers.1.mlp.down_proj").weight_shard
+    assert part is not None
+    assert part.columns == (32, 52)
+    gate_up = model.get_submodule("layers.1.mlp.gate_up_proj").weight_shard
+    assert gate_up is not None
+    assert gate_up.rows == ((32, 52), (84, 104))
+
+
+def test_more_ranks_than_heads_is_one_line() -> None:
+    tp_group = TPGroup(0, 7)
+    with pytest.raises(UsageError, match=r"^--tp 7: the model has 6 attention heads; use --tp 6 or less$"):
+        shard_model(build_model("llama", LLAMA), tp_group, lambda _: 1)

@@ -1,0 +1,82 @@
+"""What follows for an engine core from its model, its device and what was asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import UsageError
+from modelmill.nn.linear import Linear
+from modelmill.parallel.tp_group import TPGroup
+from modelmill.runtime import capacity
+from modelmill.runtime.batch_layout import BatchLayout
+from modelmill.runtime.chunked_prefill import max_mixed_tokens
+from modelmill.runtime.kv_memory import weight_bytes
+from modelmill.runtime.model_runner import ModelRunner
+from modelmill.runtime.scheduler import SchedulerLimits
+from modelmill.weights import base
+from tests.runtime import tiny
+
+
+def test_how_long_a_sequence_may_be() -> None:
+    model = tiny.decoder(max_len=128)
+    assert capacity.max_sequence_len(model, RunConfig(), None) == 128
+    assert capacity.max_sequence_len(model, RunConfig(), 100) == 100
+    assert capacity.max_sequence_len(model, RunConfig(max_model_len=50), 100) == 50
+    with pytest.raises(UsageError, match="exceeds the engine's 100"):
+        capacity.max_sequence_len(model, RunConfig(max_model_len=101), 100)
+    with pytest.raises(UsageError, match="at least 1, not 0"):
+        capacity.max_sequence_len(model, RunConfig(max_model_len=0), None)
+
+
+def test_what_a_step_may_hold() -> None:
+    model = tiny.decoder()
+    config = RunConfig(max_num_batched_tokens=60, max_num_seqs=5, page_size=8, enable_prefix_caching=False)
+    assert capacity.scheduler_limits(model, config, on_gpu=False) == SchedulerLimits(
+        60, 5, 8, False, None, prefill_all_first=True
+    )
+    assert capacity.scheduler_limits(model, config, on_gpu=True).max_mixed_tokens == max_mixed_tokens(
+        weight_bytes(model)
+    )
+    asked = RunConfig(max_mixed_tokens=9)
+    assert [capacity.scheduler_limits(model, asked, on_gpu=gpu).max_mixed_tokens for gpu in (False, True)] == [9, 9]
+    assert not capacity.scheduler_limits(model, asked, on_gpu=True).prefill_all_first, "what was asked for is kept"
+
+
+@pytest.mark.parametrize(("kind", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)])
+def test_steps_are_larger_where_inputs_have_8_bits(kind: str, eight: bool) -> None:
+    model = tiny.decoder()
+    for module in model.modules():
+        if isinstance(module, Linear) and module is not model.head:
+            module.weight = base.pack(kind, torch.randn(module.shape), torch.float32)
+    expected = max_mixed_tokens(weight_bytes(model), inputs_8bit=eight)
+    assert capacity.scheduler_limits(model, RunConfig(), on_gpu=True).max_mixed_tokens == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("wanted", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)])
+def test_graphs_and_the_buffer_whose_address_they_know(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool, rows: int, max_seqs: int | None, ranks: int
+) -> None:
+    made: dict[str, tuple[Any, ...]] = {}
+    for name in ("DecodeGraphs", "PrefillGraphs"):
+        monkeypatch.setattr(capacity, name, lambda *given, name=name: made.update({name: given}) or name)
+    monkeypatch.setattr(capacity, "PrefillGraphCapturer", lambda: "capturer")
+    reserved: list[BatchLayout] = []
+    packer = SimpleNamespace(reserve=reserved.append)
+    runner = SimpleNamespace(
+        packer=packer, sampler=SimpleNamespace(select_ids="select_ids"), forward="forward", last_ids="last_ids",
+        decode_graphs=None, prefill_graphs=None, tp_group=TPGroup(size=ranks),
+    )  # fmt: skip
+    config = RunConfig(cuda_graphs=wanted, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16)
+    capacity.set_up_gpu(cast(ModelRunner, runner), config, 7)
+    assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
+    decode = {"DecodeGraphs": ("forward", "select_ids", "last_ids", packer, max_seqs, 7 * 16)}
+    prompts = {"PrefillGraphs": ("forward", "capturer", 5000, 7 * 16)}
+    assert made == ((decode | (prompts if ranks == 1 else {})) if wanted else {})
+    assert runner.decode_graphs == ("DecodeGraphs" if wanted else None)
+    assert runner.prefill_graphs == ("PrefillGraphs" if wanted and ranks == 1 else None)

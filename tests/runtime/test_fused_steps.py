@@ -1,0 +1,48 @@
+"""Steps that run all layers as one op give what the modules give, and modules run whenever somebody watches them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modelmill.core.config import RunConfig
+from modelmill.nn.linear import Linear
+from modelmill.ops.cpu import build
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.weights import base
+from tests.runtime import tiny
+
+pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+
+
+def _loop(kind: str, window: int | None, weight: str) -> EngineCore:
+    model = tiny.decoder(kind, window)
+    if weight == "int8":
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.weight = base.pack("int8", module.weight.dense(), torch.float32)
+    return EngineCore(model, RunConfig(device="cpu", max_num_batched_tokens=16, kv_cache_bytes=1 << 20))
+
+
+@pytest.mark.parametrize("weight", ["dense", "int8"])
+@pytest.mark.parametrize(("kind", "window"), [("fixed", None), ("prompt", None), ("running", None), ("fixed", 8)])
+def test_whole_steps_equal_watched_ones(kind: str, window: int | None, weight: str) -> None:
+    loop = _loop(kind, window, weight)
+    assert loop.ops.decode is not None
+    ids = [torch.randint(tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 30, 1)]
+    whole = loop.score(ids, decode_from=3)
+    seen = []
+    with loop.model_runner.forward_hooks(after=lambda name, *_: seen.append(name)):
+        watched = loop.score(ids, decode_from=3)
+    assert "layers.1.mlp.down_proj" in seen
+    for mine, other in zip(whole, watched, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_another_weight_is_noticed() -> None:
+    loop = _loop("fixed", None, "dense")
+    before = loop.score([[1, 2, 3]])[0]
+    down = loop.model.get_submodule("layers.0.mlp.down_proj")
+    assert isinstance(down, Linear)
+    down.weight = base.pack("dense", down.weight.dense() * 2, torch.float32)
+    assert not torch.equal(loop.score([[1, 2, 3]])[0], before)

@@ -1,0 +1,317 @@
+"""Several processes compute one model: the same answers as one, and none outlives another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.errors import MissingDependency, RankError, UsageError
+from modelmill.core.types import POOL_LAST, POOL_MEAN, Request
+from modelmill.llm import build_engine
+from modelmill.runtime.device import rank_devices
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.runtime.step_commands import COPY, StepCommand
+from tests.models import tiny_models
+from tests.runtime import tiny
+from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS = 120  # nothing here takes as long; what does has hung
+
+
+@pytest.fixture(autouse=True)
+def _end_what_hangs() -> Iterator[None]:
+    """A hang is a failure after two minutes, not a run that never ends."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError("hung")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny engines by family, built when first asked for."""
+    made: dict[str, Path] = {}
+
+    def engine(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            checkpoint = folder / "checkpoint"
+            quantization = "int8" if name.endswith("-int8") else "none"
+            tiny_models.save_hf(name.removesuffix("-int8"), checkpoint)
+            config = BuildConfig(dtype="float32", target="cpu", quantization=quantization)
+            made[name] = folder / "tiny.engine"
+            build_engine(checkpoint, made[name], config, check=False, tune=False)
+        return made[name]
+
+    return engine
+
+
+def opened(engine: Path, tp: int, **more: Any) -> EngineCore:
+    options = {"threads": 1, "kv_cache_bytes": 1 << 21, "max_num_batched_tokens": 48, "max_num_seqs": 8, **more}
+    return EngineCore.open(engine, RunConfig(device="cpu", tp=tp, page_size=8, **options))
+
+
+def work(vocab: int) -> list[Request]:
+    hows = [
+        tiny.params(max_tokens=14),
+        tiny.params(temperature=0.9, seed=3, top_p=0.9, max_tokens=10),
+        tiny.params(n=3, temperature=1.0, seed=1, max_tokens=8),
+        tiny.params(num_beams=3, n=2, max_tokens=6),
+        tiny.params(repetition_penalty=1.3, max_tokens=10, logprobs=1),
+        tiny.params(max_tokens=20),
+    ]
+    given = tiny.prompts(len(hows), 1, 60, vocab=vocab)
+    return [Request(id=str(i), prompt=p, params=h, eos_ids=(1,)) for i, (p, h) in enumerate(zip(given, hows))]
+
+
+def answered(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Everything at once, then the first request again, from cached pages."""
+    found = tiny.run(engine_core, work(engine_core.vocab))
+    again = tiny.run(engine_core, [replace(work(engine_core.vocab)[-1], id="again")])
+    assert again["again", 0] == found["5", 0]
+    return found
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2)])
+def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: int) -> None:
+    alone = opened(engines(name), 1)
+    expected, logits = answered(alone), alone.score([[5, 6, 7, 8]], decode_from=2)[0]
+    engine_core = opened(engines(name), tp)
+    try:
+        # as on a GPU: sampled ids stay on the device, on every rank, for a step that is launched before they are read
+        engine_core._overlap = engine_core.model_runner.keep_last_ids = True
+        assert answered(engine_core) == expected
+        torch.testing.assert_close(engine_core.score([[5, 6, 7, 8]], decode_from=2)[0], logits, rtol=1e-4, atol=1e-4)
+        with pytest.raises(UsageError, match="use --tp 1"):
+            engine_core.trace([[5, 6]])
+    finally:
+        engine_core.close()
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3)])
+def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp: int) -> None:
+    """Other ranks read the head for the same rows as rank 0, or not at all."""
+    found: list[dict[str, np.ndarray]] = []
+    for ranks in (1, tp):
+        engine_core = opened(engines(name), ranks)
+        try:
+            todo = [
+                Request(id=f"{how}{i}", prompt=prompt, params=tiny.params(max_tokens=0), pooling=how)
+                for how in (POOL_MEAN, POOL_LAST)
+                for i, prompt in enumerate(tiny.prompts(4, 1, 60, vocab=engine_core.vocab))
+            ]
+            for request in (*todo[:4], *work(engine_core.vocab)[:2], *todo[4:]):
+                engine_core.add(request)
+            events = tiny.drain(engine_core)
+            found.append({e.request_id: np.frombuffer(e.embedding, "<f4") for e in events if e.embedding is not None})
+        finally:
+            engine_core.close()
+    assert len(found[0]) == 8
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> None:
+    """Preemption, and forks that write into shared pages."""
+    few = {"max_model_len": 96, "kv_cache_bytes": 1 << 17}
+    expected = answered(opened(engines("llama"), 1, **few))
+    engine_core = opened(engines("llama"), 2, **{**few, "kv_cache_bytes": 1 << 16})
+    commands = []
+    workers: Any = engine_core.model_runner.tp_workers
+
+    def noted(command: StepCommand, payload: bytes) -> None:
+        commands.append(command.command)
+        send(command, payload)
+
+    send, workers.broadcast = workers.broadcast, noted
+    assert answered(engine_core) == expected
+    assert COPY in commands
+    engine_core.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [4, 8])
+def test_a_trained_model_on_many_ranks(shared: Path, tmp_path: Path, tp: int) -> None:
+    """8 heads over 4 KV heads: with 8 ranks, two hold each KV head."""
+    build_engine(
+        shared / "data/models/stories260K",
+        tmp_path / "e",
+        BuildConfig(dtype="float32", target="cpu"),
+        check=False,
+        tune=False,
+    )
+    greedy = [tiny.params(max_tokens=24)] * 3
+    found = []
+    for ranks in (1, tp):
+        engine_core = opened(tmp_path / "e", ranks)
+        given = tiny.prompts(3, 4, 20, vocab=engine_core.vocab)
+        todo = [Request(id=str(i), prompt=p, params=h) for i, (p, h) in enumerate(zip(given, greedy))]
+        found.append(tiny.run(engine_core, todo))
+        engine_core.close()
+    assert found[0] == found[1]
+
+
+def endless(engine_core: EngineCore) -> None:
+    engine_core.add(Request(id="long", prompt=(3, 4, 5), params=tiny.params(max_tokens=200, ignore_eos=True)))
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: str) -> None:
+    engine_core = opened(engines(name), 3)
+    endless(engine_core)
+    for _ in range(4):
+        engine_core.step()
+    workers: Any = engine_core.model_runner.tp_workers
+    workers._processes[1].kill()
+    with time_limit(), pytest.raises(RankError, match=r"^rank 2 of 3 was killed by signal 9; open the engine again$"):
+        tiny.drain(engine_core)
+    with pytest.raises(RankError, match="rank 2 of 3"):
+        engine_core.step()
+    with pytest.raises(RankError, match="rank 2 of 3"):
+        engine_core.score([[1, 2]])
+    engine_core.close()
+    assert all(process.poll() is not None for process in workers._processes)
+
+
+def test_what_a_rank_says_last_is_told(engines: Callable[[str], Path]) -> None:
+    """An order that no rank can carry out: the error comes back as one line."""
+    engine_core = opened(engines("llama"), 2)
+    workers: Any = engine_core.model_runner.tp_workers
+    workers.broadcast(StepCommand(COPY, 2), torch.tensor([0, 1 << 40]).numpy().data.cast("B"))
+    with pytest.raises(RankError, match=r"^rank 1 of 2 ended: [^\n]+; open the engine again$"):
+        workers.raise_if_failed(TIMEOUT_SECONDS)
+    engine_core.close()
+
+
+def test_rank_0_may_be_killed(engines: Callable[[str], Path], tmp_path: Path) -> None:
+    """The others notice, in the middle of a step too, and leave."""
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tests.runtime.test_tp_workers import endless, opened
+engine_core = opened(Path({str(engines("llama"))!r}), 3)
+print(*[p.pid for p in engine_core.model_runner.tp_workers._processes], flush=True)
+while True:
+    endless(engine_core)
+    while engine_core.has_work:
+        engine_core.step()
+"""
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    pids = [int(word) for word in caller.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(0.2)
+    caller.kill()
+    caller.wait()
+    caller.stdout.close()
+    wait_until(lambda: not any(_alive(pid) for pid in pids))
+
+
+def _alive(pid: int) -> bool:
+    """Running: neither gone nor a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_forgotten_loops_leave_no_processes(engines: Callable[[str], Path]) -> None:
+    engine_core = opened(engines("llama"), 2)
+    workers: Any = engine_core.model_runner.tp_workers
+    del engine_core
+    assert all(process.poll() is not None for process in workers._processes)
+    assert not workers._watcher.is_alive()
+    workers.close()
+    with pytest.raises(RankError, match=r"^the engine was closed$"):
+        workers.raise_if_failed()
+
+
+def test_what_cannot_be_split_is_one_line(engines: Callable[[str], Path]) -> None:
+    with pytest.raises(UsageError, match=r"^--tp 5: the model has 4 attention heads; use --tp 4 or less$"):
+        opened(engines("llama"), 5)
+    with pytest.raises(UsageError, match="--tp must be at least 1"):
+        RunConfig(tp=0)
+    with pytest.raises(MissingDependency, match=r"^--tp 2 needs 2 GPUs from cuda:98 on"):
+        rank_devices("cuda:98", 2)
+
+
+def test_a_killed_rank_while_loading(engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from modelmill.runtime import engine_core as module
+
+    def die(*_: object) -> None:
+        os.kill(started[0]._processes[0].pid, signal.SIGKILL)
+
+    started: list[Any] = []
+    made = module.TPWorkers
+
+    def note(*args: Any) -> Any:
+        started.append(made(*args))
+        return started[0]
+
+    monkeypatch.setattr(module, "TPWorkers", note)
+    monkeypatch.setattr(module, "verify", die)
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by signal 9"):
+        opened(engines("llama"), 2)
+
+
+def on_gpus(engine: Path, tp: int, **more: Any) -> EngineCore:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options = {"kv_cache_bytes": 1 << 22, "max_num_batched_tokens": 48, "max_num_seqs": 8, "page_size": 8, **more}
+    return EngineCore.open(engine, RunConfig(device="cuda", tp=tp, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("gpt2", 4)])
+def test_the_same_answers_on_gpus(engines: Callable[[str], Path], name: str, tp: int) -> None:
+    """In float32, with graphs: the same ids as on one GPU."""
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+    expected = answered(on_gpus(engines(name), 1))
+    engine_core = on_gpus(engines(name), tp)
+    tp_group: Any = engine_core.model_runner.tp_group
+    assert tp_group.peer_buffers is not None, "sums go through NCCL"
+    assert answered(engine_core) == expected
+    assert engine_core.model_runner.decode_graphs is not None
+    assert engine_core.model_runner.decode_graphs._graphs
+    engine_core.close()
+
+
+@pytest.mark.gpu
+def test_a_rank_killed_on_gpus(engines: Callable[[str], Path]) -> None:
+    """A kernel that waits for a sum that never comes is released."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    engine_core = on_gpus(engines("llama"), 2)
+    endless(engine_core)
+    for _ in range(20):
+        engine_core.step()
+    workers: Any = engine_core.model_runner.tp_workers
+    workers._processes[0].kill()
+    with time_limit(), pytest.raises(RankError, match=r"^rank 1 of 2 was killed by signal 9; open the engine again$"):
+        tiny.drain(engine_core)
+    engine_core.close()
+    torch.cuda.synchronize()
+    # the GPU is free for another engine
+    assert tiny.run(on_gpus(engines("llama"), 1), work(160)[:1])

@@ -1,0 +1,172 @@
+"""Pictures in conversations over the API, with a small MiniGPT-4 of seeded weights."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from modelmill.core.config import BuildConfig
+from modelmill.core.types import SamplingParams
+from modelmill.llm import LLM, build_engine
+from tests.models.minigpt4_seeded import write_checkpoint
+from tests.serve.segment_service import data_url, encode_image, random_photo
+from tests.serve.service_thread import ServiceThread
+
+ASK = {"model": "stories", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    write_checkpoint(folder / "files", shared)
+    build_engine(folder / "files", folder / "mini.engine", BuildConfig(dtype="float32"), check=False)
+    return folder / "mini.engine"
+
+
+@pytest.fixture(scope="module")
+def served(engine: Path) -> Iterator[ServiceThread]:
+    service = ServiceThread(engine, template=None)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def local(engine: Path) -> LLM:
+    return LLM(engine, device="cpu", threads=1, kv_cache_bytes=8 << 20)
+
+
+def talk(*parts: Any) -> list[dict[str, Any]]:
+    content = [
+        {"type": "image_url", "image_url": {"url": part}}
+        if part.startswith("data:")
+        else {"type": "text", "text": part}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def test_the_same_text_as_the_class(served: ServiceThread, local: LLM) -> None:
+    pictures = [random_photo(seed) for seed in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for count in (0, 1, 2, 3):
+        data = [encode_image(picture) for picture in pictures[:count]]
+        answer = served.post("/v1/chat/completions", {**ASK, "messages": talk(*map(data_url, data), "What?")})
+        assert answer.status == 200, answer.json
+        here = [{"type": "image", "image": each} for each in data]
+        [own] = local.chat([{"role": "user", "content": [*here, {"type": "text", "text": "What?"}]}], params)
+        assert answer.json["choices"][0]["message"]["content"] == own.outputs[0].text
+        assert answer.json["usage"]["prompt_tokens"] == len(own.prompt_token_ids)
+
+
+def test_pictures_are_told_apart(served: ServiceThread) -> None:
+    texts = set()
+    for seed in range(4):
+        body = {**ASK, "messages": talk(data_url(encode_image(random_photo(seed))), "What?"), "logprobs": True}
+        answer = served.post("/v1/chat/completions", body)
+        texts.add(str(answer.json["choices"][0]["logprobs"]))
+    assert len(texts) == 4
+
+
+def test_streamed(served: ServiceThread) -> None:
+    body = {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")}
+    whole = served.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
+    events = served.post("/v1/chat/completions", {**body, "stream": True}).events
+    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events if isinstance(e, dict)) == whole
+
+
+def test_the_card_tells(served: ServiceThread) -> None:
+    card = served.get("/v1/models/stories").json
+    assert card["engine_type"] == "language"
+    assert card["input_modalities"] == ["text", "image"]
+
+
+def picture_file(mode: str, form: str, size: tuple[int, int] = (20, 30), **how: Any) -> str:
+    out = io.BytesIO()
+    PIL.Image.new(mode, size).save(out, form, **how)
+    return data_url(out.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("mode", "form", "size"),
+    [("CMYK", "JPEG", (20, 30)), ("I;16", "PNG", (20, 30)), ("P", "PNG", (20, 30)), ("1", "PNG", (20, 30)),
+     ("RGBA", "PNG", (20, 30)), ("LA", "PNG", (20, 30)), ("L", "PNG", (1, 1)), ("RGB", "PNG", (1, 999)),
+     ("P", "GIF", (20, 30))],
+)  # fmt: skip
+def test_odd_pictures_are_answered(served: ServiceThread, mode: str, form: str, size: tuple[int, int]) -> None:
+    body = {**ASK, "max_tokens": 2, "messages": talk(picture_file(mode, form, size), "What?")}
+    assert served.post("/v1/chat/completions", body).status == 200
+
+
+def bomb() -> str:
+    """A PNG of a few bytes that claims 60,000 × 60,000 pixels."""
+    data = bytearray(encode_image(random_photo()))
+    data[16:24] = (60000).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    return data_url(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (bomb(), "pixels"),
+        (data_url(b""), "cannot be read"),
+        (data_url(b"\x89PNG\r\n\x1a\n" + b"\0" * 50), "image"),
+        ("data:image/png;base64,###", "base64"),
+        ("data:text/html;base64,PGI+", "data:image"),
+        ("http://169.254.169.254/latest/meta-data", "not fetched"),
+        ("https://example.org/a.png", "not fetched"),
+        ("file:///etc/passwd", "not fetched"),
+        ("/etc/passwd", "not fetched"),
+        ("", "not fetched"),
+    ],
+)
+def test_bad_pictures_are_refused(served: ServiceThread, source: str, says: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": source}}
+    answer = served.post("/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]})
+    assert answer.status == 400
+    assert says in answer.json["error"]["message"]
+    assert "passwd" not in answer.json["error"]["message"]
+
+
+def test_the_servers_own_limit_of_pixels(served: ServiceThread) -> None:
+    """--max-image-pixels is 50 million; the file is one that may be read elsewhere."""
+    large = data_url(encode_image(PIL.Image.new("1", (10001, 5000))))
+    answer = served.post("/v1/chat/completions", {**ASK, "messages": talk(large, "What?")})
+    assert answer.status == 400
+    assert "10001 × 5000 pixels are more than 50000000" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "image": "/etc/passwd"}, {"type": "image", "image": "a.png"}])
+def test_files_of_the_server_are_not_read(served: ServiceThread, part: dict[str, Any]) -> None:
+    answer = served.post("/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]})
+    assert answer.status == 400
+    assert "data URL" in answer.json["error"]["message"]
+
+
+def test_too_many_pictures(served: ServiceThread) -> None:
+    answer = served.post(
+        "/v1/chat/completions", {**ASK, "messages": talk(*[data_url(encode_image(random_photo()))] * 33, "What?")}
+    )
+    assert answer.status == 400
+    assert "33 pictures" in answer.json["error"]["message"]
+
+
+def test_an_engine_without_eyes_refuses_pictures(running: ServiceThread) -> None:
+    answer = running.post(
+        "/v1/chat/completions", {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")}
+    )
+    assert answer.status == 400
+
+
+def test_tokenize_counts_the_places(served: ServiceThread) -> None:
+    with_one = served.post(
+        "/tokenize", {"model": "stories", "messages": talk(data_url(encode_image(random_photo())), "What?")}
+    ).json
+    without = served.post("/tokenize", {"model": "stories", "messages": talk("What?")}).json
+    assert with_one["count"] > without["count"] + 8

@@ -1,0 +1,201 @@
+"""Metrics, logs and ``usage`` tell the same: token for token, over many requests of every kind at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from modelmill.core.types import TokenOutput
+from tests.serve.service_thread import ServiceThread
+from tests.wait import wait_until
+
+PROMPTS = [
+    "Once upon a time there was a little girl who liked to play in the park with her dog.",
+    "Once upon a time there was a little girl who liked to play in the park with her cat. One day",
+    "The sun", "Tom and Ben went to the big lake, and there they saw a boat that was old and red", "A",
+]  # fmt: skip
+TALK = [{"role": "user", "content": "Tell me a long story about a bird that cannot fly"}]
+TOOL = {
+    "name": "now",
+    "parameters": {"type": "object", "properties": {}, "required": [], "additionalProperties": False},
+}
+LEAVES = "leaves"
+"""The salt of requests whose clients leave before the end."""
+COUNTS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+
+
+def numbers(running: ServiceThread) -> Counter[str]:
+    """Every counter of the page that this is about, by its name and what ended answers ended by."""
+    found: Counter[str] = Counter()
+    for line in running.get("/metrics").body.decode().splitlines():
+        told = re.fullmatch(r"modelmill:(\w+)_total\{(.*)\} (.*)", line)
+        if told and told[1] in COUNTS:
+            found[told[1]] = int(float(told[3]))
+        elif told and told[1] == "request_success":
+            found[re.findall(r'finished_reason="(\w+)"', told[2])[0]] = int(float(told[3]))
+    return found
+
+
+def asked(count: int) -> Iterator[tuple[str, Any]]:
+    """(path, body) of so many requests."""
+    draw = random.Random(7)
+    plain = {"model": "stories", "temperature": 0}
+    for _ in range(count):
+        prompt, tokens, stream = draw.choice(PROMPTS), draw.randrange(1, 40), draw.random() < 0.5
+        how: dict[str, Any] = {**plain, "max_tokens": tokens}
+        if stream:
+            how |= {"stream": True, "stream_options": {"include_usage": True}}
+        text, talk = {**how, "prompt": prompt}, {**how, "messages": TALK}
+        warm = {"temperature": 1.0, "seed": draw.randrange(99), "n": draw.randrange(2, 6)}
+        stops = {"stop": draw.choice([[" the"], [".", "!"], ["e"], [" and", "she"]]), "max_tokens": 60}
+        ids = {"stop_token_ids": draw.sample(range(3, 512), 40), "max_tokens": 60, "ignore_eos": draw.random() < 0.5}
+        yield draw.choice(
+            [
+                ("/v1/completions", text),
+                ("/v1/completions", {**text, **warm}),
+                ("/v1/completions", {**text, **stops}),
+                ("/v1/completions", {**text, **stops, **warm, "min_tokens": 5}),
+                ("/v1/completions", {**text, **ids}),
+                ("/v1/completions", {**text, "prompt": draw.sample(PROMPTS, 3), "best_of": 2, "n": 2}),
+                ("/v1/completions", {**text, "echo": True, "logprobs": 2, "max_tokens": draw.choice([0, 3])}),
+                ("/v1/chat/completions", talk),
+                ("/v1/chat/completions", {**talk, **stops, **warm}),
+                ("/v1/chat/completions", {**talk, "response_format": {"type": "json_object"}, "max_tokens": 9}),
+                ("/v1/chat/completions", {**talk, "tools": [{"type": "function", "function": TOOL}],
+                                          "tool_choice": "required", "max_tokens": 60}),
+                ("/v1/responses", {**plain, "input": prompt, "max_output_tokens": tokens, "stream": stream}),
+                ("/v1/embeddings", {"model": "stories", "input": draw.sample(PROMPTS, 2)}),
+                ("/v1/embeddings", {"model": "stories", "input": prompt, "pooling": "last"}),
+                ("/v1/completions", {**plain, "prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True,
+                                     "cache_salt": LEAVES, "n": draw.randrange(1, 3)}),
+                ("/v1/completions", {**text, "n": 0}),
+                ("/v1/completions", {**text, "prompt": "a " * 2000}),
+                ("/v1/chat/completions", {**talk, "model": "none"}),
+            ]
+        )  # fmt: skip
+
+
+class Told:
+    """What clients were told in all, and by the request's id."""
+
+    def __init__(self) -> None:
+        self.usage: dict[str, tuple[int, ...]] = {}  # of the prompt, written, and cached where that is told
+        self.ended: Counter[str] = Counter()
+        self.left: list[str] = []
+
+    def add(self, id: str, path: str, body: dict[str, Any], data: bytes) -> None:
+        """One answer, whole."""
+        if path == "/v1/embeddings":
+            told = json.loads(data)
+            self.ended["embedding"] += len(told["data"])
+            self.usage[id] = told["usage"]["prompt_tokens"], 0
+            return
+        lines = [data]
+        if body.get("stream"):
+            lines = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")]
+            assert lines.pop() == b"[DONE]"
+        parts = list(map(json.loads, lines))
+        if path == "/v1/responses":
+            answer = parts[-1].get("response", parts[-1])
+            self.ended["stop" if answer["status"] == "completed" else "length"] += 1
+            usage = answer["usage"]
+            cached = usage["input_tokens_details"]["cached_tokens"]
+            self.usage[id] = usage["input_tokens"], usage["output_tokens"], cached
+            return
+        for choice in (choice for part in parts for choice in part["choices"]):
+            reason = choice["finish_reason"]
+            self.ended.update({"stop" if reason == "tool_calls" else reason} - {None})
+        usage = parts[-1]["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        self.usage[id] = usage["prompt_tokens"], usage["completion_tokens"], cached
+
+
+async def send(running: ServiceThread, told: Told, id: str, path: str, body: dict[str, Any]) -> None:
+    headers = {"x-request-id": id}
+    if body.get("cache_salt") != LEAVES:
+        response = await running.client.post(path, body, headers=headers)
+        if response.status == 200:
+            told.add(id, path, body, response.body)
+        return
+    async with contextlib.aclosing(running.client.parts("POST", path, body, headers=headers)) as parts:
+        async for kind, _ in parts:
+            if kind == "body":
+                told.left.append(id)
+                told.ended["abort"] += body["n"]
+                break
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> dict[str, tuple[int, int, int]]:
+    """Counts in the log, by the request's id."""
+    lines = [record.data for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
+    keys = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    return {line["request_id"]: tuple(line[key] for key in keys) for line in lines if keys[0] in line}  # type: ignore[misc]
+
+
+def idle(running: ServiceThread) -> bool:
+    stats = running.run(running.engine.stats())
+    return stats is not None and (stats.running, stats.waiting) == (0, 0)
+
+
+def test_all_counts_agree(
+    running: ServiceThread, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "modelmill.serve.access")
+    engine, told, requests = running.engine, Told(), list(asked(200))
+    push = engine._on_token
+
+    def unended(token: TokenOutput) -> None:
+        """However far the worker comes before a client has left, its answer is not heard to the end."""
+        entry = engine._active_requests.get(token.request_id)
+        if entry is None or entry[0].request.cache_salt != LEAVES or token.finish_reason is None:
+            push(token)
+
+    monkeypatch.setattr(engine, "_on_token", unended)
+    before = numbers(running)
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(send(running, told, f"c-{i}", *each) for i, each in enumerate(requests)))
+
+    running.run(all_at_once())
+    wait_until(lambda: idle(running))
+    after = numbers(running)
+    after.subtract(before)
+    lines = {id: counts for id, counts in logged(caplog).items() if id.startswith("c-")}
+    assert {id: lines[id][: len(usage)] for id, usage in told.usage.items()} == told.usage
+    assert lines.keys() == {*told.usage, *told.left}
+    prompt, written, cached = (sum(column) for column in zip(*lines.values()))
+    assert [after[name] for name in COUNTS] == [prompt, written, prompt, cached]
+    reasons = {name: count for name, count in after.items() if name not in COUNTS and count}
+    assert reasons == dict(told.ended)
+    assert set(reasons) == {"stop", "length", "abort", "embedding"}
+    assert min(prompt, written, cached) > 100, "nothing here is only zeros"
+
+
+def test_what_broke_off_with_its_worker_is_an_error(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that were under way when their engine ended, and requests that it had no memory for."""
+    before = numbers(running)
+    engine = running.engine
+    monkeypatch.setattr(engine, "_send", lambda _: None)
+
+    async def lost() -> int:
+        body = {"model": "stories", "prompt": "Once", "n": 3, "max_tokens": 5}
+        asked = asyncio.create_task(running.client.post("/v1/completions", body))
+        while not engine._active_requests:
+            await asyncio.sleep(0)
+        engine._active_requests[next(iter(engine._active_requests))][1].fail(engine.worker_lost_error())
+        return (await asked).status
+
+    assert running.run(lost()) == 503
+    monkeypatch.undo()
+    after = numbers(running)
+    after.subtract(before)
+    assert {name: count for name, count in after.items() if count} == {"error": 3}

@@ -1,0 +1,122 @@
+"""One line for what is wrong with a request's body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from modelmill.serve.embeddings_schema import EmbeddingRequest
+from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.schema import ChatRequest, CompletionRequest
+from modelmill.serve.segment_schema import SegmentRequest
+from modelmill.serve.strict_models import StrictModel
+from modelmill.serve.validation_errors import summarize_errors
+from tests.serve.service_thread import ServiceThread
+
+TALK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
+PROMPT = "prompt: must be a text, a list of texts, token ids, or lists of them"
+CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
+    *(
+        (CompletionRequest, {"model": "m", "prompt": bad}, PROMPT)
+        for bad in (5, None, {"a": 1}, [-1], ["a", 1], [True])
+    ),
+    (CompletionRequest, {**TEXT, "stop": 5}, "stop: must be a text, or a list of texts"),
+    (CompletionRequest, {**TEXT, "stop": [""]}, "stop: takes up to 64 texts that are not empty"),
+    (CompletionRequest, {**TEXT, "stop": ["a", 3]}, "stop[1]: must be a text"),
+    (CompletionRequest, {**TEXT, "temperature": 3}, "temperature: must be at most 2.0"),
+    (CompletionRequest, {**TEXT, "temperature": float("nan")}, "temperature: must be a finite number"),
+    (CompletionRequest, {**TEXT, "top_p": "1"}, "top_p: must be a number"),
+    (CompletionRequest, {**TEXT, "zzzz": 1}, "zzzz: unknown field"),
+    (CompletionRequest, {**TEXT, "guided_regex": "a"},
+     "guided_regex: unknown field; did you mean structured_outputs.regex?"),
+    (CompletionRequest, {**TEXT, "temprature": 1}, "temprature: unknown field; did you mean temperature?"),
+    (ChatRequest, {**TALK, "functions": []}, "functions: unknown field; did you mean tools?"),
+    (ResponsesRequest, {"model": "m", "input": "x", "max_tokens": 3},
+     "max_tokens: unknown field; did you mean max_output_tokens?"),
+    (CompletionRequest, {**TEXT, "logit_bias": {"5": "x"}}, "logit_bias.5: must be a number"),
+    (CompletionRequest, {**TEXT, "structured_outputs": {"json": 5}},
+     "structured_outputs.json: must be an object or a text"),
+    (CompletionRequest, {**TEXT, "user": "a\ud800"}, "user: holds half of a surrogate pair, which is no character"),
+    (CompletionRequest, {**TEXT, "structured_outputs": {"\ud800": 1}},
+     "structured_outputs: holds half of a surrogate pair, which is no character"),
+    (CompletionRequest, {}, "model: field required"),
+    (ChatRequest, {**TALK, "messages": []}, "messages: must hold at least 1"),
+    (ChatRequest, {**TALK, "response_format": {"type": "xml"}},
+     "response_format.type: must be 'text', 'json_object' or 'json_schema'"),
+    (ChatRequest, {**TALK, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+     "tools[0].function.name: must match ^[a-zA-Z0-9_-]{1,64}$"),
+    (ChatRequest, {**TALK, "tool_choice": "yes"},
+     'tool_choice: must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'),
+    (ChatRequest, {**TALK, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.function: field required"),
+    (ResponsesRequest, {"model": "m", "input": 5},
+     "input: must be a text, or items: messages, calls and what they returned"),
+    (ResponsesRequest, {"model": "m", "input": "x", "tools": [{"type": "web_search"}]},
+     "tools[0].type: must be 'function'"),
+    (ResponsesRequest, {"model": "m", "input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+     "tool_choice.tools: field required"),
+    (EmbeddingRequest, {"model": "m", "input": 5},
+     "input: must be a text, a list of texts, token ids, or lists of them; up to 2048"),
+    (SegmentRequest, {"everything": {"points_per_side": 0}}, "everything.points_per_side: must be at least 1"),
+    (SegmentRequest, {"everything": "yes"}, "everything: must be true or false, or an object of settings"),
+    (SegmentRequest, {"points": [[5]]}, "points[0]: must hold at least 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "body", "line"), CASES, ids=lambda value: getattr(value, "__name__", str(value))[:60]
+)
+def test_one_line_names_the_field_and_what_it_takes(shape: type[StrictModel], body: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        shape.model_validate(body)
+    param, found = summarize_errors(caught.value.errors(), shape)
+    assert found == line
+    assert param == found.split(":")[0].split(".")[0].split("[")[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "line", "param"),
+    [
+        ("chat/completions", b"", "the request's body is empty; send an object", None),
+        ("chat/completions", [], "the request's body must be an object", None),
+        ("completions", {**TEXT, "\ud800": 1},
+         "the request's body holds half of a surrogate pair, which is no character", None),
+        ("completions", {**TEXT, "structured_outputs": {"regex": "a\ud800"}},
+         "structured_outputs: the regex holds half of a surrogate pair, which is no character", "structured_outputs"),
+        ("chat/completions", {**TALK, "response_format": {"type": "json_schema"}},
+         "response_format of type json_schema needs json_schema", "response_format"),
+        ("chat/completions",
+         {**TALK, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+         "response_format: the JSON schema cannot be used: Invalid type: no", "response_format"),
+        ("chat/completions", {**TALK, "tool_choice": "required", "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}]},
+         "tools: the parameters of f have another type than object, which arguments always are", "tools"),
+        ("chat/completions", {**TALK, "tool_choice": "required", "ignore_eos": True, "stream": True, "tools": [
+            {"type": "function", "function": {"name": "f"}}]},
+         "ignore_eos has no meaning with structured output or a forced call; leave it out", "ignore_eos"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]},
+         "messages[0].content[0]: this model reads no pictures; give text parts only", "messages"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "content": "x" * 3000}]}, None, "messages"),
+        ("completions", {**TEXT, "structured_outputs": {"regex": "("}}, None, "structured_outputs"),
+        ("completions", {**TEXT, "prompt": [5] * 3000}, None, "prompt"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "content": "x" * 30000}]}, None, "messages"),
+        ("embeddings", {"model": "m", "input": [5] * 3000}, None, "input"),
+        ("responses", {"model": "m", "input": "x" * 3000}, None, "input"),
+        ("responses", {"model": "m", "input": "x", "text": {"format": {"type": "json_schema", "name": "x",
+                                                                       "schema": {"type": "no"}}}},
+         "text.format: the JSON schema cannot be used: Invalid type: no", "text"),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+def test_refusals_name_the_field_that_was_sent(
+    running: ServiceThread, path: str, body: Any, line: str | None, param: str | None
+) -> None:
+    if isinstance(body, dict):
+        body = {**body, "model": "stories"}
+    response = running.post(f"/v1/{path}", body)
+    assert response.status == 400
+    error = response.json["error"]
+    assert (error["param"], error["message"]) == (param, line or error["message"])

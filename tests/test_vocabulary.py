@@ -1,0 +1,110 @@
+"""The project's words: class names are unique, words that said nothing stay gone, the glossary names what exists.
+
+A newcomer searches for the field's term. One term has one meaning: ``docs/glossary.md`` lists them.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "modelmill"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+MAX_TERMS = 120
+
+SHARED_CLASS_NAMES = {
+    "Model": "each model file has one: the registry finds a family by its file",
+    "Args": "each verb of the command line has one: the registry finds a verb by its file",
+}
+BANNED_IDENTIFIERS = frozenset(
+    """
+    HeldWeight Held shelf shelves Loop Flight Ledger Pace Crew Mesh ALONE Eyes Eye Still Sight Glance Viewer Told Begun
+    Come Ticket News Gate Dialogue Language Mix RotateStore Wanted wants matmul_gated of_gate SPANS LITTLE AGAIN SOON
+    SURE foresee foresight eyes mesh
+    """.split()  # noqa: SIM905  a list that people extend
+)
+BANNED_MODULES = frozenset(
+    """
+    ahead aside known own parts ends shown pieces square drawn far lines values figures written quick early last still
+    recorded joined warm tuned fit entry flight pace held shelf loop ledger eyes foresight mesh meeting ranks told
+    """.split()  # noqa: SIM905
+)
+# The field's word → the file that does it, where a search for the word has to land.
+FIELD_WORDS = {
+    "GEMM": "modelmill/ops/cuda/gemm.py",
+    "GEMV": "modelmill/ops/cuda/wq_gemv.py",
+    "dequant": "modelmill/ops/triton/dequant.py",
+    "all_reduce": "modelmill/parallel/tp_group.py",
+    "chunked prefill": "modelmill/runtime/chunked_prefill.py",
+    "continuous batching": "modelmill/runtime/scheduler.py",
+    "fused": "modelmill/nn/fused_decode.py",
+    "warpgroup": "modelmill/ops/cuda/smem_pipeline.cuh",
+    "producer": "modelmill/ops/cuda/smem_pipeline.cuh",
+    "prefetch": "modelmill/builder/prefetch.py",
+    "prefix cach": "modelmill/runtime/kv_pages.py",
+    "tensor.parallel": "modelmill/parallel/tp_group.py",
+}
+
+
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def _names(path: Path) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            yield token.start[0], token.string
+
+
+def test_class_names_are_unique() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path, tree in _trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_CLASS_NAMES}
+    assert not twice
+
+
+def test_banned_identifiers_stay_gone() -> None:
+    hits = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in _trees()
+        for line, name in _names(path)
+        if name in BANNED_IDENTIFIERS
+    ]
+    assert not hits
+
+
+def test_banned_module_names_stay_gone() -> None:
+    assert not [str(path.relative_to(ROOT)) for path in _trees() if path.stem.strip("_") in BANNED_MODULES]
+
+
+@pytest.mark.parametrize("word", FIELD_WORDS)
+def test_a_search_for_the_fields_word_lands(word: str) -> None:
+    assert re.search(word.replace(".", "[- ]"), (ROOT / FIELD_WORDS[word]).read_text(), re.IGNORECASE)
+
+
+def test_the_glossary_names_what_exists() -> None:
+    rows = [line for line in GLOSSARY.read_text().splitlines() if line.startswith("| ")][1:]
+    cells = [re.split(r"(?<!\\)\|", row.strip("|")) for row in rows if not row.startswith("| ---")]
+    terms = [row[0].strip() for row in cells]
+    assert 0 < len(terms) <= MAX_TERMS
+    assert len(set(terms)) == len(terms)
+    missing = [
+        path
+        for row in cells
+        for path in re.findall(r"modelmill/[\w/.]+\.\w+", row[2])
+        if not (ROOT / path).exists() and "*" not in row[2]
+    ]
+    assert not missing

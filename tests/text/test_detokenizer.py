@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.text.detokenizer import Detokenizer
+from modelmill.text.tokenizer import load_tokenizer
+from tests.text.conftest import REAL, gguf_bpe, gguf_spm, hf_files
+
+SMALL = {"hf": hf_files(), "gguf-bpe": gguf_bpe(), "gguf-spm": gguf_spm()}
+
+
+def streamed(tokenizer, ids, skip_special):
+    detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
+    return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@settings(deadline=None)
+@given(data=st.data(), skip_special=st.booleans())
+def test_small_vocabularies_stream_what_they_decode(kind, data, skip_special):
+    tokenizer = load_tokenizer(SMALL[kind])
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12))
+    assert streamed(tokenizer, ids, skip_special) == tokenizer.decode(ids, skip_special=skip_special)
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), skip_special=st.booleans())
+def test_real_vocabularies_stream_what_they_decode(real, name, data, skip_special):
+    tokenizer = real(name)
+    one = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, 260)
+    ids = data.draw(st.lists(one, max_size=12))
+    assert streamed(tokenizer, ids, skip_special) == tokenizer.decode(ids, skip_special=skip_special)
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), skip_special=st.booleans())
+def test_what_follows_a_text_is_what_it_adds_to_it(real, name, data, skip_special):
+    tokenizer = real(name)
+    before = tokenizer.encode("word", bos=False)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+    detokenizer = Detokenizer(tokenizer, skip_special=skip_special, continues_prompt=True)
+    added = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+    assert "word" + added == tokenizer.decode([*before, *ids], skip_special=skip_special)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@settings(deadline=None)
+@given(data=st.data(), skip_special=st.booleans(), follows=st.booleans())
+def test_ids_before_and_behind_are_decoded_together(kind, data, skip_special, follows):
+    """A prompt of ids may end inside a character: it is the first of what follows. Its control tokens never show."""
+    tokenizer = load_tokenizer(SMALL[kind])
+    ids = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=8)
+    prompt, answer = data.draw(ids), data.draw(ids)
+    # written out, control tokens of the answer are its words
+    plain = [id for id in prompt if not tokenizer.is_skipped(id)]
+    follows = follows or any(map(tokenizer.token_bytes, plain))
+    before = Detokenizer(tokenizer, skip_special=skip_special, continues_prompt=follows)
+    text = "".join(map(before.push_prompt, prompt))
+    for detokenizer in (before.fork(), before):
+        found = text + "".join(map(detokenizer.push, answer)) + detokenizer.flush()
+        first = [] if any(map(tokenizer.token_bytes, plain)) or not follows else tokenizer.encode("h", bos=False)
+        whole = tokenizer.decode([*first, *plain, *answer], skip_special=skip_special)
+        assert found == whole[len(tokenizer.decode(first)) :]
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(deadline=None, max_examples=25)
+@given(text=st.text(max_size=40))
+def test_text_comes_back_and_only_ever_grows(real, name, text):
+    tokenizer = real(name)
+    ids = tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer)
+    seen = ""
+    for id in ids:
+        seen += detokenizer.push(id)
+        assert "\ufffd" not in seen or "\ufffd" in text
+    seen += detokenizer.flush()
+    assert seen == tokenizer.decode(ids)
+
+
+def test_an_emoji_in_four_tokens_comes_at_once(real):
+    tokenizer = real("llama")
+    ids = tokenizer.encode("a🦙", bos=False)
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push(id) for id in ids] == ["a", "", "", "", "🦙"]
+
+
+def test_a_cut_emoji_is_replaced_at_the_end(real):
+    tokenizer = real("llama")
+    ids = tokenizer.encode("🦙", bos=False)[:-1]
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(map(detokenizer.push, ids)) == ""
+    assert detokenizer.flush() == "\ufffd" * 3

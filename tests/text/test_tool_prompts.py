@@ -1,0 +1,92 @@
+"""What a prompt says of tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelmill.text import tool_prompts
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def test_a_format_without_tools_is_told_of_them_in_words() -> None:
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]},
+        {"role": "tool", "content": "42", "tool_call_id": "c"},
+    ]
+    found = tool_prompts.describe_tools(talk, [TOOL])
+    assert found[0]["content"].startswith("Be brief.\n\n")
+    assert '"name": "f"' in found[0]["content"]
+    assert found[2] == {
+        "role": "assistant",
+        "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+    }
+    assert found[3]["role"] == "user"
+    assert "42" in found[3]["content"]
+    assert tool_prompts.describe_tools(talk[1:2], [TOOL])[0]["role"] == "system"
+    assert tool_prompts.describe_tools(talk[:2], []) == talk[:2]
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        ("{{ messages }}", tool_prompts.DESCRIBED_STYLE),
+        ("{% if tools %}<tool_call>", tool_prompts.MARKED_STYLE),
+        ("{% if tools %}{", tool_prompts.BARE_STYLE),
+        ("{% if tools %}[TOOL_CALLS]", tool_prompts.LISTED_STYLE),
+    ],
+)
+def test_the_template_says_how_calls_are_written(template: str, style: str) -> None:
+    assert tool_prompts.detect_tool_style(template) == style
+
+
+def calls(*ids: str) -> list[dict[str, Any]]:
+    return [{"id": id, "type": "function", "function": {"name": id, "arguments": "{}"}} for id in ids]
+
+
+PARALLEL: list[dict[str, Any]] = [
+    {"role": "user", "content": "Go"},
+    {"role": "assistant", "content": "Two.", "tool_calls": calls("a", "b")},
+    {"role": "tool", "content": "B", "tool_call_id": "b"},
+    {"role": "tool", "content": "A", "tool_call_id": "a"},
+    {"role": "assistant", "content": "Done"},
+]
+
+
+def test_calls_made_at_once_are_told_one_by_one() -> None:
+    talk, _ = tool_prompts.prepare_tools(tool_prompts.BARE_STYLE, PARALLEL, [])
+    told = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in talk]
+    assert told == [
+        ("user", "Go", []), ("assistant", "Two.", ["a"]), ("tool", "A", []), ("assistant", "", ["b"]),
+        ("tool", "B", []), ("assistant", "Done", []),
+    ]  # fmt: skip
+    kept, _ = tool_prompts.prepare_tools(tool_prompts.MARKED_STYLE, PARALLEL, [])
+    assert len(kept) == len(PARALLEL)
+
+
+def test_results_that_belong_to_no_call_are_kept() -> None:
+    lost = {"role": "tool", "content": "C", "tool_call_id": "c"}
+    talk = tool_prompts.split_parallel_calls([*PARALLEL[:3], lost])
+    assert [m["content"] for m in talk if m["role"] == "tool"] == ["B", "C"]
+
+
+def test_mistral_gets_ids_of_nine_letters() -> None:
+    talk, more = tool_prompts.prepare_tools(tool_prompts.LISTED_STYLE, PARALLEL, [TOOL])
+    made = [call["id"] for call in talk[1]["tool_calls"]]
+    assert [message["tool_call_id"] for message in talk[2:4]] == made[::-1]
+    assert all(len(id) == 9 and id.isalnum() for id in made)
+    assert more == {"tools": [TOOL]}
+    fits = [{"role": "tool", "content": "", "tool_call_id": "abcDEF123"}]
+    assert tool_prompts.prepare_tools(tool_prompts.LISTED_STYLE, fits, [])[0][0]["tool_call_id"] == "abcDEF123"
+
+
+def test_what_has_nothing_to_do_with_tools_is_left_alone() -> None:
+    odd = [{"role": "user", "content": [{"type": "picture"}]}]
+    assert all(
+        tool_prompts.prepare_tools(style, odd, []) == (odd, {})
+        for style in (tool_prompts.DESCRIBED_STYLE, tool_prompts.BARE_STYLE, tool_prompts.REACT_STYLE)
+    )

@@ -1,0 +1,48 @@
+"""The marks beside the rows: reached, missed, or no row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools import quantization_targets as marks
+
+
+def row(options: str, excess: float, **more: Any) -> dict[str, Any]:
+    return {"options": options, "excess": excess, "kv_cache_dtype": "auto", **more}
+
+
+def line_of(what: str, *rows: dict[str, Any]) -> str:
+    (found,) = [line for line in marks.targets_table(rows) if line.startswith(f"| {what}")]
+    return found.rpartition(" | ")[0].partition(" | ")[2] + " | " + found.rpartition(" | ")[2].rstrip(" |")
+
+
+def test_what_has_no_row_says_so() -> None:
+    lines = marks.targets_table([])
+    assert len(lines) == 2 + len(marks.SINGLE_TARGETS) + 1 + len(marks.BEST_INT4)
+    assert all(line.endswith("| no row |  |") for line in lines[2:])
+
+
+def test_reached_and_missed() -> None:
+    assert line_of("int8,", row("-q int8", 0.0025)) == "≤ +0.3 % | +0.25 % | reached"
+    assert line_of("int8,", row("-q int8", 0.0035)) == "≤ +0.3 % | +0.35 % | missed"
+    assert line_of("int8,", row("-q int8", 0.0025, kv_cache_dtype="int8")).endswith("no row | ")
+    assert line_of("GGUF", row("-q keep", -1e-9)) == "≤ +0 % | +0.00 % | reached"
+
+
+def test_w4a8_is_compared_with_its_own_weights() -> None:
+    options = "-q rptq --bits w4a8 --copies 2"
+    both = [row(options, 0.0616), row(options, 0.0492, whole_inputs=True)]
+    assert line_of("rptq W4A8", *both) == "≤ 2 points | +1.24 points | reached"
+    assert line_of("rptq W4A8", both[0]).endswith("no row | ")
+
+
+def test_the_best_of_int4_and_each_method_against_nearest() -> None:
+    found = [
+        row("", excess, recipe="int4", group=64, method=method)
+        for method, excess in (("nearest", 0.42), ("gptq", 0.064), ("awq", 0.5))
+    ]
+    assert line_of("int4, groups of 64, the best (gptq)", *found) == "≤ +25 % | +6.40 % | reached"
+    assert line_of("int4, groups of 64, gptq", *found) == "better than nearest's +42.00 % | +6.40 % | reached"
+    assert line_of("int4, groups of 64, awq", *found).endswith("+50.00 % | missed")
+    same = [{**each, "excess": 0.1} for each in found]
+    assert line_of("int4, groups of 64, awq", *same).endswith("missed"), "as good is not better"

@@ -1,0 +1,99 @@
+"""Automatic masks against the generator written again in plain loops (plain_everything.py): the same run lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from modelmill.models import sam
+from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.registry import select_backends
+from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
+from modelmill.vision.masks import from_coco_rle, to_coco_rle
+from modelmill.vision.sam_model import SamModel
+from tests.models.sam_seeded import small_state
+from tests.models.test_sam import made
+from tests.vision import plain_mask_generator as plain
+
+
+def same(eye: SamModel, picture: PIL.Image.Image, names: dict[str, str], told: dict[str, Any]) -> int:
+    """Compare; returns how many masks there are. names: our option → the plain one's."""
+    found = eye.generate_masks(picture, AutomaticMaskOptions(**told))
+    wanted = plain.generate_masks(eye, picture, **{names[name]: value for name, value in told.items()})
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.score == theirs.score
+        assert ours.box == tuple(theirs.box)
+        assert ours.point == pytest.approx(theirs.point, abs=1e-9)
+        assert ours.crop == theirs.crop
+        assert ours.stability == pytest.approx(theirs.stability, rel=1e-6)
+        runs = plain.encode_rle(theirs.mask)
+        assert ours.to_dict(rle=True)["rle"] == to_coco_rle(runs, *theirs.mask.shape)
+        assert from_coco_rle(ours.to_dict(rle=True)["rle"]) == runs
+        assert ours.area == int(theirs.mask.sum())
+    return len(found)
+
+
+NAMES = {
+    "points_per_side": "points_per_side", "points_per_batch": "batch", "pred_iou_thresh": "pred_iou",
+    "stability_score_thresh": "stable", "stability_score_offset": "offset", "box_nms_thresh": "box_nms",
+    "crop_n_layers": "layers", "crop_nms_thresh": "crop_nms", "crop_overlap_ratio": "overlap",
+    "crop_n_points_downscale_factor": "downscale", "min_mask_region_area": "min_area",
+}  # fmt: skip
+
+
+def blots(side: int) -> Any:
+    """In the decoder's place: three ragged blots around each point, with holes and islands, and scores to filter by."""
+    y, x = torch.meshgrid(torch.arange(side) + 0.5, torch.arange(side) + 0.5, indexing="ij")
+    noise = torch.randn(3, side, side, generator=torch.Generator().manual_seed(7))
+
+    def decode(embedding: Any, points: torch.Tensor, labels: Any, masks: Any, vision: Any) -> Any:
+        at = points[:, :1, :, None, None] / 4
+        reach = torch.tensor([3.0, 7.0, 15.0]).view(1, 3, 1, 1)
+        apart = ((x - at[:, :, 0]) ** 2 + (y - at[:, :, 1]) ** 2).sqrt()
+        logits = (reach - apart) * 2 + 3 * noise
+        scores = 0.5 + 0.5 * torch.frac(points[:, :1, 0] * 7.31 + points[:, :1, 1] * 3.7 + torch.arange(3) * 0.41)
+        return torch.cat((logits[:, :1], logits), 1), torch.cat((scores[:, :1], scores), 1)
+
+    return decode
+
+
+@pytest.mark.parametrize(("options", "least"), [
+    ({"points_per_side": 8, "points_per_batch": 5}, 20),
+    ({"points_per_side": 6, "crop_n_layers": 1, "crop_n_points_downscale_factor": 2, "crop_nms_thresh": 0.5}, 20),
+    ({"points_per_side": 3, "crop_n_layers": 2, "crop_n_points_downscale_factor": 2}, 10),
+    ({"points_per_side": 3, "min_mask_region_area": 40, "box_nms_thresh": 0.5}, 4),
+    ({"points_per_side": 7, "stability_score_offset": 0.5, "stability_score_thresh": 0.8}, 10),
+    ({"points_per_side": 3, "pred_iou_thresh": 0.999}, 0),
+])  # fmt: skip
+def test_blots_are_kept_as_plain_loops_keep_them(
+    options: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eye = SamModel(made(small_state(2)), VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD)
+    monkeypatch.setattr(eye.model, "decode_masks", blots(eye.image_size // 4))
+    values = np.random.default_rng(3).integers(0, 255, (90, 140, 3), dtype=np.uint8)
+    picture = PIL.Image.fromarray(values)
+    told = {"pred_iou_thresh": 0.6, "stability_score_thresh": 0.3} | options
+    assert same(eye, picture, NAMES, told) >= least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    {"points_per_side": 12},
+    {"points_per_side": 6, "crop_n_layers": 1, "crop_n_points_downscale_factor": 2, "min_mask_region_area": 100},
+])  # fmt: skip
+def test_mobilesam_finds_what_plain_loops_find(shared: Path, options: dict[str, Any]) -> None:
+    from safetensors.torch import load_file
+
+    model = made(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
+    eye = SamModel(model, VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD)
+    picture = PIL.Image.open(shared / "data/images/dog.jpg").convert("RGB")
+    if "min_mask_region_area" in options:
+        picture = picture.resize((300, 200))  # plain loops visit every pixel
+    count = same(eye, picture, NAMES, options)
+    assert count >= 8

@@ -1,0 +1,96 @@
+"""Calls as CUDA graphs: what a replay gives is what the call gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modelmill.models import sam
+from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.registry import select_backends
+from modelmill.vision import captured_calls
+from modelmill.vision.captured_calls import CapturedCalls
+from modelmill.vision.prompts import Prompt, make_prompt
+from modelmill.vision.sam_model import SamModel
+from tests.models.sam_seeded import small_state
+from tests.models.test_sam import made
+
+
+def test_off_it_calls() -> None:
+    calls = []
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor]:
+        calls.append(x)
+        return (x + 1,)
+
+    off = CapturedCalls(enabled=False)
+    for _ in range(3):
+        assert float(off("add", call, torch.ones(1))[0]) == 2
+    assert len(calls) == 3
+    assert len(off) == 0
+
+
+@pytest.mark.gpu
+def test_replays_are_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_calls, "MAX_GRAPHS", 2)
+    calls = []
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        calls.append(x.shape)
+        return x @ y, x.sum()
+
+    on = CapturedCalls(enabled=True)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for turn in range(4):
+        for rows in (3, 5):
+            x = torch.randn(rows, 4, device="cuda", generator=generator)
+            y = torch.randn(4, 2, device="cuda", generator=generator)
+            product, total = on("product", call, x, y)
+            assert torch.allclose(product, x @ y, atol=1e-5)
+            assert torch.allclose(total, x.sum(), atol=1e-5)
+            if turn == 0:
+                assert len(on) == 0  # asked for once
+    assert len(on) == 2
+    told = len(calls)
+    on("product", call, torch.ones(3, 4, device="cuda"), torch.ones(4, 2, device="cuda"))
+    assert len(calls) == told
+    on("other", call, torch.ones(3, 4, device="cuda"), torch.ones(4, 2, device="cuda"))
+    assert len(on) == 1  # the one used longest ago went
+
+
+@pytest.mark.gpu
+def test_what_waits_for_the_host_is_called() -> None:
+    def call(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x * float(x.sum()),)
+
+    on = CapturedCalls(enabled=True)
+    x = torch.full((2,), 3.0, device="cuda")
+    for _ in range(3):
+        assert on("waits", call, x)[0].tolist() == [18.0, 18.0]
+    assert not on.enabled
+
+
+@pytest.mark.gpu
+def test_an_eye_with_graphs_sees_what_one_without_sees() -> None:
+    model = made(small_state(), device="cuda")
+    eyes = [SamModel(model, VisionContext(select_backends("cuda")), sam.IMAGE_MEAN, sam.IMAGE_STD) for _ in range(2)]
+    eyes[1].captured_calls.enabled = False
+    pictures = [torch.randint(0, 256, (100, 160, 3), dtype=torch.uint8) for _ in range(11)]
+    asked = [
+        make_prompt([(20.0, 30.0)]),
+        Prompt(box=(10.0, 10.0, 90.0, 70.0)),
+        make_prompt([(50.0, 60.0)]),
+        make_prompt([(5.0, 6.0)]),
+    ]
+    for part in (pictures[:9], pictures[9:], pictures[:1]):
+        for eye in eyes:
+            eye.embedding_cache.clear()
+        seen = [eye.embed_images(part) for eye in eyes]
+        for one, other in zip(*seen, strict=True):
+            assert torch.allclose(one.embedding, other.embedding, atol=1e-4)
+            for first, second in zip(*(eye.predict_all(one, asked) for eye in eyes), strict=True):
+                assert [m.score for m in first] == pytest.approx([m.score for m in second], abs=1e-4)
+                for ours, plain in zip(first, second, strict=True):
+                    assert float((ours.pixels == plain.pixels).float().mean()) > 0.999
+    assert len(eyes[0].captured_calls) >= 3
+    assert len(eyes[1].captured_calls) == 0

@@ -1,0 +1,163 @@
+"""MobileSAM with its real weights against facts of the original pipeline; and a plain automatic generator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelmill.core.errors import RequestError
+from modelmill.models import sam
+from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.registry import select_backends
+from modelmill.vision.automatic_mask_generator import (
+    AutomaticMaskOptions,
+    Crop,
+    make_crops,
+    point_grid,
+    touches_crop_edge,
+)
+from modelmill.vision.masks import encode_rle, from_coco_rle
+from modelmill.vision.prompts import Prompt, group_by_shape, make_prompt, prompt_tensors
+from modelmill.vision.sam_model import Mask, SamModel
+from tests.models.test_sam import made
+
+
+@pytest.fixture(scope="module")
+def eye(shared: Path) -> SamModel:
+    from safetensors.torch import load_file
+
+    model = made(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
+    return SamModel(model, VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD)
+
+
+def test_the_truck_window(eye: SamModel, shared: Path) -> None:
+    # the facts are those of the original pipeline, as published beside the weights
+    seen = eye.embed_image(shared / "data/images/truck.jpg")
+    assert seen.size == (1800, 1200)
+    best = eye.predict(seen, make_prompt([(500, 375)]))[0]
+    assert best.box == (424, 318, 627, 446)
+    assert best.score == pytest.approx(0.9998, abs=5e-5)
+    assert best.pixels.shape == (1200, 1800)
+    single = eye.predict(seen, make_prompt([(500, 375)]), multimask=False)
+    assert len(single) == 1
+    assert single[0].box == (233, 317, 629, 460)
+    assert single[0].score == pytest.approx(0.8048, abs=5e-5)
+
+
+def test_prompts_together_are_prompts_alone(eye: SamModel, shared: Path) -> None:
+    seen = eye.embed_image(shared / "data/images/truck.jpg")
+    first = eye.predict(seen, make_prompt([(500, 375)]))
+    asked = [
+        make_prompt([(500, 375)]),
+        make_prompt(box=(425, 600, 700, 875)),
+        make_prompt([(575, 750)], [0], box=(425, 600, 700, 875)),
+        make_prompt([(1000, 500)]),
+        make_prompt([(500, 375)], mask=first[0].logits),
+        make_prompt([(500, 375), (1125, 625)]),
+    ]
+    together = eye.predict_all(seen, asked)
+    for prompt, found in zip(asked, together, strict=True):
+        alone = eye.predict(seen, prompt)
+        assert [m.box for m in alone] == [m.box for m in found]
+        assert [m.score for m in alone] == pytest.approx([m.score for m in found], abs=1e-5)
+        assert [m.score for m in found] == sorted((m.score for m in found), reverse=True)
+
+
+def test_a_cpu_decodes_many_prompts_a_few_at_a_time(
+    eye: SamModel, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Intermediate tensors of 64 prompts are 268 MB each, fresh pages of the system's for each operation."""
+    seen = eye.embed_image(shared / "data/images/truck.jpg")
+    prompts = [make_prompt([(100.0 * i, 50.0 * i)]) for i in range(1, 12)]
+    calls, decoded = [], eye._run_decoder
+    monkeypatch.setattr(eye, "_run_decoder", lambda *given: calls.append(len(given[1])) or decoded(*given))
+    logits, scores = eye.decode(seen, prompts)
+    assert max(calls) <= 8
+    assert sum(calls) == 11
+    for i in (0, 7, 8, 10):
+        alone, score = eye.decode(seen, [prompts[i]])
+        assert torch.allclose(alone[0], logits[i], atol=1e-3)
+        assert torch.allclose(score[0], scores[i], atol=1e-5)
+
+
+def test_a_picture_seen_before_is_not_computed_again(
+    eye: SamModel, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = eye.embed_image(shared / "data/images/truck.jpg")
+    monkeypatch.setattr(eye.model, "encode_image", None)
+    assert torch.equal(eye.embed_image(shared / "data/images/truck.jpg").embedding, seen.embedding)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"points": [(1, 2)], "labels": [1, 0]},
+        {"points": [(1, 2)], "labels": [2]},
+        {"points": [(1, float("nan"))]},
+        {"points": [(1, 2, 3)]},
+        {"points": [("a", 2)]},
+        {"box": (1, 2, 3)},
+        {"box": (5, 0, 1, 3)},
+        {"points": [(1, 2)] * 300},
+    ],
+)
+def test_wrong_prompts_are_one_line(wrong: dict) -> None:
+    with pytest.raises(RequestError):
+        make_prompt(**wrong)
+
+
+def test_arrangement_of_points_and_boxes() -> None:
+    prompts = [make_prompt([(10, 20)]), make_prompt(box=(1, 2, 3, 4)), make_prompt([(7, 8)])]
+    assert group_by_shape(prompts) == [[0, 2], [1]]
+    points, labels = prompt_tensors([prompts[0]], (100, 50), (1024, 512))
+    assert points[0].tolist() == [[pytest.approx(102.4), pytest.approx(204.8)], [0, 0]]
+    assert labels.tolist() == [[1, -1]]
+    points, labels = prompt_tensors([prompts[1]], (100, 50), (200, 100))
+    assert points[0].tolist() == [[2, 4], [6, 8]]
+    assert labels.tolist() == [[2, 3]]
+    nothing, none = prompt_tensors([Prompt(mask=torch.zeros(4, 4))], (10, 10), (10, 10))
+    assert nothing.shape == (1, 0, 2)
+    assert none.shape == (1, 0)
+
+
+def test_crops_and_grids_of_the_original() -> None:
+    # computed by hand from the published rule for 1800 × 1200 pixels and one layer
+    crops = make_crops((1800, 1200), AutomaticMaskOptions(crop_n_layers=1))
+    assert [c.box for c in crops] == [
+        (0, 0, 1800, 1200),
+        (0, 0, 1105, 805),
+        (0, 396, 1105, 1200),
+        (696, 0, 1800, 805),
+        (696, 396, 1800, 1200),
+    ]
+    grid = point_grid(crops[0], AutomaticMaskOptions(points_per_side=2))
+    assert grid.tolist() == [[450, 300], [1350, 300], [450, 900], [1350, 900]]
+    assert len(point_grid(crops[1], AutomaticMaskOptions(points_per_side=8, crop_n_points_downscale_factor=2))) == 16
+
+
+def test_boxes_cut_by_a_crop() -> None:
+    crop = Crop((100, 0, 500, 400), 1)
+    boxes = torch.tensor([[0, 50, 40, 90], [60, 60, 90, 90], [200, 0, 300, 390], [300, 100, 399, 200]])
+    # left edge; inside; near the crop's lower edge; its right edge
+    assert touches_crop_edge(boxes, crop, (800, 600)).tolist() == [True, False, True, True]
+    # the picture's own edges cut nothing
+    assert touches_crop_edge(boxes, Crop((0, 0, 400, 400), 0), (400, 400)).tolist() == [False] * 4
+
+
+@pytest.mark.parametrize("wrong", [{"points_per_side": 0}, {"crop_n_layers": 9}, {"box_nms_thresh": 1.5}])
+def test_wrong_options(wrong: dict) -> None:
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        AutomaticMaskOptions(**wrong)
+
+
+def test_masks_of_a_large_picture_are_kept_as_small_as_they_are() -> None:
+    """A hundred whole masks of a 48-megapixel photo would take 4.8 GB."""
+    part = torch.tensor([[True, False], [True, True], [False, True]])
+    mask = Mask(part, (8000, 6000), 0.9, (10, 20, 11, 22), 4)
+    whole = mask.pixels
+    assert whole.shape == (6000, 8000)
+    assert whole.nonzero().tolist() == [[20, 10], [21, 10], [21, 11], [22, 11]]
+    assert from_coco_rle(mask.to_dict(rle=True)["rle"]) == encode_rle(whole)

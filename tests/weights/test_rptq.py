@@ -1,0 +1,155 @@
+"""RPTQ weights as they are stored, cut for ranks and damaged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import CorruptArtifact, UsageError
+from modelmill.ops import registry
+from modelmill.ops.quant_types import QuantizedInput
+from modelmill.ops.rms_norm_quant import rms_norm_quant
+from modelmill.quant.recipe import InputStatistics
+from modelmill.quant.rptq import RptqRecipe
+from modelmill.weights._rptq_columns import rptq_group_layout
+from modelmill.weights.base import from_tensors, packed_info
+from modelmill.weights.rptq import RptqWeight
+
+BITS_AND_MODES = [(bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")]
+
+
+def _made(
+    bits: str, mode: str, columns: int = 100, rows: int = 24, splits: int = 1
+) -> tuple[RptqWeight, torch.Tensor, torch.Tensor]:
+    """(weight, its dense original, inputs)."""
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(200, columns, generator=generator) * torch.rand(columns, generator=generator).exp()
+    x[:, 5 % columns] *= 20
+    weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
+    size = x.abs()
+    statistics = InputStatistics(200, x.T @ x / 200, size.mean(0), size.amax(0), x.amin(0), x.amax(0), x[:100])
+    made = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode, splits_per_channel=splits)).recipe_for(
+        "layers.0.mlp.down_proj"
+    )
+    held = made.quantize(weight, statistics)
+    assert isinstance(held, RptqWeight)
+    return held, weight, x
+
+
+@pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
+def test_what_is_announced_is_stored_and_read_back(bits: str, mode: str) -> None:
+    held, _, x = _made(bits, mode)
+    layout = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).pack_options
+    announced = packed_info("rptq", held.shape, torch.float32, **layout)
+    stored = held.tensors()
+    assert list(announced) == list(stored)
+    assert {n: (tuple(t.shape), t.dtype) for n, t in stored.items()} == announced
+    again = from_tensors("rptq", stored)
+    ops = registry.select_backends("cpu")
+    assert torch.equal(again.matmul(x, None, ops), held.matmul(x, None, ops))
+
+
+@pytest.mark.parametrize(("bits", "most"), [("w8a8", 0.02), ("w4a8", 0.12), ("w4a4", 0.25)])
+@pytest.mark.parametrize("mode", ["exact", "dynamic"])
+def test_outputs_are_near_those_of_the_weight(bits: str, mode: str, most: float) -> None:
+    held, weight, x = _made(bits, mode)
+    right = x @ weight.T
+    off = held.matmul(x, None, registry.select_backends("cpu")) - right
+    assert float(off.norm() / right.norm()) < most
+
+
+@pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
+def test_parts_of_ranks_add_up(bits: str, mode: str) -> None:
+    """Columns cut anywhere, rows in stretches: the parts' products sum up to the whole."""
+    held, _, x = _made(bits, mode)
+    ops = registry.select_backends("cpu")
+    whole = held.matmul(x, None, ops)
+    parts = [held.slice([(0, 24)], cut) for cut in ((0, 37), (37, 100))]
+    summed = sum(part.matmul(x[:, a:b], None, ops) for part, (a, b) in zip(parts, ((0, 37), (37, 100)), strict=True))
+    # a token's own steps see fewer channels in a part
+    tolerance = 1e-5 if mode != "dynamic" else 0.3
+    assert float((summed - whole).abs().max()) <= tolerance * float(whole.abs().max())
+    some = held.slice([(2, 5), (20, 24)], (0, 100)).matmul(x, None, ops)
+    assert torch.allclose(some, torch.cat([whole[:, 2:5], whole[:, 20:24]], 1), atol=1e-6)
+
+
+def test_a_norm_puts_out_what_the_product_wants() -> None:
+    held, _, x = _made("w8a8", "exact")
+    assert held.act_quant is not None
+    norm = torch.rand(100) + 0.5
+    ops = registry.select_backends("cpu")
+    values, scale = rms_norm_quant(x, norm, 1e-5, *held.act_quant)
+    fused = held.matmul(QuantizedInput(values, scale, x.dtype), None, ops)
+    assert torch.equal(fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)) or torch.allclose(
+        fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops), atol=0.05
+    )
+    assert _made("w8a8", "dynamic")[0].act_quant is None
+
+
+def test_a_gate_is_taken_in_the_same_pass() -> None:
+    held, _, x = _made("w4a4", "exact")
+    ops = registry.select_backends("cpu")
+    both = torch.cat([x, x.flip(0)], 1)
+    apart = held.matmul(ops.silu_mul(both), None, ops)
+    off = (held.try_swiglu_quant(both, None, ops) - apart).norm() / apart.norm()
+    assert float(off) < 0.01  # a value at the border of two integers may fall to either
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 576, 1536, 2048, 4096, 11008])
+@pytest.mark.parametrize("mode", ["exact", "folded"])
+def test_groups_hold_every_channel(columns: int, mode: str) -> None:
+    group, groups = rptq_group_layout(columns, mode)
+    assert group % 32 == 0
+    assert group * groups >= columns
+    if columns >= 4096:  # what is stored beside the channels
+        assert group * groups <= 1.07 * columns
+
+
+def test_damage_is_named() -> None:
+    stored = _made("w4a8", "exact")[0].tensors()
+    for name, wrong in (
+        ("sizes", torch.tensor([100, 31, 8], dtype=torch.int32)),
+        ("weight", stored["weight"][:, :-1]),
+        ("scale", stored["scale"][:, :-1]),
+        ("perm", stored["perm"] + 1),
+    ):
+        with pytest.raises(CorruptArtifact, match="rebuild"):
+            from_tensors("rptq", stored | {name: wrong})
+    with pytest.raises(CorruptArtifact, match="rebuild"):
+        from_tensors("rptq", {n: t for n, t in stored.items() if n != "inv_input_scales"})
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4])
+@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w4a4"])
+def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(bits: str, splits: int) -> None:
+    held, _, x = _made(bits, "exact", columns=300, splits=splits)
+    assert held.tensors().keys() == packed_info("rptq", held.shape, torch.float32, mode="exact").keys() | (
+        {"offset"} if bits != "w8a8" else set()
+    )
+    ops = registry.select_backends("cpu")
+    x = torch.cat([x, 100 * x[:20], torch.zeros(1, 300)])  # values far outside and none at all
+    right = held.fake_quantize(x).double() @ held.dense().double().T
+    out = held.matmul(x, None, ops)
+    assert float((out - right).abs().max()) < 2e-5 * float(right.abs().max())
+    assert not held.fake_quantize(torch.zeros(1, 300)).any()
+    cut = held.slice([(3, 9)], (120, 300))
+    assert torch.allclose(cut.fake_quantize(x[:, 120:]), held.fake_quantize(x)[:, 120:])
+    plain, _, _ = _made(bits, "exact", columns=300)
+    inside = x[:200]
+    errors = [float((each.fake_quantize(inside) - inside).norm()) for each in (held, plain)]
+    reach = [float(each.fake_quantize(100 * inside).abs().sum()) for each in (held, plain)]
+    if bits == "w4a4":
+        assert errors[0] < 0.75 * errors[1], "finer steps"
+    else:
+        assert reach[0] > 0.9 * splits * reach[1], "a longer reach"
+        assert errors[0] < 1.05 * errors[1]
+
+
+def test_copies_are_of_the_exact_mode_and_few() -> None:
+    with pytest.raises(UsageError, match="--splits-per-channel 2: is for --mode exact, not dynamic"):
+        RptqRecipe(BuildConfig(quantization="rptq", mode="dynamic", splits_per_channel=2))
+    with pytest.raises(UsageError, match="--splits-per-channel 2: is for --mode exact, not folded"):
+        RptqRecipe(BuildConfig(quantization="rptq", bits="w4a8", mode="folded", splits_per_channel=2))
+    with pytest.raises(UsageError, match="--splits-per-channel must be 1 to 4, not 5"):
+        BuildConfig(quantization="rptq", splits_per_channel=5)

@@ -1,0 +1,45 @@
+"""Clients that go away in the middle of a stream: then nothing runs, and every KV page is free."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tools.soak.client import disconnect_mid_stream, send_request
+from tools.soak.server import SoakFailure, SoakServer
+
+
+def run_disconnects(
+    server: SoakServer, count: int, on_progress: Callable[[int, int], None], concurrency: int = 50
+) -> dict[str, Any]:
+    """``count`` clients; every second one resets its connection, every fifth leaves before anything came."""
+    workers = {each.pid for each in server.workers()}
+    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    got: list[int] = []
+
+    async def some(begin: int, end: int) -> None:
+        many = [
+            disconnect_mid_stream(
+                server, "/v1/completions", {**body, "n": 1 + place % 2}, place % 5, reset=place % 2 == 1
+            )
+            for place in range(begin, end)
+        ]
+        got.extend(await asyncio.gather(*many))
+
+    began = time.monotonic()
+    for begin in range(0, count, concurrency):
+        asyncio.run(some(begin, min(begin + concurrency, count)))
+        on_progress(min(begin + concurrency, count), count)
+    gauges = server.wait_until_idle(120)
+    status, _ = asyncio.run(send_request(server, "/v1/completions", {**body, "stream": False, "max_tokens": 4}))
+    if {each.pid for each in server.workers()} != workers or status != 200:
+        raise SoakFailure(f"afterwards the server answers {status}, or a worker is another one")
+    return {
+        "what": f"{count} clients that left in the middle",
+        "ok": True,
+        "had_read_something": sum(1 for each in got if each),
+        "seconds": round(time.monotonic() - began, 1),
+        "after": gauges,
+    }

@@ -1,0 +1,136 @@
+"""Large requests: long lists, deep ones and wide ones, for every path that takes a body.
+
+Each is made to cost a careless server much more than its size: an error for each element, a list for three bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+Value = Callable[[int], bytes]
+"""JSON of about so many bytes."""
+
+
+def repeat_element(element: bytes, last: bytes = b"") -> Value:
+    """A list of one element, again and again; the last one may be another."""
+    return lambda size: b"[" + (element + b",") * (size // (len(element) + 1)) + (last or element) + b"]"
+
+
+def object_with_keys(value: bytes) -> Value:
+    """An object of as many keys."""
+    return lambda size: b"{" + b",".join(b'"k%d":%b' % (i, value) for i in range(size // (10 + len(value)))) + b"}"
+
+
+def object_with_id_keys(size: int) -> bytes:
+    """An object whose keys are ids."""
+    return b"{" + b",".join(b'"%d":1' % i for i in range(size // 11)) + b"}"
+
+
+def nested_lists(size: int) -> bytes:
+    """Lists in lists."""
+    return b"[" * (size // 2) + b"]" * (size // 2)
+
+
+def nested_objects(size: int) -> bytes:
+    """Objects in objects."""
+    return b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6)
+
+
+def long_string(unit: bytes) -> Value:
+    """A string."""
+    return lambda size: b'"' + unit * (size // len(unit)) + b'"'
+
+
+def whitespace_padded(size: int) -> bytes:
+    """One number and much white space."""
+    return b"[1," + b" " * size + b"1]"
+
+
+VALUES: dict[str, Value] = {
+    "texts": repeat_element(b'""', b"1"),
+    "lists of texts": repeat_element(b'[""]', b"[1]"),
+    "ids in lists": repeat_element(b"[1]"),
+    "empty lists": repeat_element(b"[]"),
+    "empty objects": repeat_element(b"{}"),
+    "objects": repeat_element(b'{"a":1}'),
+    "messages": repeat_element(b'{"role":"user","content":"x"}'),
+    "ids": repeat_element(b"257"),
+    "ids and a text": repeat_element(b"1", b'"x"'),
+    "negative ids": repeat_element(b"-1"),
+    "fractions": repeat_element(b"1.5"),
+    "points": repeat_element(b"[1,2]"),
+    "wrong points": repeat_element(b'["",""]'),
+    "nulls": repeat_element(b"null"),
+    "keys": object_with_keys(b"1"),
+    "keys of lists": object_with_keys(b"[]"),
+    "halves of pairs as keys": lambda size: b"{" + b",".join(b'"\\ud800%d":1' % i for i in range(size // 16)) + b"}",
+    "ids as keys": object_with_id_keys,
+    "deep lists": nested_lists,
+    "deep objects": nested_objects,
+    "a text": long_string(b"a "),
+    "a text of escapes": long_string(b"\\u00e9\\n"),
+    "a text of pairs": long_string(b"\\ud83d\\ude00"),
+    "a text of backslashes": long_string(b"\\\\"),
+    "a text beyond ASCII": long_string("é😀".encode()),
+    "a text of digits": long_string(b"1"),
+    "base64": long_string(b"QUJD"),
+    "white space": whitespace_padded,
+    "a number": lambda size: b"1" * size,
+    "commas": lambda size: b"[" + b"," * size + b"]",
+    "no end": lambda size: b'["' + b"a" * size,
+}
+"""By what they hold."""
+FIELDS: dict[str, dict[str, bytes]] = {
+    "/v1/completions": {
+        "prompt": b'"x"', "stop": b'"x"', "logit_bias": b"{}", "stop_token_ids": b"[]", "metadata": b"{}",
+        "structured_outputs": b"null", "user": b'"x"', "unknown": b"1", "temperature": b"0",
+    },
+    "/v1/chat/completions": {
+        "messages": b'[{"role":"user","content":"x"}]', "tools": b"null", "metadata": b"{}", "modalities": b"null",
+        "response_format": b"null", "tool_choice": b"null",
+    },
+    "/v1/responses": {
+        "input": b'"x"', "instructions": b'"x"', "tools": b"null", "metadata": b"{}", "include": b"[]",
+        "text": b"null", "prompt": b"null", "conversation": b"null", "reasoning": b"null",
+    },
+    "/v1/embeddings": {"input": b'"x"', "dimensions": b"1"},
+    "/v1/segment": {
+        "image": b'"x"', "points": b"[[1,2]]", "labels": b"[1]", "boxes": b"null", "prompts": b"null",
+        "everything": b"null", "mask": b"null", "image_id": b"null",
+    },
+    "/tokenize": {"prompt": b'"x"', "messages": b"null", "model": b"null"},
+    "/detokenize": {"tokens": b"[1]", "model": b"null"},
+}  # fmt: skip
+"""What is made large on each path, and what stands there else; a null is left out."""
+
+
+def body(path: str, field: str, value: bytes, model: str) -> bytes:
+    """A request that would be fine but for one field."""
+    given = {"model": b'"%b"' % model.encode(), **FIELDS[path]}
+    if path.startswith("/v1/") and path.endswith("completions"):
+        given["max_tokens"] = b"1"
+    if field == "prompt" and path == "/tokenize":
+        given["messages"] = b"null"
+    given[field] = value
+    left = (
+        {"messages": ("prompt",), "image_id": ("image",)}.get(field, ()) if path in ("/tokenize", "/v1/segment") else ()
+    )
+    kept = {name: one for name, one in given.items() if one != b"null" and name not in left and name != "unknown"}
+    if field == "unknown":
+        kept["unknown"] = value
+    return b"{" + b",".join(b'"%b":%b' % (name.encode(), one) for name, one in kept.items()) + b"}"
+
+
+def unknown_keys(size: int, model: str) -> bytes:
+    """An object of unknown fields."""
+    return b'{"model":"%b",' % model.encode() + object_with_keys(b"1")(size)[1:]
+
+
+def random_large_request(rng: random.Random, model: str, segment_model: str | None) -> tuple[str, bytes]:
+    """(path, body) of one of them, of up to 4 MB; for a viewer only where there is one."""
+    path = rng.choice([path for path in FIELDS if segment_model is not None or path != "/v1/segment"])
+    size, name = rng.choice((1 << 16, 1 << 19, 1 << 22)), segment_model or "" if path == "/v1/segment" else model
+    if rng.random() < 0.1:
+        return path, unknown_keys(size, name)
+    return path, body(path, rng.choice(list(FIELDS[path])), rng.choice(list(VALUES.values()))(size - 400), name)
