@@ -7,6 +7,7 @@ values and bytes, along the structure that ``json_scan`` found. What comes out i
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -30,6 +31,12 @@ MAX_CHUNK_STRUCTURALS, MAX_CHUNK_BYTES = 4096, 64 << 10
 """Most brackets, commas and colons, and most bytes, that are read at once: a millisecond or two."""
 MAX_STRING_BYTES = 4 << 20
 """Of one string that is not ASCII: it takes up to four bytes a character. A picture's base64 is ASCII."""
+YIELD_AFTER_SECONDS, YIELD_SECONDS = 0.001, 5e-5
+"""How long values are decoded before the interpreter is given to other threads, and for how long at least.
+
+Python's own switch (``sys.setswitchinterval``) does not do it: NumPy releases the interpreter for moments so short that
+a waiting thread wakes too late, and each of them starts that thread's waiting time anew. It waited 0.2 s.
+"""
 _MAX_INTERNED_INTS = 4096
 _MAX_CHAR_BYTES = 12
 """Bytes of the longest character in a string: two escapes that are one."""
@@ -97,13 +104,21 @@ class _JsonDecoder:
         self._unused = unused
         self._data, self._positions = data, structure.positions
         self._char_classes, self._depths = structure.char_classes, structure.depths
-        self._loads = json.JSONDecoder().decode
+        self._json = json.JSONDecoder()
+        self._yielded_at = time.perf_counter()
         self._interned_ints: dict[int, int] = {}
 
     def decode(self) -> Any:
         """The text's value."""
         begin = len(_BOM) if self._data.startswith(_BOM) else 0
         return self._decode_value(_Span(begin, len(self._data), 0, len(self._positions)))
+
+    def _loads(self, text: str) -> Any:
+        """The value of a short text. Other threads run between two of them."""
+        if time.perf_counter() - self._yielded_at > YIELD_AFTER_SECONDS:
+            time.sleep(YIELD_SECONDS)
+            self._yielded_at = time.perf_counter()
+        return self._json.decode(text)
 
     def _decode_utf8(self, begin: int, end: int) -> str:
         return self._data[begin:end].decode("utf-8", "surrogatepass")

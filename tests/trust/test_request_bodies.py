@@ -82,8 +82,6 @@ def test_large_bodies_at_random(running: SegmentService, path: str) -> None:
     idle(running)
 
 
-# Open: 0.07 to 0.11 s of CPU time between two turns of the loop, where 0.05 is allowed; not the garbage collector.
-@pytest.mark.xfail(strict=False, reason="holds the loop for 70 to 110 ms on some machines")
 @pytest.mark.parametrize(("tokens", "top"), [(4000, 20), (16_000, 4)])
 def test_an_answer_with_its_log_probabilities_comes_back(running: SegmentService, tokens: int, top: int) -> None:
     """As a client sends it that keeps the items of a response."""
