@@ -149,7 +149,8 @@ def test_the_settings_show_how_an_answer_is_drawn_by_default(opened: Any) -> Non
     expect(page.get_by_label("Top-k", exact=True)).to_have_attribute("placeholder", "40")
     expect(page.get_by_label("Seed", exact=True)).to_have_attribute("placeholder", "default")
     expect(page.get_by_text("Left empty: temperature 0.6")).to_be_visible()
-    for typed, shown, sent in (("1.2", "default", {"temperature": 1.2}), ("", "40", SUGGESTED)):
+    cases = (("1.2", "default", {"temperature": 1.2}), ("", "40", SUGGESTED))
+    for count, (typed, shown, sent) in enumerate(cases, 1):
         temperature.fill(typed)
         expect(page.get_by_label("Top-k", exact=True)).to_have_attribute("placeholder", shown)
         page.get_by_role("button", name="Done").click()
@@ -157,7 +158,7 @@ def test_the_settings_show_how_an_answer_is_drawn_by_default(opened: Any) -> Non
             send_message(page, "Hello")
         told = {name: value for name, value in asked.value.post_data_json.items() if name in SUGGESTED}
         assert told == sent
-        last_answer(page)
+        last_answer(page, count)
         page.get_by_role("button", name="Settings", exact=True).click()
 
 
