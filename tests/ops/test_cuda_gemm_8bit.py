@@ -50,7 +50,7 @@ def test_whole_numbers_are_exact_but_for_the_scales(form: gemm_8bit.Gemm8BitKern
         if bias is not None:
             right = right + bias.double()
             most = most + 1.01 * 2.0**-24 * (right.abs() + most)
-        mine = _run(args, dtype=torch.float32, bias=bias, form=form).double()
+        mine = _run(args, dtype=torch.float32, bias=bias, config=form).double()
         assert bool(((mine - right).abs() <= most).all()), f"{k} {n}: {float((mine - right).abs().max())}"
 
 
@@ -62,8 +62,8 @@ def test_sixteen_bits_are_the_wide_ones_rounded(form: gemm_8bit.Gemm8BitKernelCo
     for rows, k, n in ((5, 592, 72), (300, 1040, 520)):
         args = w8a8_linear.random_inputs(rows, k, n, device="cuda")
         bias = torch.randn(n, device="cuda", dtype=dtype)
-        wide = _run(args, dtype=torch.float32, bias=bias.float(), form=form)
-        assert torch.equal(_run(args, dtype=dtype, bias=bias, form=form), wide.to(dtype))
+        wide = _run(args, dtype=torch.float32, bias=bias.float(), config=form)
+        assert torch.equal(_run(args, dtype=dtype, bias=bias, config=form), wide.to(dtype))
 
 
 @pytest.mark.gpu
@@ -74,7 +74,7 @@ def test_fp8(form: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
     for k, n in ((592, 72), (4096, 1032)):
         args = fp8_linear.random_inputs(rows, k, n, device="cuda")
         right = fp8_linear.fp8_linear(**{a: t.double() for a, t in args.items()}, dtype=torch.float64)
-        mine = _run(args, dtype=torch.float32, form=form).double()
+        mine = _run(args, dtype=torch.float32, config=form).double()
         assert float((mine - right).norm() / right.norm()) < 2e-3
 
 
@@ -89,10 +89,10 @@ def test_gated(form: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
     for k, inner, dtype in ((592, 72, torch.float32), (1040, 520, torch.bfloat16), (4096, 1032, torch.float16)):
         args = w8a8_linear.random_inputs(rows, k, 2 * inner, device="cuda", outliers=300.0) | {"dtype": dtype}
         args["bias"] = torch.randn(2 * inner, device="cuda", dtype=dtype) if inner == 520 else None
-        plain = _run(args, form=form)
+        plain = _run(args, config=form)
         gate, up = plain.double().chunk(2, -1)
         right = torch.nn.functional.silu(gate) * up
-        mine = _run(args, form=form, gated=True)
+        mine = _run(args, config=form, gated=True)
         assert mine.shape == right.shape
         eps = 2.0**-20 + torch.finfo(dtype).eps
         assert bool(((mine.double() - right).abs() <= eps * right.abs() + 1e-6).all())
